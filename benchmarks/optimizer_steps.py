@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_training import wait
 from benchmarks.timing import interleave, log, report
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer

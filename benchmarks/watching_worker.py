@@ -28,7 +28,7 @@ from benchmarks.watching_jobs import CORES
 from torchfleet.base.monitor.status import StatusFile
 from torchfleet.base.step_tracing import StepTracing
 from torchfleet.base.tracing import span_recorder
-from torchfleet.ps.server.state.hot_keys import HotKeys
+from torchfleet.ps.server.state.counters import HotKeys
 
 _HELD_OUT = 1_000_000  # the number of the first batch that nobody trains on
 _LOOK = 0.02  # seconds between two looks of a server at the orders

@@ -78,9 +78,9 @@ def no_server_outlives_the_tests() -> Iterator[None]:
 def compilers_are_back() -> Iterator[None]:
     """A worker that a test leaves behind before its first call would keep later tests from compiling."""
     yield
-    calls = sys.modules.get("torchfleet.ps.worker.batch.uncompiled_calls")
-    for number in list(calls._holders) if calls is not None else []:
-        calls._remove(number)
+    recorder = sys.modules.get("torchfleet.ps.worker.batch.recorder")
+    for number in list(recorder._owners) if recorder is not None else []:
+        recorder._remove_owner(number)
 
 
 def _is_server(process: psutil.Process) -> bool:

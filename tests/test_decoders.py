@@ -11,7 +11,7 @@ from support.fuzz.targets import all_targets, fast_folder
 from support.messages import naming
 
 from torchfleet.base.errors import CheckpointError, FleetError, RoleError, StrategyError, TableError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.ps.tables.settings import expressions
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 

@@ -46,8 +46,7 @@ WATCHED = (
 )  # fmt: skip
 # File and call → why it may be there.
 EXCEPTIONS = {
-    ("nn.py", "importlib.import_module"): "names of the package itself, in a table",
-    ("data/__init__.py", "importlib.import_module"): "names of the package itself, in a table",
+    ("base/lazy_names.py", "importlib.import_module"): "names of the package itself, in its stub files",
     ("collective/build.py", "importlib.import_module"): "strategies, in a table",
     (
         "collective/strategies/compiler_counts.py",

@@ -140,10 +140,10 @@ def test_every_name_of_the_reference_exists(page: Path) -> None:
 
 
 def test_a_link_out_of_docs_leads_to_a_page_below_repository(pages: ModuleType) -> None:
-    text = "[changes](../CHANGELOG.md#unreleased), [code](../torchfleet/api/fleet.py), [data](data.md#slots), [web](https://x.y)"
+    text = "[changes](../CHANGELOG.md#unreleased), [code](../torchfleet/api/saves.py), [data](data.md#slots), [web](https://x.y)"
     moved = pages.site_text(text, DOCS, "README.md")
     assert moved == (
-        "[changes](repository/CHANGELOG.md#unreleased), [code](repository/torchfleet/api/fleet.py.md), "
+        "[changes](repository/CHANGELOG.md#unreleased), [code](repository/torchfleet/api/saves.py.md), "
         "[data](data.md#slots), [web](https://x.y)"
     )
 

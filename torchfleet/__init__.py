@@ -6,24 +6,8 @@ bare server (python -m torchfleet.server) never imports torch.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from typing import Any
-
-import lazy_loader
+from torchfleet.base import lazy_names
 
 __version__ = "0.1.0"
 
-_load, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    """The public names, for completion; not what this file imports, nor modules that happen to be loaded."""
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return _load(name)
-    near = get_close_matches(name, __all__, n=1)
-    advice = f"; did you mean '{near[0]}'?" if near else "; docs/reference/ lists its names"
-    raise AttributeError(f"torchfleet has no '{name}'{advice}")
+__getattr__, __dir__, __all__ = lazy_names.attach(__name__, __file__)

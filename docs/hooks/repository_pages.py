@@ -1,6 +1,6 @@
 """Files of the repository outside docs/, as pages of the site: every link of a page works there, also offline.
 
-A page of docs/ may link to `../CHANGELOG.md`, `../examples/ctr_dnn/` or `../torchfleet/api/fleet.py`, as it does in the
+A page of docs/ may link to `../CHANGELOG.md`, `../examples/ctr_dnn/` or `../torchfleet/api/saves.py`, as it does in the
 repository. What such a link leads to becomes a page below `repository/`: Markdown as it is, a folder as its README or
 a list of its files, other text as one block of code. mkdocs.yml names this file under `hooks`.
 """

@@ -18,10 +18,9 @@ from support.scripts.resuming import NUM_ITEMS, Model, batch_of, make_optimizer,
 
 import torchfleet as fleet
 from torchfleet import nn
-from torchfleet.api import fleet as facade
-from torchfleet.api import infer
+from torchfleet.api import current_job, infer
 from torchfleet.base.errors import CheckpointError, FleetError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 
 pytestmark = pytest.mark.xdist_group("inference_model")  # its fixtures are made once
 
@@ -251,9 +250,9 @@ def test_a_job_of_its_own_predicts_from_a_folder(saved: tuple[str, torch.Tensor]
             predictor = fleet.DistributedInfer(model)
             predictor.init_distributed_infer_env(dirname=f"{saved[0]}/{kind}")
             found = torch.cat([predictor.predict(batch_of(0, step)) for step in range(6)])
-            rows = facade.get_worker().client.stats()[0]["tables"]["words"]["rows"]
+            rows = current_job.get_worker().client.stats()[0]["tables"]["words"]["rows"]
             predictor.predict({"items": torch.tensor([1, 2]), "words": torch.tensor([-77, -78])})
-            assert facade.get_worker().client.stats()[0]["tables"]["words"]["rows"] == rows
+            assert current_job.get_worker().client.stats()[0]["tables"]["words"]["rows"] == rows
             fleet.stop_worker()
         assert torch.equal(found, saved[1])
 
@@ -265,7 +264,7 @@ def test_servers_of_a_prediction_job_load_what_a_training_job_saved(saved: tuple
     for index in range(3):
         with jobs.clean_facade():
             fleet.init(fleet.UserDefinedRoleMaker(index, "server", 1, list(places)))
-            job = facade.get_job()
+            job = current_job.get_job()
             fleet.distributed_model(Model())
             job.distribute_for_prediction()
             server = jobs.loaded_server(job, f"{saved[0]}/full")
@@ -285,10 +284,10 @@ def test_straight_after_training_it_predicts_in_the_same_job() -> None:
     train(model, optimizer, 0, 0, 3)
     predictor = fleet.DistributedInfer(model)
     predictor.init_distributed_infer_env()
-    before = facade.get_worker().client.stats()[0]["tables"]
+    before = current_job.get_worker().client.stats()[0]["tables"]
     found = predictor.predict(batch_of(0, 1))
     assert not found.requires_grad
-    after = facade.get_worker().client.stats()[0]["tables"]
+    after = current_job.get_worker().client.stats()[0]["tables"]
     assert {name: (t["rows"], t["step"]) for name, t in after.items()} == {
         name: (t["rows"], t["step"]) for name, t in before.items()
     }
@@ -299,7 +298,7 @@ def test_predicting_without_a_folder_or_with_one_too_many_is_refused(saved: tupl
     fleet.init()
     with pytest.raises(FleetError, match="model"):
         fleet.DistributedInfer(Model()).init_distributed_infer_env()
-    jobs.facade.current.job = None
+    current_job.current.job = None
     fleet.init()
     model = fleet.distributed_model(Model())
     fleet.distributed_optimizer(make_optimizer("adam", model))

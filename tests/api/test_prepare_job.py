@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, ModelError
-from torchfleet.base.role import is_collective_job
+from torchfleet.base.role.role_makers import is_collective_job
 
 SCRIPT = str(ROOT / "tests" / "support" / "scripts" / "prepared.py")
 IDS = torch.arange(39).view(13, 3)

@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError, StrategyError
 
 pytestmark = pytest.mark.xdist_group("transformers")  # imported once, which takes seconds
@@ -102,7 +102,7 @@ def test_what_both_sides_would_do_is_refused(
             strategy=fleet.DistributedStrategy(**strategy),
             train_dataset=work.job.Sentences(),
         )
-    assert not facade.is_set_up()
+    assert not process_role.is_set_up()
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(work: Any, tmp_path: Path) -> None:

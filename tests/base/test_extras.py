@@ -37,6 +37,7 @@ def test_traces_without_their_package_are_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     monkeypatch.setitem(sys.modules, EXPORTER.rpartition(".")[0], None)
+    monkeypatch.delitem(sys.modules, EXPORTER, raising=False)  # another test may have imported it
     options = ["--trace_every", "5"] if user.startswith("-") else []
     if not options:
         monkeypatch.setenv(user, "5")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, StrategyError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.collective.build import build
 from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategies.mixed_precision.amp import Amp

@@ -55,7 +55,7 @@ class SignSgd(RowRule):
 DICT_TABLE = '''
 import numpy as np
 from torchfleet.base.errors import TableError
-from torchfleet.ps.tables.staleness import Staleness
+from torchfleet.ps.tables.table import Staleness
 from torchfleet.ps.tables.table import SavedSlice
 
 class DictTable:
@@ -291,7 +291,9 @@ class TestTableKind:
             saved = client.save(str(tmp_path / "model"), "save-1", True, 60.0)
             parts = [part for answer in saved for part in answer.parts]
         table = described(spec, spec.num_states, 1, 9, [])
-        write_manifest(Storage(str(tmp_path / "model")), Manifest("save-1", 1, "full", 2, [table], parts))
+        write_manifest(
+            Storage(str(tmp_path / "model")), Manifest("save-1", 1, "full", 2, [table], parts, num_files=len(parts))
+        )
         server = Server(ROOM)  # one, where two have saved
         server.state.add_table(spec)
         load_model(server.state, str(tmp_path / "model"), None)

@@ -105,5 +105,5 @@ def test_who_is_missing_among_servers_is_named_by_its_number() -> None:
     assert gather(server, 3, 2, 2) == []
     (reply,) = gather(server, 1, 2, 2)
     assert names(refusal(reply)[1], 2, 3)
-    (expired,) = server.state.gatherings.expired(float("inf"))
+    (expired,) = server.state.meetings.gatherings.expired(float("inf"))
     assert names(str(expired[1]), "worker 2", 2, 3)

@@ -11,7 +11,7 @@ from support.fake_webhdfs import FakeHdfs, fake_webhdfs
 from support.messages import naming
 from support.one_number import Model, held, set_all
 
-from torchfleet.api import fleet as facade
+import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
 from torchfleet.observe.commands import command
@@ -122,7 +122,7 @@ def test_a_first_save_that_is_cut_leaves_no_model_or_a_whole_one(part: jobs.Part
     for point in range(1, len(operations) + 1):
         CutStore.store.clear()
         cut_at(part, "full", point)
-        if facade.saved_extra(FOLDER) is None:
+        if fleet.saved_extra(FOLDER) is None:
             with pytest.raises(FleetError, match=naming("manifest.json")):
                 held(part, FOLDER)
             found.add("none")

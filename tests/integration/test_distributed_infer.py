@@ -18,7 +18,7 @@ from support.scripts.inferring import Net, make_optimizer, num_rows, predictions
 from support.scripts.launching import Forked, forked_fleetrun
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import CheckpointError, FleetError, ModelError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
@@ -377,7 +377,7 @@ def test_making_ready_twice_says_so_and_not_that_something_was_trained(tmp_path:
             infer.init_distributed_infer_env(dirname=str(folder))
         assert "trained" not in str(error.value)
         assert torch.equal(infer.predict(test_batches()[0]), expected)
-        facade.stop_worker()
+        fleet.stop_worker()
 
 
 @pytest.mark.slow
@@ -427,7 +427,7 @@ def test_policies_of_training_do_not_act_while_nobody_trains() -> None:
     with jobs.clean_facade():
         fleet.init()
         fleet.distributed_model(Model())
-        job = facade.get_job()
+        job = current_job.get_job()
         job.distribute_for_prediction()
         spec = job.plan.sparse["ids"].spec
         assert (spec.entry, spec.shrink) == (AdmissionEntry(), Shrink())

@@ -291,7 +291,7 @@ class TestThreads:
         states: list[int] = []
 
         def done() -> int:
-            current = servers.servers[0].state.files._passes["files", 0]
+            current = servers.servers[0].state.meetings.files._passes["files", 0]
             return 3 if current is None else current.num_done
 
         def body(part: Part) -> None:

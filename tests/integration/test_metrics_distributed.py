@@ -19,8 +19,8 @@ from support.messages import naming
 from support.scripts import meeting
 from support.scripts.launching import forked_fleetrun
 
+import torchfleet as fleet
 from torchfleet import metrics, util
-from torchfleet.api import fleet as facade
 from torchfleet.base.errors import FleetError
 
 oracle = Late("sklearn.metrics")
@@ -280,10 +280,10 @@ def test_a_process_without_a_fleet_is_alone() -> None:
 
 def test_one_local_worker_gets_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with clean_facade():
-        facade.init()
-        model = facade.distributed_model(torch.nn.Linear(1, 1))
-        facade.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        facade.init_worker()
+        fleet.init()
+        model = fleet.distributed_model(torch.nn.Linear(1, 1))
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        fleet.init_worker()
         for value in (np.arange(4.0).reshape(2, 2), torch.arange(3)):
             for mode in REDUCE:
                 assert_same_bits([util.all_reduce(value, mode=mode), value])
@@ -295,16 +295,16 @@ def test_one_local_worker_gets_its_own(capsys: pytest.CaptureFixture[str]) -> No
         util.print_on_rank("hello", 0)
         util.print_on_rank("nobody", 1)
         assert capsys.readouterr().out == "hello\n"
-        facade.stop_worker()
+        fleet.stop_worker()
 
 
 def test_what_is_too_much_for_the_servers_is_an_error_in_numbers() -> None:
     with clean_facade():
-        facade.init()
-        model = facade.distributed_model(torch.nn.Linear(1, 1))
-        facade.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        facade.init_worker()
+        fleet.init()
+        model = fleet.distributed_model(torch.nn.Linear(1, 1))
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        fleet.init_worker()
         with pytest.raises(FleetError, match=naming("16,777,216")):
             util.all_reduce(np.zeros(1 << 22))
         assert util.all_reduce(2) == 2
-        facade.stop_worker()
+        fleet.stop_worker()

@@ -25,7 +25,7 @@ from support.scripts import killed_saves, resuming
 from support.scripts.launching import forked_fleetrun
 from support.sharded_models import Net
 
-from torchfleet.api import fleet as facade
+import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.loading import load_parameters
@@ -84,7 +84,7 @@ def test_full_saves_deltas_and_compaction_load_whole(
         set_all(part, number)
         manifest = part.worker.save(folder, kind, {"number": number})
         assert held(part, folder) == number
-        assert facade.saved_extra(folder) == {"number": number}
+        assert fleet.saved_extra(folder) == {"number": number}
         assert sorted(Storage(folder).folders()) == [link.save for link in manifest.links()]
         assert len(list(Storage(folder).files())) == 3  # the manifest, the numbered one, the donefile
     compact(folder)
@@ -100,12 +100,12 @@ def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) ->
     """Listings and sizes that this process knows from before are not taken for what is there."""
     storage = Storage(folder)
     assert list(storage.folders()) == []
-    assert facade.saved_extra(folder) is None
+    assert fleet.saved_extra(folder) is None
     set_all(part, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3fs.S3FileSystem, "cachable", False)  # each Storage has its own, as each process has
         part.worker.save(folder, "full", {"a": 1})
-        assert facade.saved_extra(folder) == {"a": 1}
+        assert fleet.saved_extra(folder) == {"a": 1}
         list(storage.folders())
         part.worker.save(folder, "full", {"a": "much longer than before" * 100})
     assert storage.exists("donefile.jsonl")

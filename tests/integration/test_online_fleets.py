@@ -37,7 +37,7 @@ class Crash(Exception):
 
 
 class Facade:
-    """torchfleet.api.fleet for workers that are threads of one process."""
+    """The functions of torchfleet for workers that are threads of one process."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -96,6 +96,8 @@ class Together:
         self.fleet = Facade()
         for module in (passes, agreement, pass_progress):
             monkeypatch.setattr(module, "fleet", self.fleet)
+        monkeypatch.setattr(agreement, "process_role", self.fleet)
+        monkeypatch.setattr(passes, "current_job", self.fleet)
 
     def run(
         self, train: Callable[..., None], mode: str = "sync", num: int = 2, source: Any = None, **options: Any

@@ -11,13 +11,13 @@ import torch
 from support import jobs
 from support.messages import naming
 from support.paths import SUPPORT
+from support.recorded_model import STEPS, batch_of
 from support.recorded_model import Model as RecordedModel
-from support.recorded_model import batch_of
 
 import torchfleet as fleet
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.base.errors import CheckpointError, ModelError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.observe.commands.command import main as fleet_command
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.comparison import compare
@@ -175,25 +175,7 @@ def test_deltas_compaction_inspection_and_comparison_know_them(
     assert "dense.bytes" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_before_loads_and_the_tensors_that_it_lacks_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = RecordedModel()
-    model.norm.num_batches_tracked += 11
-    fleet.load_inference_model(str(RECORDED / "inference"), model)
-    assert model.norm.num_batches_tracked == 11
-    error = capsys.readouterr().err
-    assert "norm.num_batches_tracked" in error
-    assert "inference" in error
-    fleet.init()
-    model = fleet.distributed_model(RecordedModel())
-    fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    fleet.init_worker(str(RECORDED / "model"))
-    assert "norm.num_batches_tracked" in capsys.readouterr().err
-    fleet.stop_worker()
-
-
-def test_a_delta_goes_on_from_a_checkpoint_of_before(tmp_path: Path) -> None:
+def test_a_delta_goes_on_from_a_recorded_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(RECORDED / "model", tmp_path / "model")
     folder = str(tmp_path / "model")
     fleet.init()
@@ -206,7 +188,7 @@ def test_a_delta_goes_on_from_a_checkpoint_of_before(tmp_path: Path) -> None:
     fleet.save_persistables(folder, mode=1)
     fleet.stop_worker()
     found = fleet.load_inference_model(folder, RecordedModel())
-    assert found.norm.num_batches_tracked == model.norm.num_batches_tracked == 1
+    assert found.norm.num_batches_tracked == model.norm.num_batches_tracked == STEPS + 1
 
 
 class Float(Model):

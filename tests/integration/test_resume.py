@@ -18,10 +18,10 @@ from support.scripts.saved_models import contents
 
 import torchfleet as fleet
 from torchfleet import nn
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import CheckpointError, FleetError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.server.server import Server
@@ -94,7 +94,7 @@ def save_local(folder: str, make_model: Make = Model, rule: str = "adam", num_st
 
 
 def rows(table: str, keys: Any) -> np.ndarray:
-    return facade.get_worker().client.pull(table, keys, create=False).result()
+    return current_job.get_worker().client.pull(table, keys, create=False).result()
 
 
 def values(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -210,7 +210,7 @@ def test_gradients_of_worker_0_are_applied_before_it_saves(mode: str, folder: st
     with local(Model, "sgd", strategy=jobs.strategy(mode)) as (model, optimizer):
         train(model, optimizer, 0, 0, 5)
         fleet.save_persistables(folder)
-        facade.flush()
+        fleet.flush()
         items, words = rows("items", np.arange(NUM_ITEMS)), rows("words", WORDS)
     with local(Model, "sgd", folder, seed=9):
         assert np.array_equal(rows("items", np.arange(NUM_ITEMS)), items)

@@ -180,13 +180,13 @@ class TestStrangers:
 
     def stays_outside(self, stranger: Client, server: ServerThread, insider: Client) -> None:
         """It gets no answer, the server does not even see its request, and others are served meanwhile."""
-        before = server.server.state.num_requests
+        before = server.server.state.counters.num_requests
         with closing(stranger):
             started = time.monotonic()
             with pytest.raises(ServerUnreachable, match=server.endpoint):
                 stranger.ping()
             assert time.monotonic() - started < 3
-        assert server.server.state.num_requests == before
+        assert server.server.state.counters.num_requests == before
         assert insider.pull("t", [1]).result().tolist() == [[0]]
 
     def test_one_without_keys_gets_no_answer(self, server: ServerThread, insider: Client) -> None:

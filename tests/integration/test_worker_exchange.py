@@ -121,7 +121,7 @@ class ParcelSchedule(Schedule):
                 if got[worker] != sent[worker]:
                     raise Mismatch(f"worker {worker} got {got[worker]}, sent were {sent[worker]}")
         self.network.deliver_all()
-        waiting = sum(server.state.mail.num_bytes for server in self.servers)
+        waiting = sum(server.state.meetings.mail.num_bytes for server in self.servers)
         if waiting:
             raise Mismatch(f"{waiting} bytes are still kept although all was acknowledged")
 
@@ -217,7 +217,7 @@ def test_workers_that_all_send_more_than_the_servers_can_keep_come_to_an_end(
         for index, got in enumerate(results):
             expected = [1000 * i + n for i in range(num) if i != index for n in range(num_parcels)]
             assert got == Counter(expected)
-        assert sum(server.state.mail.num_bytes for server in fleet.servers) == 0
+        assert sum(server.state.meetings.mail.num_bytes for server in fleet.servers) == 0
 
 
 @pytest.mark.timeout(30)

@@ -32,7 +32,7 @@ from support.scripts.launching import (
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import cli, rendezvous, roles
 from torchfleet.launch.rendezvous import FixedRendezvous
 from torchfleet.launch.roles import free_ports

@@ -12,7 +12,7 @@ from support.messages import naming
 from support.scripts.launching import TINY, Forked
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import roles
 from torchfleet.launch.roles import (
     PORTS,

@@ -102,7 +102,7 @@ class Chain:
         self.manifest = Manifest(
             self._folder, number, "full", num_servers, tables, self._parts, token=1000 + number,
             parent=before.number if before else 0, base=before.links() if before else [],
-            time=86_400.0 * number, extra=extra or {"pass": number},
+            time=86_400.0 * number, extra=extra or {"pass": number}, num_files=len(self._parts),
         )  # fmt: skip
         write_manifest(self.storage, self.manifest)
         return self.manifest

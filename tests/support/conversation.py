@@ -1,8 +1,6 @@
 """A fixed conversation of two workers with two servers, and a record of every byte of it.
 
-The record in recorded/wire_2.json was made by the release before the package was laid out anew, and carried over to
-version 2 of the protocol: what a worker and a server of today say must be the same bytes, or they could not talk to
-those of then.
+The record is recorded/wire.json: workers and servers of one version of the protocol must say the same bytes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import Any
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 
 TABLES = {
-    "words": {"kind": "sparse", "rows": 12_345, "bytes": 1_200_000, "evicted": 0, "created": 12_345},
-    "dense.0": {"kind": "dense", "rows": 81, "bytes": 648},
+    "words": {"kind": "sparse", "is_dense": False, "rows": 12_345, "bytes": 1_200_000, "evicted": 0, "created": 12_345},
+    "dense.0": {"kind": "dense", "is_dense": True, "rows": 81, "bytes": 648},
 }
 SERVING = {
     "role": "server", "pid": 7, "requests": 900, "requests_per_s": 321.0, "busy": 0.97, "memory": 460_000_000,

@@ -26,11 +26,11 @@ from support import processes
 from support.paths import ROOT
 from torch.nn import functional as F
 
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.api.job.ps_job import ParameterServerJob
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.api.job.worker_role import WorkerRole
-from torchfleet.base.role import SERVER, WORKER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.transport import Channel, InProcess, InProcessChannel
 from torchfleet.ps.net.wire import Command, Frame, Role, decode
@@ -350,11 +350,11 @@ class SocketServers:
 
 @contextlib.contextmanager
 def clean_facade() -> Iterator[None]:
-    """torchfleet.api.fleet holds one job per process: whatever a test leaves there is taken away."""
+    """torchfleet.api.current_job holds one job per process: whatever a test leaves there is taken away."""
     try:
         yield
     finally:
-        facade.current.job = None
+        current_job.current.job = None
 
 
 def wait_until(is_so: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:

@@ -14,7 +14,7 @@ from torchfleet.ps.net.wire import (
     BOUNDED,
     DELTA,
     DENSE_BACK,
-    GATHER,
+    GATHERED,
     SYNC,
     Array,
     Command,
@@ -171,7 +171,7 @@ class Work:
 
     def _gathered(self) -> None:
         settings = Array(0, np.array([[3], [2]], np.uint64))
-        self._ask(Command.PUSH, self._worker(), *self._pushed(SPECS[:2]), settings, once=True, flags=GATHER)
+        self._ask(Command.PUSH, self._worker(), *self._pushed(SPECS[:2]), settings, once=True, flags=GATHERED)
 
     def _bounded(self) -> None:
         settings = Array(0, np.array([[2]], np.uint64))

@@ -273,10 +273,7 @@ def _import(modules: Sequence[str]) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor
 
-    import torchfleet.api.fleet
-    import torchfleet.apps
-    import torchfleet.launch.cli
-    import torchfleet.launch.elastic  # noqa: F401
+    from torchfleet.api import distributing, job_life, saves, table_calls, training_passes  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)

@@ -20,12 +20,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment
 
-from torchfleet.launch.clusters.k8s.cluster_command import ACTIONS, run_action
 from torchfleet.observe.commands import command as fleet_command
 
 _BLOCK = re.compile(
@@ -137,10 +135,7 @@ def _parse(commands: list[str], folder: Path) -> None:
     """Looks at lines that are not run: what fleetrun and fleet do not know is found."""
     for line in commands:
         words = shlex.split(line, comments=True)
-        if words[:2] == ["fleetrun", "k8s"]:
-            with mock.patch.dict(ACTIONS, {words[2]: lambda options: 0}):  # no cluster is asked
-                assert run_action(words[2], words[3:]) == 0
-        elif words[0] == "fleetrun":
+        if words[0] == "fleetrun":
             run(shlex.join(["fleetrun", *planning(words)]), folder)
         elif words[0] == "fleet":
             assert fleet_command._parser().parse_args(words[1:]).command == words[1], line

@@ -95,8 +95,8 @@ def _serve() -> None:
     import torch.distributed.tensor
     import torch.optim
 
-    import torchfleet.api.fleet
     import torchfleet.collective
+    from torchfleet.api import distributing, job_life, saves, table_calls, training_passes  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     for found in pkgutil.walk_packages(torchfleet.collective.__path__, "torchfleet.collective."):

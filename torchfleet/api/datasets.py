@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 
-from torchfleet.api import fleet
+from torchfleet.api import process_role, table_calls
 from torchfleet.base.errors import DataError
 from torchfleet.data.arrow_dataset import ArrowDataset, stream_of
 from torchfleet.data.dataset import BatchIterator, WorkerGroup
@@ -27,20 +27,20 @@ class InMemoryDataset(_InMemoryDataset):
     """All samples loaded first, then shuffled, exchanged and gone through any number of times: docs/data.md."""
 
     def workers(self) -> WorkerGroup:
-        return fleet.workers()
+        return process_role.workers()
 
 
 class QueueDataset(_QueueDataset):
     """Batches straight from files, while training goes on: docs/data.md."""
 
     def workers(self) -> WorkerGroup:
-        return fleet.workers()
+        return process_role.workers()
 
     def settle(self) -> None:
-        fleet.settle()
+        table_calls.settle()
 
     def iterate(self) -> BatchIterator:
-        if self._dynamic is not None and fleet.mode() == "sync" and fleet.worker_num() > 1:
+        if self._dynamic is not None and process_role.mode() == "sync" and process_role.worker_num() > 1:
             raise DataError(
                 "set_filelist(dynamic=True) gives workers different numbers of batches, and in sync mode every step "
                 "needs all of them: use an asynchronous mode, or fleet.util.get_file_shard"
@@ -111,9 +111,9 @@ def from_ray(
 
     All workers call it, after fleet.init_worker(), and go through it equally often.
     """
-    workers = fleet.workers()
+    workers = process_role.workers()
     try:
-        is_sync = fleet.mode() == "sync" and fleet.worker_num() > 1
+        is_sync = process_role.mode() == "sync" and process_role.worker_num() > 1
         stream, kept = stream_of_worker(dataset, workers, is_equal=is_sync)
     finally:
         workers.close()

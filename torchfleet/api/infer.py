@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api import fleet
+from torchfleet.api import job_life
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.ps.checkpoint.manifest import Manifest, Parameter, read_manifest
 from torchfleet.ps.checkpoint.part_reader import load_sparse, read_dense
-from torchfleet.ps.checkpoint.saved_parameters import check_kind, without_lost
+from torchfleet.ps.checkpoint.saved_parameters import check_kind
 from torchfleet.ps.tables.rows.memory import max_table_bytes
-from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec, default_kind
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.worker.client.future import Pulled, Ready
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
 from torchfleet.ps.worker.lookup.dense_group import type_of, write_words
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.row_state.table_rows import without_rows
@@ -37,7 +38,7 @@ class LocalTables:
         self._tables = tables
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
-        rows = {name: self._tables[name].pull(wanted, create=False) for name, wanted in keys.items()}
+        rows = {name: self._tables[name].look_up(wanted, create=False) for name, wanted in keys.items()}
         return Ready(Pulled(rows, {name: [] for name in keys}))
 
     def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
@@ -66,7 +67,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
         return model.eval()
     storage = Storage(dirname)
     manifest = read_manifest(storage)
-    tables_saved = {table.name for table in manifest.tables if table.kind != "dense"}
+    tables_saved = {table.name for table in manifest.tables if not table.is_dense}
     convert(model, saved_as_tables(model, tables_saved))
     tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
     _load_parameters(storage, manifest, model)
@@ -81,10 +82,10 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     return model.eval()
 
 
-def _table(storage: Storage, manifest: Manifest, module: Any) -> SparseTable:
-    kind: Literal["sparse", "array"] = "sparse" if module.num_embeddings is None else "array"
-    spec = TableSpec(module.name, kind, module.dim, module.num_embeddings or 0, Rule("sgd", 0.0))
-    table = SparseTable(spec, max_table_bytes())
+def _table(storage: Storage, manifest: Manifest, module: SparseEmbedding) -> SparseTable:
+    """Rows of any kind of table, in memory, for reading."""
+    kind, size = default_kind(is_dense=False, has_size=module.num_embeddings is not None), module.num_embeddings or 0
+    table = SparseTable(TableSpec(module.name or "", kind, module.dim, size, Rule(lr=0.0)), max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
     return table
 
@@ -93,13 +94,12 @@ def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Modul
     """Parameters and buffers by their names; every one of the model must be there, as it was saved."""
     saved: dict[str, tuple[Parameter, npt.NDArray[np.float32]]] = {}
     for table in manifest.tables:
-        if table.kind == "dense":
+        if table.is_dense:
             values = read_dense(storage, manifest, table)[0]
             for parameter in table.parameters:
                 saved[parameter.name] = parameter, values[parameter.start : parameter.start + parameter.size]
     tensors = _tensors(model)
     wanted = [Parameter(name, list(tensor.shape), 0, type_of(tensor)) for name, tensor in tensors.items()]
-    wanted = without_lost(storage, manifest, wanted)
     missing = sorted({parameter.name for parameter in wanted} - set(saved))
     if missing:
         raise CheckpointError(
@@ -145,7 +145,7 @@ class DistributedInfer:
 
     def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         """Make ready. On a server of a prediction job this returns when all workers have stopped."""
-        fleet.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
+        job_life.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
         self._model.eval()
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,8 @@ from torchfleet.api.job.protocol import Job
 from torchfleet.api.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.api.process_role import is_under_way
 from torchfleet.base.errors import FleetError, RoleError
-from torchfleet.base.role import SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api import fleet
+from torchfleet.api import process_role
 from torchfleet.api.util import as_array
 from torchfleet.base.errors import FleetError
 
@@ -142,7 +142,7 @@ def _ratio(name: str, numerator: Any, total: Any) -> float:
 def _reduced(name: str, value: Any) -> Any:
     """The same kind of thing as `value`, combined over all workers in their order: equal bits everywhere."""
     array = _numbers(f"fleet.metrics.{name}", value)
-    brought = fleet.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
+    brought = process_role.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
     parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
     if any(part[:2] != parts[0][:2] for part in parts):
         raise FleetError(f"fleet.metrics: the workers brought different things: {[part[:2] for part in parts]}")

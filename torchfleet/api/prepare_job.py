@@ -13,10 +13,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchfleet.api import fleet
+from torchfleet.api import distributing, job_life, process_role, saves, training_passes
 from torchfleet.api.loader_shard import shared_loader
 from torchfleet.base.errors import FleetError, ModelError
-from torchfleet.base.role import is_collective_job
+from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.tensors.outputs import map_tensors
 
@@ -28,7 +28,9 @@ class PreparedLoader:
         self.loader, self._device = loader, device
 
     def __iter__(self) -> Iterator[Any]:
-        return fleet.prefetch(self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device))
+        return training_passes.prefetch(
+            self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device)
+        )
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -85,18 +87,18 @@ def prepare(
             )
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
-    made = fleet.distributed_model(model, strategy, sparse)
+    made = distributing.distributed_model(model, strategy, sparse)
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
         follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
-        prepared[id(optimizer)] = fleet.distributed_optimizer(optimizer)
+        prepared[id(optimizer)] = distributing.distributed_optimizer(optimizer)
     start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
     for thing in objects:
         if isinstance(thing, DataLoader):
-            prepared[id(thing)] = PreparedLoader(shared_loader(thing, *fleet.data_shard(), _of_worker_0), device)
+            prepared[id(thing)] = PreparedLoader(shared_loader(thing, *process_role.data_shard(), _of_worker_0), device)
         elif isinstance(thing, LRScheduler):
-            prepared[id(thing)] = fleet.distributed_scheduler(thing)
+            prepared[id(thing)] = distributing.distributed_scheduler(thing)
     return tuple(prepared[id(thing)] for thing in objects)
 
 
@@ -108,10 +110,10 @@ def stop_at_exit() -> None:
 
     What an error leaves behind is not told to be well done: others learn that this worker has ended.
     """
-    if not fleet.is_under_way() or hasattr(sys, "last_value"):
+    if not process_role.is_under_way() or hasattr(sys, "last_value"):
         return
     try:
-        fleet.stop_worker()
+        job_life.stop_worker()
     except BaseException:  # at the end of a process an error has no other way into its exit status
         traceback.print_exc()
         sys.stdout.flush()
@@ -127,11 +129,11 @@ def _one_model(objects: Sequence[Any]) -> torch.nn.Module:
 
 
 def _begin(is_collective: bool | None) -> None:
-    if fleet.is_under_way():
+    if process_role.is_under_way():
         raise FleetError("fleet.prepare: a job is under way already: call fleet.stop_worker() or fleet.reset() first")
-    if not fleet.is_set_up():
-        fleet.init(is_collective=is_collective_job() if is_collective is None else is_collective)
-    elif is_collective is not None and is_collective != fleet.is_collective():
+    if not process_role.is_set_up():
+        job_life.init(is_collective=is_collective_job() if is_collective is None else is_collective)
+    elif is_collective is not None and is_collective != process_role.is_collective():
         raise FleetError(
             f"fleet.prepare(is_collective={is_collective}), and fleet.init has begun the other kind: leave it out"
         )
@@ -140,15 +142,15 @@ def _begin(is_collective: bool | None) -> None:
 def start(dirname: str | None) -> None:
     """Begin with a saved model, or anew: once model and optimizer are distributed. A worker is stopped when the script
     ends. A server serves here, and then ends the script (SystemExit)."""
-    if fleet.is_collective():
+    if process_role.is_collective():
         if dirname is not None:
-            fleet.load(dirname)
-    elif fleet.is_server():
-        fleet.init_server(dirname)
-        fleet.run_server()
+            saves.load(dirname)
+    elif process_role.is_server():
+        job_life.init_server(dirname)
+        job_life.run_server()
         raise SystemExit(0)
     else:
-        fleet.init_worker(dirname)
+        job_life.init_worker(dirname)
     atexit.unregister(stop_at_exit)
     atexit.register(stop_at_exit)
 
@@ -166,11 +168,11 @@ def follow(
         for parameter in group["params"]:
             is_here = any(now is parameter for now in moved.get(id(parameter), [parameter]))
             state = optimizer.state.get(parameter, {}) if is_here else optimizer.state.pop(parameter, {})
-            is_kept = is_here and fleet.is_collective()  # servers have a state of their own
+            is_kept = is_here and process_role.is_collective()  # servers have a state of their own
             if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad makes its own before any step
                 raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 
 
 def _of_worker_0(data: bytes) -> bytes:
-    return fleet.gather("fleet.prepare", data)[0]
+    return process_role.gather("fleet.prepare", data)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchfleet.api.current_job import any_job, current, get_worker
 from torchfleet.api.job.ps_job import NO_WORKER
-from torchfleet.base.role import SERVER
+from torchfleet.base.role.role_info import SERVER
 from torchfleet.ps.worker.peers import Workers
 
 

@@ -74,6 +74,3 @@ def whole_tables(share: float | None = None, shared: bool = False) -> WholeTable
     then call this, and wait for each other here.
     """
     return get_worker().whole_tables(share, shared)
-
-
-replica = whole_tables  # its name in earlier versions

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchfleet.api import fleet
+from torchfleet.api import process_role
 from torchfleet.api.plain_layers import KeyedEmbedding, SizedEmbedding
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
@@ -33,7 +33,7 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
     index of each is found. Ids without a row read as zeros, as in a prediction. Tables that were shared are shared.
     Rows come in slices to this process, any worker's; a table that does not fit its memory is an error before that.
     """
-    if fleet.is_collective():
+    if process_role.is_collective():
         raise FleetError("fleet.to_plain is for models with rows on servers; a collective model has its own in .module")
     with without_rows():
         model.state_dict()  # brings the dense values up to date

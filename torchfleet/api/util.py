@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api import fleet
+from torchfleet.api import process_role, training_passes
 from torchfleet.base.errors import FleetError
 
 _WORLDS = ("worker", "server", "all")
@@ -23,7 +23,7 @@ _MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
     """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
-    return fleet.split_files(files)
+    return training_passes.split_files(files)
 
 
 def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
@@ -36,7 +36,7 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
         raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
     if mode == "sum" and array.dtype.kind == "b":
         raise FleetError("all_reduce: give numbers to sum up, not True and False: int(flag)")
-    brought = fleet.gather(
+    brought = process_role.gather(
         "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()]), comm_world
     )
     parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
@@ -59,21 +59,21 @@ def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
         own = msgspec.msgpack.encode(input)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
-    return [msgspec.msgpack.decode(part) for part in fleet.gather("all_gather", own, comm_world)]
+    return [msgspec.msgpack.decode(part) for part in process_role.gather("all_gather", own, comm_world)]
 
 
 def barrier(comm_world: str = "worker") -> None:
     """Wait for all others in `comm_world`."""
     _check_world(comm_world)
     if comm_world == "worker":
-        fleet.barrier_worker()
+        process_role.barrier_worker()
     else:
-        fleet.gather("barrier", b"", comm_world)
+        process_role.gather("barrier", b"", comm_world)
 
 
 def print_on_rank(message: str, rank_id: int) -> None:
     """Print on one worker."""
-    if fleet.is_worker() and fleet.worker_index() == rank_id:
+    if process_role.is_worker() and process_role.worker_index() == rank_id:
         print(message, flush=True)
 
 

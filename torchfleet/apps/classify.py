@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import process_role
 from torchfleet.apps.classify_settings import Batches, Samples, Settings
 from torchfleet.base.errors import FleetError
 from torchfleet.collective.layers.margin_softmax import MarginSoftmax
@@ -111,7 +111,7 @@ class Entry(Settings):
                 raise FleetError(f"call {name} first: nothing can be trained or predicted without")
         if self.backbone is None:
             raise FleetError("call set_model first: nothing makes features of the inputs")
-        if not facade.is_collective():
+        if not process_role.is_collective():
             fleet.init(is_collective=True)
         head = MarginSoftmax(self.class_num, self.emb_dim, seed=self.seed, **self.loss)
         self._model = fleet.distributed_model(Classifier(self.backbone, head), self.strategy)

@@ -10,11 +10,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import can_return_loss, find_labels
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.api.prepare_job import follow, start
 from torchfleet.apps.both_sides import refuse_twice
 from torchfleet.base.errors import FleetError, ModelError
-from torchfleet.base.role import is_collective_job
+from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
@@ -110,7 +111,7 @@ class FleetTrainerMixin:
     def log(self, logs: dict[str, float], *more: Any) -> None:
         super().log(logs, *more)  # type: ignore[misc]
         numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
-        if fleet.is_under_way():
+        if process_role.is_under_way():
             fleet.report(**numbers)
 
     # Checkpoints: the model as transformers saves it, and beside it all that training goes on from
@@ -130,7 +131,7 @@ class FleetTrainerMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _stepped_or_refused(self, what: str) -> None:
-        if not fleet.is_under_way():
+        if not process_role.is_under_way():
             raise FleetError(
                 f"FleetTrainer.{what}: the job is over, or has not begun: call it between train() and the "
                 "end of the job"
@@ -170,16 +171,16 @@ class FleetTrainer(FleetTrainerMixin, Trainer):  # type: ignore[misc]
 
 
 def _begin(strategy: DistributedStrategy | None) -> None:
-    if fleet.is_under_way():
+    if process_role.is_under_way():
         raise FleetError("FleetTrainer: a job is under way already: call fleet.stop_worker() or fleet.reset() first")
     if os.environ.get("FLEET_ROLE") and not is_collective_job():
         raise FleetError(
             "FleetTrainer is for ranks, and this is a process of a job with servers: start it with fleetrun "
             "--nproc_per_node; with servers use transformers.Trainer as docs/torch.md says"
         )
-    if not fleet.is_set_up():
+    if not process_role.is_set_up():
         fleet.init(is_collective=True, strategy=strategy)
-    elif not fleet.is_collective() or strategy is not None:
+    elif not process_role.is_collective() or strategy is not None:
         raise FleetError(
             "FleetTrainer: fleet.init was called before. Leave it out and give the strategy here, or call "
             "fleet.init(is_collective=True, strategy=...) and leave it out here."

@@ -167,26 +167,25 @@ class Storage:
         folder = os.path.realpath(self.path)
         return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
 
-    def folders(self) -> Iterator[str]:
+    def folders(self) -> list[str]:
         """The names of the folders in it."""
-        yield from self._names(is_folder=True)
+        return self._names(is_folder=True)
 
-    def files(self) -> Iterator[str]:
+    def files(self) -> list[str]:
         """The names of the files in it."""
-        yield from self._names(is_folder=False)
+        return self._names(is_folder=False)
 
-    def _names(self, is_folder: bool) -> Iterator[str]:
+    def _names(self, is_folder: bool) -> list[str]:
         if self.is_local:
-            if os.path.isdir(self.path):
-                yield from (entry.name for entry in os.scandir(self.path) if entry.is_dir() == is_folder)
-            return
+            if not os.path.isdir(self.path):
+                return []
+            return [entry.name for entry in os.scandir(self.path) if entry.is_dir() == is_folder]
         with self._telling("", "listed"):
             self._fs.invalidate_cache()  # other processes write there too
             path = self._inner(self.path)
             entries = self._fs.ls(path, detail=True) if self._fs.exists(path) else []
-        for entry in entries:
-            if (entry["type"] == "directory") == is_folder:
-                yield entry["name"].rstrip("/").rsplit("/", 1)[-1]
+        found = [entry["name"] for entry in entries if (entry["type"] == "directory") == is_folder]
+        return [name.rstrip("/").rsplit("/", 1)[-1] for name in found]
 
     def remove_folder(self, name: str) -> None:
         """Does nothing if it is not there."""

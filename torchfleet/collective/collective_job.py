@@ -17,7 +17,7 @@ from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.base.monitor.status import StatusFile
 from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.monitor.training_pace import TrainingPace
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.step_tracing import StepTracing
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.base.tracing.otlp import trace_every

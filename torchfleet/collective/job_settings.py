@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchfleet.base.errors import StrategyError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.build import check
 from torchfleet.collective.world import World, degrees

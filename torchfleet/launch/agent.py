@@ -15,8 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
-from torchfleet.base.monitor.json_lines import readable
-from torchfleet.base.monitor.json_pipe import JsonPipe
+from torchfleet.base.monitor.json_lines import JsonPipe, readable
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import REQUEUE

@@ -10,7 +10,8 @@ import sys
 import time
 import traceback
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.launch.handover import Failure, loaded, read_call, write_failure, write_outcome
 
 
@@ -23,7 +24,7 @@ def main() -> None:
         function, args, kwargs = loaded(read_call(int(call)))
         value = function(*args, **kwargs)
         write_outcome(file, None if is_server else value, "what the function returned")
-        if fleet.is_under_way():  # a worker whose function has returned is done; servers wait for all to say so
+        if process_role.is_under_way():  # a worker whose function has returned is done; servers wait for all to say so
             fleet.stop_worker()
     except KeyboardInterrupt:
         raise

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES
 from torchfleet.base.monitor.snapshot import name_for_people, number_in_files
-from torchfleet.base.role import DURABILITY
+from torchfleet.base.role.process_settings import DURABILITY
 from torchfleet.observe.watch.watchers import Watching
 from torchfleet.ps.net.private_jobs import Way
 

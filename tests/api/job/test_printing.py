@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.messages import names
 
 from torchfleet.api.job.printing import configuration, summary
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 WORKER = {"steps": 1200, "samples": 5, "lookups": 9, "unforeseen_lookups": 0}

@@ -13,12 +13,13 @@ from support import jobs
 from support.jobs import SECONDS, Net, make_part, sgd, strategy
 from support.messages import lines_naming, naming
 
-from torchfleet.api.job import server_role, waiting_lines
+from torchfleet.api.job import server_role, worker_start
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.launch.roles import free_ports
+from torchfleet.ps.server import server_run
 from torchfleet.ps.server.state.server_status import ServerStatus
 from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
@@ -47,7 +48,7 @@ def client(place: str) -> Iterator[Client]:
 def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
     role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    monkeypatch.setattr(worker_start, "PERIOD", 0.2)
     begun, go_on = threading.Event(), threading.Event()
 
     def load_slowly(*arguments: object) -> None:
@@ -99,7 +100,7 @@ def test_a_model_that_cannot_be_loaded_frees_the_address(role: ServerRole, place
 def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    monkeypatch.setattr(worker_start, "PERIOD", 0.2)
     with pytest.raises(ServerUnreachable, match=naming("server 0", f"tcp://{place}", 1)) as raised:
         wait_for_servers(client, 1.0)
     assert "FLEET_START_TIMEOUT" in str(raised.value)
@@ -117,7 +118,7 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
         begun.set()
         assert go_on.wait(SECONDS)
 
-    monkeypatch.setattr(server_role, "warm_up", compile_slowly)
+    monkeypatch.setattr(server_run, "warm_up", compile_slowly)
     role.listen()
     thread = threading.Thread(target=role.run, daemon=True)
     thread.start()

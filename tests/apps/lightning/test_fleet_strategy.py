@@ -15,7 +15,7 @@ from support.scripts.launching import forked_fleetrun
 from torch.utils.data import DataLoader, DistributedSampler
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 
 pytestmark = [
@@ -102,7 +102,7 @@ def test_one_argument_trains_to_the_result_of_lightning_and_goes_on_from_its_che
 def test_other_modes_learn_what_lightning_learns(job: Any, tmp_path: Path, mode: str) -> None:
     _, one = plain(job, tmp_path, enable_checkpointing=False)
     _, other = fitted(job, tmp_path, f"fleet_{mode}", enable_checkpointing=False)
-    assert facade.mode() == mode
+    assert process_role.mode() == mode
     assert float(other.callback_metrics["error"]) < float(one.callback_metrics["error"]) + 0.2  # it begins with 3.3
     fleet.stop_worker()
 

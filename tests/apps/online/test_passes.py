@@ -22,14 +22,14 @@ from support.scripts import online_job
 from support.scripts.online_parts import HOURS, Parts, Tiny, assert_same, held, step
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.api.job.ps_job import ParameterServerJob
 from torchfleet.apps import online
 from torchfleet.apps.online import agreement, pass_progress, passes
 from torchfleet.apps.online.parts import time_of
 from torchfleet.apps.online.pass_progress import KEPT
 from torchfleet.base.errors import CheckpointError, FleetError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.worker import model_saving
@@ -50,7 +50,7 @@ def local(folder: str | Path, does_load: bool = True, policy: Any = None) -> Ite
                 step(model, optimizer, 10 * int(part.time) + i)
 
         yield train
-        if facade.current.job is not None:
+        if current_job.current.job is not None:
             fleet.stop_worker()
 
 
@@ -120,7 +120,7 @@ def test_order_within_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     for name in ("set_time", "save_persistables", "flush", "shrink"):
-        monkeypatch.setattr(facade, name, note(name, (lambda: {}) if name == "shrink" else getattr(facade, name)))
+        monkeypatch.setattr(fleet, name, note(name, (lambda: {}) if name == "shrink" else getattr(fleet, name)))
     source = Parts(HOURS[2:4])
     source.done = note("done", source.done)  # type: ignore[method-assign]
     with local(tmp_path / "m"):
@@ -257,7 +257,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
             crashes.at("evaluate")
 
         for name in ("set_time", "flush", "save_persistables"):
-            patch.setattr(facade, name, crashes.before(name, getattr(facade, name)))
+            patch.setattr(fleet, name, crashes.before(name, getattr(fleet, name)))
         patch.setattr(model_saving, "write_manifest", crashes.before("half a save", model_saving.write_manifest))
         patch.setattr(model_saving, "write_donefile", crashes.before("most of a save", model_saving.write_donefile))
         try:
@@ -269,7 +269,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
                 on_pass=lambda report: crashes.at("on_pass"),
             )
         except Crash:
-            assert facade.current.job is None  # it has left, so that nobody waits for it
+            assert current_job.current.job is None  # it has left, so that nobody waits for it
             return False
         return True
 
@@ -324,8 +324,8 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
 
     def on_pass(report: online.PassReport) -> None:
         if report.part == HOURS[1]:
-            facade.save_persistables(folder)
-            facade.get_worker()._links.local._server.state.chain.attempt = 0  # this job does not know of it
+            fleet.save_persistables(folder)
+            current_job.get_worker()._links.local._server.state.saves.chain.attempt = 0  # this job does not know of it
 
     with pytest.raises(CheckpointError, match=naming("mode=0")):
         run_local(folder, on_pass=on_pass)
@@ -353,7 +353,7 @@ def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], text: str) 
 
 def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with local(tmp_path / "m"):
-        monkeypatch.setattr(facade.get_job(), "info", replace(facade.get_job().info, restart=1))
+        monkeypatch.setattr(current_job.get_job(), "info", replace(current_job.get_job().info, restart=1))
         with pytest.raises(FleetError, match=naming("--max_job_restart", "--max_restart")):
             online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
@@ -375,6 +375,8 @@ def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch
     )
     for module in (passes, agreement, pass_progress):
         monkeypatch.setattr(module, "fleet", stand_in)
+    monkeypatch.setattr(agreement, "process_role", stand_in)
+    monkeypatch.setattr(passes, "current_job", stand_in)
     names = online_job.hours("20260101/00", 2 * KEPT)
     reports = online.train_passes(Parts(names), "nowhere", lambda part, files: None)
     assert [report.part for report in reports] == names[-KEPT:]

@@ -8,7 +8,7 @@ import pytest
 from support.messages import names
 
 from torchfleet.base.monitor.bottleneck import Machine, bottleneck, num_more_servers
-from torchfleet.base.monitor.job_load import JobLoad
+from torchfleet.observe.watch.display import JobLoad
 
 ROOMY = Machine(num_cores=16, num_processes=5)
 

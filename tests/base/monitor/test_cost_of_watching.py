@@ -16,12 +16,13 @@ import pytest
 import torch
 from support.fleets import Talk
 
-import torchfleet.api.fleet as facade
+import torchfleet as fleet
+from torchfleet.api import current_job
 from torchfleet.base.monitor import status
 from torchfleet.base.tracing import profile_folder
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.state import hot_keys
+from torchfleet.ps.server.state import counters
 from torchfleet.ps.tables.settings.spec import TableSpec
 
 _TIMES = 41
@@ -51,11 +52,11 @@ def num_calls(work: Callable[[], object]) -> float:
 
 def calls_of_training(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of a step of a job in this process, with a loss that is reported at every one."""
-    monkeypatch.setattr(facade.current, "job", None)
-    facade.init()
-    model = facade.distributed_model(torch.nn.Linear(2, 1))
-    optimizer = facade.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    facade.init_worker()
+    monkeypatch.setattr(current_job.current, "job", None)
+    fleet.init()
+    model = fleet.distributed_model(torch.nn.Linear(2, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    fleet.init_worker()
     batch = torch.ones(4, 2)
 
     def train() -> None:
@@ -63,10 +64,10 @@ def calls_of_training(monkeypatch: pytest.MonkeyPatch) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        facade.report(loss=1.0)
+        fleet.report(loss=1.0)
 
     found = num_calls(train)
-    facade.stop_worker()
+    fleet.stop_worker()
     return found
 
 
@@ -96,7 +97,7 @@ def test_a_status_that_is_not_due_costs_a_look_at_a_clock(tmp_path: Path, monkey
 def test_a_pull_whose_keys_are_not_sampled_costs_a_look_at_a_clock(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hot_keys, "_PAUSE", _FOREVER)
+    monkeypatch.setattr(counters, "_PAUSE", _FOREVER)
     talk, spec = Talk(server), TableSpec("rows", dim=4)
     talk.create(spec)
     keys = np.arange(1000, dtype=np.uint64)
@@ -105,7 +106,7 @@ def test_a_pull_whose_keys_are_not_sampled_costs_a_look_at_a_clock(
         talk.pull(spec, keys)
 
     before = num_calls(pull)
-    server.state.hot_keys.is_on = True
+    server.state.counters.hot_keys.is_on = True
     watched = num_calls(pull)
-    assert server.state.hot_keys._counts["rows"], "nobody watched"
+    assert server.state.counters.hot_keys._counts["rows"], "nobody watched"
     assert 0 < watched - before <= 6

@@ -11,10 +11,13 @@ from torchfleet.base.monitor.freshness import OLD_NETWORK, advice, ages_by_kind,
 
 def test_ages_of_the_network_and_of_rows_are_added_up_apart() -> None:
     servers = [
-        {"dense.0": {"kind": "dense", "staleness": {1: 2}}, "ids": {"kind": "array", "staleness": {0: 1}}},
         {
-            "dense.0": {"kind": "dense", "staleness": {1: 1, 16: 5}},
-            "deep": {"kind": "sparse", "staleness": {0: 3, 2: 1}},
+            "dense.0": {"kind": "dense", "is_dense": True, "staleness": {1: 2}},
+            "ids": {"kind": "array", "is_dense": False, "staleness": {0: 1}},
+        },
+        {
+            "dense.0": {"kind": "dense", "is_dense": True, "staleness": {1: 1, 16: 5}},
+            "deep": {"kind": "sparse", "is_dense": False, "staleness": {0: 3, 2: 1}},
         },
     ]
     found = ages_by_kind(table for server in servers for table in server.values())

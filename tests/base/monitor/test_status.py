@@ -184,19 +184,20 @@ class TestWorkerStatus:
     @pytest.fixture
     def fleet(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         """A local job of one linear layer, at its first step, with a status file."""
-        import torchfleet.api.fleet as facade
+        import torchfleet as fleet
+        from torchfleet.api.current_job import current
 
-        monkeypatch.setattr(facade.current, "job", None)
+        monkeypatch.setattr(current, "job", None)
         monkeypatch.setenv("FLEET_STATUS_FILE", str(tmp_path / "status"))
         monkeypatch.delenv("FLEET_ROLE", raising=False)
         monkeypatch.delenv("TRAINING_ROLE", raising=False)
-        facade.init()
-        model = facade.distributed_model(torch.nn.Linear(2, 1))
-        optimizer = facade.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        facade.init_worker()
+        fleet.init()
+        model = fleet.distributed_model(torch.nn.Linear(2, 1))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        fleet.init_worker()
         model(torch.ones(4, 2)).sum().backward()
         optimizer.step()
-        return facade
+        return fleet
 
     def test_a_worker_tells_mode_steps_and_what_it_reports(self, fleet: Any, tmp_path: Path) -> None:
         fleet.report(loss=0.25)
@@ -210,7 +211,9 @@ class TestWorkerStatus:
     def test_progress_is_of_passes_of_training_and_samples_are_without_evaluation(
         self, fleet: Any, tmp_path: Path
     ) -> None:
-        worker = fleet.get_worker()
+        from torchfleet.api.current_job import get_worker
+
+        worker = get_worker()
         model, optimizer = worker.model, worker._optimizers[0]
         batches = [torch.ones(4, 2)] * 3
 

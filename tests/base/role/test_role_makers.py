@@ -8,7 +8,8 @@ import pytest
 from support.messages import naming
 
 from torchfleet.base.errors import FleetError, RoleError
-from torchfleet.base.role import SERVER, WORKER, PaddleCloudRoleMaker, RoleInfo, UserDefinedRoleMaker
+from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, UserDefinedRoleMaker
 
 SERVERS = "10.0.0.1:7000,10.0.0.2:7001"
 WORKERS = "10.0.0.3:1,10.0.0.4:2,10.0.0.5:3"
@@ -368,13 +369,14 @@ class TestFacade:
 
     @pytest.fixture(autouse=True)
     def fleet(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        import torchfleet.api.fleet as facade
+        import torchfleet as fleet
+        from torchfleet.api.current_job import current
 
-        monkeypatch.setattr(facade.current, "job", None)
+        monkeypatch.setattr(current, "job", None)
         for environment in ENVIRONMENTS.values():
             for name in environment:
                 monkeypatch.delenv(name, raising=False)
-        return facade
+        return fleet
 
     def test_a_process_without_a_role_is_the_only_worker(self, fleet: Any) -> None:
         fleet.init()

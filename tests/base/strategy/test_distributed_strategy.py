@@ -401,7 +401,7 @@ class TestUse:
         import torch
 
         from torchfleet.api.job.ps_job import ParameterServerJob
-        from torchfleet.base.role import RoleInfo
+        from torchfleet.base.role.role_info import RoleInfo
 
         strategy = DistributedStrategy()
         job = ParameterServerJob(RoleInfo(), strategy)
@@ -412,7 +412,7 @@ class TestUse:
 
     def test_two_strategies_that_differ_are_refused(self) -> None:
         from torchfleet.api.job.ps_job import ParameterServerJob
-        from torchfleet.base.role import RoleInfo
+        from torchfleet.base.role.role_info import RoleInfo
 
         job = ParameterServerJob(RoleInfo(), DistributedStrategy(a_sync=True))
         job.use(DistributedStrategy(a_sync=True), "fleet.distributed_optimizer")

@@ -53,7 +53,7 @@ def test_training_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch
     with receiver() as received:
         received.hold.clear()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.endpoint)
-        monkeypatch.setattr(otlp, "_PERIOD", 0.01)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")  # milliseconds
         export = OtlpExport("worker", 0, 5)
         export.recorder.begin(1, "steps")
         took = []
@@ -75,3 +75,33 @@ def test_spans_that_reach_nobody_are_counted_and_told(monkeypatch: pytest.Monkey
     export = OtlpExport("server", 0)
     export.recorder.note("x", WAIT, 1)
     assert "1 of 1 spans did not reach the collector" in export.close()
+
+
+def test_spans_for_which_the_queue_has_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiver() as received:
+        received.hold.clear()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.endpoint)
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+        export = OtlpExport("worker", 0, 5)
+        for _ in range(100):
+            export.recorder.note("x", WAIT, 1)
+        received.hold.set()
+        lost = export.close()
+        num_received = len(received.spans)
+    assert 0 < num_received == export.num_exported < 100
+    assert f"{100 - num_received} of 100 spans" in lost
+
+
+def test_the_end_waits_some_seconds_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_LAST", 0.2)
+    with receiver() as received:
+        received.hold.clear()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.endpoint)
+        export = OtlpExport("worker", 0, 5)
+        export.recorder.note("x", WAIT, 1)
+        start = time.monotonic()
+        lost = export.close()
+        took = time.monotonic() - start
+    assert "1 of 1 spans" in lost
+    assert took < 8  # the exporter's own time-out is 10

@@ -18,8 +18,7 @@ from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import Begin, ProfileFolder, ProfileRequest, new_request, write
 from torchfleet.observe.profile.profile_command import running_folder
 from torchfleet.ps.server import server_tracing
-from torchfleet.ps.server.server_tracing import ServerTracing
-from torchfleet.ps.server.traced_requests import TracedRequests
+from torchfleet.ps.server.server_tracing import ServerTracing, TracedRequests
 
 
 def asked(root: Path, steps: int = 3) -> ProfileRequest:

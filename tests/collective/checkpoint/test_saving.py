@@ -18,7 +18,7 @@ from support.ranks import Ranks
 from support.sharded_models import CLOSE, OPTIMIZERS, Net, Tied, batches, chain, of_case, sharded, share, start, whole
 
 from torchfleet.base.errors import CheckpointError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.checkpoint import save_writing

@@ -25,7 +25,7 @@ from support.sharded_models import (
 )
 
 from torchfleet.base.errors import ModelError, StrategyError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.sharding.sharding import Sharding
 from torchfleet.collective.strategies.sharding.units import Units

@@ -564,7 +564,7 @@ def test_a_script_whose_output_is_not_wanted_ends(tmp_path: Path) -> None:
 
 def test_a_generator_script_imports_nothing_heavy(tmp_path: Path) -> None:
     """It starts once per file: torch or numba would take seconds each time."""
-    heavy = "{'torch', 'numba', 'numpy', 'zmq', 'msgspec', 'fsspec', 'zstandard'}"
+    heavy = "{'torch', 'numba', 'numpy', 'zmq', 'msgspec', 'fsspec', 'backports'}"
     script = write_script(
         tmp_path,
         READER.replace("int(f) for", "fleet.hash_string(f) for")

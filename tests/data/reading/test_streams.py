@@ -20,9 +20,9 @@ from typing import Any
 
 import fsspec
 import pytest
-import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 from support.messages import names, naming
+from support.zstd import CompressionParameter, ZstdCompressor, zstd
 
 from torchfleet.base.errors import DataError
 from torchfleet.data.reading.decompression import FORMATS, Decompressed
@@ -38,7 +38,9 @@ def text() -> bytes:
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, 1),
-    ".zst": lambda data: zstandard.ZstdCompressor(1, write_checksum=True).compress(data),
+    ".zst": lambda data: zstd.compress(
+        data, options={CompressionParameter.compression_level: 1, CompressionParameter.checksum_flag: 1}
+    ),
     ".xz": lambda data: lzma.compress(data, preset=0),
     ".bz2": lambda data: bz2.compress(data, 1),
 }
@@ -107,10 +109,8 @@ def test_a_compressed_file_of_nothing_is_empty(tmp_path: Path, ending: str) -> N
 
 
 def test_a_streamed_zstandard_file_without_its_size_is_read(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    with zstandard.ZstdCompressor(1).stream_writer(buffer, closefd=False) as writer:
-        writer.write(text())
-    assert read(make(tmp_path, "part-0.zst", buffer.getvalue())) == text()
+    made = ZstdCompressor(1)
+    assert read(make(tmp_path, "part-0.zst", made.compress(text()) + made.flush())) == text()
 
 
 @pytest.mark.parametrize("name", ["part-0", "part-0.txt", *(f"part-0{ending}" for ending in COMPRESS)])
@@ -330,21 +330,79 @@ def test_every_shape_of_zstd_frame_comes_back_whole(tmp_path: Path) -> None:
             bytes(dice.randrange(900_000)),
             text()[: dice.randrange(10**6)],
         ][i % 3]
-        made = zstandard.ZstdCompressor(
-            level=1 + i % 5, write_checksum=bool(i & 1), write_content_size=bool(i & 2), threads=0
-        )
+        options = {
+            CompressionParameter.compression_level: 1 + i % 5,
+            CompressionParameter.checksum_flag: i & 1,
+            CompressionParameter.content_size_flag: i >> 1 & 1,
+        }
         if i % 4:
-            frames.append(made.compress(data))
+            frames.append(zstd.compress(data, options=options))
         else:
-            out = made.compressobj()
+            out = ZstdCompressor(options=options)
             pieces = [data[at : at + 10_000] for at in range(0, len(data), 10_000)]
-            flushed = (out.compress(piece) + out.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for piece in pieces)
+            flushed = (out.compress(piece, ZstdCompressor.FLUSH_BLOCK) for piece in pieces)
             frames.append(b"".join([*flushed, out.flush()]))
         parts.append(data)
     path = make(tmp_path, "part.zst", b"".join(frames))
     assert read(path) == b"".join(parts)
     with open(path, "rb") as raw, io.BufferedReader(Decompressed(Trickle(raw), FORMATS[".zst"])) as stream:
         assert stream.read(1 << 20) == b"".join(parts)[: 1 << 20]
+
+
+SKIPPABLE = (0x184D2A5E).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"  # RFC 8878, section 3.1.2
+
+
+@pytest.mark.parametrize("where", ["before", "between", "behind", "alone"])
+def test_skippable_frames_of_zstd_are_skipped(tmp_path: Path, where: str) -> None:
+    frame = zstd.compress(b"1 5\n")
+    data = {
+        "before": SKIPPABLE + frame * 2,
+        "between": frame + SKIPPABLE + frame,
+        "behind": frame * 2 + SKIPPABLE * 2,
+        "alone": SKIPPABLE,
+    }[where]
+    assert read(make(tmp_path, "part.zst", data)) == (b"" if where == "alone" else b"1 5\n1 5\n")
+
+
+def _with_dictionary() -> bytes:
+    words = zstd.train_dict([f"{i} {i * i} same words\n".encode() for i in range(500)], 1000)
+    return zstd.compress(b"7 49 same words\n", zstd_dict=words)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        zstd.compress(b"1 5\n") + b"garbage",
+        SKIPPABLE[:-1],
+        SKIPPABLE[:4] + b"\xff" * 4 + b"ends long before",
+        zstd.compress(b"1 5\n")[:4],
+        pytest.param(_with_dictionary(), id="a dictionary that is not here"),
+    ],
+)
+def test_what_is_no_whole_zstd_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    check_broken(make(tmp_path, "part.zst", data))
+
+
+@pytest.mark.parametrize(("log", "is_read"), [(27, True), (28, False)])
+def test_a_zstd_window_of_more_than_128_mib_is_refused(tmp_path: Path, log: int, is_read: bool) -> None:
+    made = ZstdCompressor(options={CompressionParameter.window_log: log})
+    path = make(tmp_path, "part.zst", made.compress(b"1 5\n") + made.flush())
+    if is_read:
+        assert read(path) == b"1 5\n"
+    else:
+        check_broken(path)
+
+
+def test_a_decompressor_gives_at_most_what_is_asked_for() -> None:
+    made = FORMATS[".zst"]()
+    found = len(made.decompress(zstd.compress(bytes(1 << 24)), 1000))
+    assert found <= 1000
+    assert not made.needs_input
+    while not made.eof:
+        got = len(made.decompress(b"", 1 << 20))
+        assert got <= 1 << 20
+        found += got
+    assert found == 1 << 24
 
 
 class Trickle(io.BytesIO):

@@ -8,7 +8,9 @@ import functools
 import itertools
 import json
 import re
+import shutil
 import string
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from torchfleet.launch.clusters.k8s.k8s_yaml import text_of
 from torchfleet.launch.clusters.k8s.manifests import config_map, jobs
 from torchfleet.launch.clusters.k8s.pod_template import literal
 from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, script_files
-from torchfleet.launch.clusters.k8s_command import main
+from torchfleet.launch.clusters.k8s_command import KUBECTL, main
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")  # from the oldest that has all fields on
 ETCD = ("--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr")
@@ -343,3 +345,35 @@ def test_a_script_that_is_not_here_may_be_in_the_image(capsys: pytest.CaptureFix
         "/app/train.py", "--epochs", "2",
     ]  # fmt: skip
     assert not of_kind(made(capsys, "-m", "package.train"), "ConfigMap")
+
+
+@pytest.mark.parametrize("action", KUBECTL)
+def test_what_kubectl_does_is_refused_with_its_command_line(action: str) -> None:
+    with pytest.raises(RoleError) as raised:
+        main([action, "ctr"])
+    assert str(raised.value).endswith(KUBECTL[action])
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("action", KUBECTL)
+def test_kubectl_takes_these_command_lines(action: str, script: Path, tmp_path: Path) -> None:
+    """There is no cluster: it gets as far as the connection."""
+    folder = tmp_path / "out"
+    assert main(["--image", "image", "-o", str(folder), str(script)]) == 0
+    line = KUBECTL[action].replace("DIR", str(folder)).replace("NAME", "train")
+    nowhere = ["--server=http://127.0.0.1:1", "--kubeconfig=/dev/null"]
+    done = subprocess.run([*line.split(), *nowhere], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert "unknown" not in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kubectl_reads_a_kustomization(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    flags = ("--image", "image", "--name", "ctr", "--namespace", "team", "--format", "kustomize")
+    assert main([*flags, "-o", str(folder), str(script)]) == 0
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True)
+    found = list(yaml.safe_load_all(done.stdout))
+    assert {document["metadata"]["namespace"] for document in found} == {"team"}
+    assert len(found) == len(list(folder.glob("*.yaml"))) - 1

@@ -8,7 +8,7 @@ import pytest
 from support.messages import naming
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.cli import main
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, with_backups
 from torchfleet.launch.roles import one_machine, several_machines, tasks

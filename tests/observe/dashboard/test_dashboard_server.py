@@ -18,9 +18,9 @@ from support.messages import lines_naming, naming
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.http_listener import Bounds
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.job_watch import JobWatch
-from torchfleet.observe.dashboard import http_bounds
 from torchfleet.observe.dashboard.access import Access, token_of, token_of_this_process
 from torchfleet.observe.dashboard.dashboard_server import Dashboard
 from torchfleet.observe.dashboard.run_folders import RunFolders
@@ -260,9 +260,9 @@ def test_a_job_prints_its_token_once_keeps_it_over_attempts_and_records_none(tmp
     assert token_of_this_process() not in (tmp_path / "history.jsonl").read_text()
 
 
-def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_bounds, "REQUEST_SECONDS", 0.5)
+def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path) -> None:
     with served(run) as dashboard:
+        dashboard._server.bounds = Bounds(request_seconds=0.5)
         for garbage in (
             b"\x00\xff" * 100,
             b"GET\r\n\r\n",
@@ -282,8 +282,8 @@ def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path, monkeyp
                 time.sleep(0.1)
         assert time.monotonic() - begin < 10
         dripping.close()
-        monkeypatch.setattr(http_bounds, "REQUEST_SECONDS", 30.0)
-        held = [socket.create_connection(("127.0.0.1", dashboard.port)) for _ in range(http_bounds.MOST_CONNECTIONS)]
+        dashboard._server.bounds = Bounds(request_seconds=30.0)
+        held = [socket.create_connection(("127.0.0.1", dashboard.port)) for _ in range(Bounds.connections)]
         held.append(socket.create_connection(("127.0.0.1", dashboard.port)))
         held[-1].settimeout(5)
         assert b"503" in held[-1].recv(100)
@@ -298,14 +298,13 @@ def _answers(dashboard: Dashboard) -> bool:
     return False
 
 
-def test_a_client_that_does_not_read_is_dropped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_bounds.BoundedHandler, "timeout", 0.5)
-    monkeypatch.setattr(http_bounds, "REPLY_SECONDS", 0.5)
+def test_a_client_that_does_not_read_is_dropped(run: Path) -> None:
     command = ["x" * 199] * 199
     begin = {"time": 1.0, "kind": "start", "command": command, "attempt": 0}
     append(run, [begin, *({"time": 2.0, "kind": "event", "text": "y" * 2000} for _ in range(1000))])  # megabytes
     before = _streams()  # clients of other tests may be going still
     with served(run) as dashboard:
+        dashboard._server.bounds = Bounds(reply_seconds=0.5)
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", dashboard.port))

@@ -342,7 +342,7 @@ def a_manifest(save: str = "save-000003", number: int = 3, kind: str = "full") -
         Part(DENSE.name, "dense.0-2.0-00000.safetensors", 0, 3, 2**40, 0),
         Part(DENSE.name, "dense.0-2.1-00000.safetensors", 1, 3, 2**40, 0, start=3),
     ]
-    return Manifest(save, number, kind, 2, tables, made)
+    return Manifest(save, number, kind, 2, tables, made, num_files=len(made))
 
 
 class TestManifest:
@@ -373,7 +373,7 @@ class TestManifest:
     def test_any_table_comes_back(self, rule: Rule, name: str, numbers: list[int]) -> None:
         spec = TableSpec(name, "array", dim=3, size=1 << 48, rule=rule, seed=numbers[0])
         table = described(spec, spec.num_states, numbers[1], numbers[2] >> 15, [])
-        made = Manifest("save-1", 1, "full", 1, [table], [Part(name, "a.safetensors", 0, 0, 64, 0)])
+        made = Manifest("save-1", 1, "full", 1, [table], [Part(name, "a.safetensors", 0, 0, 64, 0)], num_files=1)
         place = Storage("memory://any")
         write_manifest(place, made)
         assert read_manifest(place) == made

@@ -176,7 +176,7 @@ VARIANTS: dict[str, Change] = {
     "rows of another table": of_part("rows", "plain", table="items"),
     "rows of no table": of_part("rows", "plain", table="nothing"),
     "all parts missing": put([], "parts"),
-    "another number of files": put(3, "num_files"),
+    **{f"{num} files": put(num, "num_files") for num in (0, 3)},
     "an array as rows of any id": of_table("ids", kind="sparse", size=0),
     "a smaller array": of_table("ids", size=50),
     **{f"num_servers={num}": put(num, "num_servers") for num in (-1, 0, 1, 3, 1 << 17, 2.5, "2", None)},
@@ -200,7 +200,7 @@ VARIANTS: dict[str, Change] = {
     **{f"time={time}": put(time, "time") for time in (-1.0, 1e300, "now")},
     **{f"token={token}": put(token, "token") for token in (-1, 1 << 63)},
     **{f"kind={kind!r}": put(kind, "kind") for kind in ("", "delta", 7)},
-    **{f"version={version}": put(version, "version") for version in (0, 3, "2")},
+    **{f"version={version}": put(version, "version") for version in (0, 1, 3, "2")},
     "another format": put("torchfleet collective checkpoint", "format"),
     **{f"without {name}": without(name) for name in ("save", "number", "kind", "num_servers", "tables", "parts")},
     "without a part's file": without("parts", 0, "file"),
@@ -261,7 +261,7 @@ def refused(model: Path, match: str = ".") -> None:
     assert contents([server]) == fresh
     assert {table.step for table in server.state.tables.values()} == {0}
     assert not server.state.clock.is_set
-    assert not server.state.model
+    assert not server.state.saves.model
 
 
 def test_the_model_itself_is_loaded(model: Path) -> None:

@@ -174,8 +174,8 @@ def test_the_same_holds_in_both_slot_arrays_while_the_map_grows(num_moved, steps
 
 def test_random_inserts_and_erases_at_a_high_load_keep_every_key_findable():
     rng = np.random.default_rng(5)
-    index = make_map()
     with mock.patch.object(keymap, "MAX_LOAD", 0.95):  # 64 buckets, nearly all of them full
+        index = make_map()
         live: set[int] = set()
         for _ in range(60):
             fresh = rng.integers(0, 2**64, 480 - len(live), dtype=np.uint64).tolist()

@@ -84,11 +84,11 @@ class TestFrames:
     def test_the_frames_behind_are_not_taken_for_messages_of_others(
         self, server: ServerThread, raw: zmq.Socket, client: Client
     ) -> None:
-        before = server.server.state.num_requests
+        before = server.server.state.counters.num_requests
         raw.send_multipart([b"x"] * 20_000)
         raw.recv_multipart()
         client.ping()
-        assert server.server.state.num_requests == before + 2
+        assert server.server.state.counters.num_requests == before + 2
 
     def test_as_many_frames_as_a_message_may_have_are_answered(self, server: ServerThread, raw: zmq.Socket) -> None:
         raw.send_multipart([b"x"] * (MAX_ENTRY + 1))
@@ -105,11 +105,11 @@ class TestUnreadReplies:
         counted = server._listener._unread
         lazy = SocketChannel(server.endpoint)
         state = server.server.state
-        before = state.num_requests
+        before = state.counters.num_requests
         for call in range(1, 41):  # 10 MB each
             while not lazy.send(encode(Message(Command.PULL, client=5, call=call, arrays=[keys_of(SPEC, keys)]))):
                 time.sleep(0.01)
-        wait_until(lambda: state.num_requests >= before + 40, "all of them taken")
+        wait_until(lambda: state.counters.num_requests >= before + 40, "all of them taken")
         assert max(counted._bytes.values()) <= 30 << 20
         assert client.pull("t", keys[:10]).result().shape == (10, 256)
         replies = []

@@ -16,20 +16,15 @@ from support.messages import naming
 
 from torchfleet.base.errors import FleetError, WireError
 from torchfleet.ps.net.wire import (
-    ERROR,
     MAX_ARRAYS,
     MAX_FRAME,
     Array,
     Command,
     Message,
-    Reply,
     Role,
     call_of,
     decode,
-    decode_reply,
     encode,
-    encode_reply,
-    error_arrays,
     pack,
     unpack,
 )
@@ -240,19 +235,6 @@ class TestStrictness:
     )
     def test_the_call_of_a_broken_request_is_found_where_it_has_one(self, frames: list[bytes], call: int) -> None:
         assert call_of(frames) == call
-
-
-def test_a_peer_of_version_1_can_read_why_it_is_refused() -> None:
-    """Byte for byte what its own release would have written."""
-    reply = Reply(Command.PULL, ERROR, 3, 900, 42, error_arrays("WireError", "no"))
-    first, body = encode_reply(reply, version=1)
-    expected = b"TFLT" + bytes([1, 4, 1, 0]) + struct.pack("<IHxxQQQQ", 3, 1, 900, 42, 0, 0)
-    assert first == expected + struct.pack("<IBxxxIQ", 0, 1, 1, len(as_bytes(body)))
-    found = decode_reply([first, body])
-    assert (found.command, found.status, found.worker, found.incarnation, found.call) == (4, ERROR, 3, 900, 42)
-    assert unpack(found.arrays[0], dict) == {"kind": "WireError", "text": "no"}
-    again = decode_reply(encode_reply(reply))
-    assert (again.incarnation, again.call, again.status) == (900, 42, ERROR)
 
 
 class TestBodies:

@@ -17,11 +17,11 @@ from torchfleet.ps.server.meeting import mail
 from torchfleet.ps.server.meeting.mail import Mail, SendBody, TakeBody
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.sliced_pull import SLICE, WHOLE
-from torchfleet.ps.server.state import budgets, long_pulls, spare_memory
+from torchfleet.ps.server.state import budgets, work_queue
 from torchfleet.ps.server.state.budgets import MAX_HELD, MAX_WAITING, Budgets
 from torchfleet.ps.tables.settings.policy import CountFilterEntry
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
-from torchfleet.ps.worker.client import sharded_tables
+from torchfleet.ps.worker.client import client as client_module
 
 MEGABYTE = 1 << 20
 JOIN = {"host": "there", "pid": 1, "num_workers": 2, "timeout": 5.0, "sync_timeout": 50.0}
@@ -67,7 +67,7 @@ class TestTwoProcessesOfOneWorker:
             worker.role = Role.WORKER
         assert meeting.push(1) == []
         self.successor = Talk(meeting.server, client=99, role=Role.WORKER, worker=1)
-        meeting.server.state.presence._members[1].heard -= 60
+        meeting.server.state.meetings.presence._members[1].heard -= 60
         replies = self.successor.send(self.successor.message(Command.JOIN, pack(JOIN)))
         (told,) = [reply for reply in replies if reply.command == Command.PUSH]
         kind, text = refusal(told)
@@ -184,7 +184,7 @@ def test_inspections_of_one_client_are_queued_up_to_a_bound(server: Server) -> N
     ]
     refused = [reply for replies in asked for reply in replies]
     assert {refusal(reply)[0] for reply in refused} == {"ServerBusy"}
-    assert len(server.state.long_work) == 100 - len(refused) == MAX_QUEUED_OF_ONE
+    assert len(server.state.work.slices) == 100 - len(refused) == MAX_QUEUED_OF_ONE
     assert other.send(other.message(Command.INSPECT, pack({"table": "rows", "top": 1, "token": 999}))) == []
     while server.work():
         pass
@@ -301,14 +301,14 @@ class TestOrphans:
 
     def test_it_waits_for_workers_that_have_never_come_and_for_ever_if_told_so(self) -> None:
         for meeting in (Meeting(2, joined=0), Meeting(3, joined=1)):
-            meeting.server._orphan_timeout = 30.0 if not meeting.server.state.presence._members else 0.0
+            meeting.server._orphan_timeout = 30.0 if not meeting.server.state.meetings.presence._members else 0.0
             meeting.later(40.0, silent=(0, 1, 2))
             assert not meeting.server.is_stopping
 
 
 def test_new_rows_leave_some_memory_free(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [1 << 40]
-    monkeypatch.setattr(spare_memory, "memory_left", lambda: left[0])
+    monkeypatch.setattr(budgets, "memory_left", lambda: left[0])
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     talk = Talk(server)
@@ -326,16 +326,17 @@ def test_new_rows_leave_some_memory_free(server: Server, monkeypatch: pytest.Mon
 
 
 def test_a_very_long_pull_of_a_client_is_made_of_several(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_tables, "MAX_PULLED", 1000)
+    monkeypatch.setattr(client_module, "MAX_PULLED", 1000)
     specs = [TableSpec("a", dim=2, rule=Rule("sgd", lr=1.0)), TableSpec("b", dim=1, rule=Rule("sgd", lr=1.0))]
     keys = [np.random.default_rng(dim).integers(0, 50, (40, 20)).astype(np.uint64) for dim in (2, 1)]
     with fleet.client() as client:
         for spec in specs:
             client.create_table(spec)
             client.push(spec.name, range(0, 50, 2), np.full((25, spec.dim), 3, np.float32)).result()
-        before = [server.state.num_requests for server in fleet.servers]
+        before = [server.state.counters.num_requests for server in fleet.servers]
         pulled = client.pull_tables({"a": keys[0], "b": keys[1]}).result()
-        assert [server.state.num_requests - num for server, num in zip(fleet.servers, before, strict=True)] == [10, 10]
+        after = [server.state.counters.num_requests for server in fleet.servers]
+        assert [now - num for now, num in zip(after, before, strict=True)] == [10, 10]
     for spec, wanted in zip(specs, keys, strict=True):
         oracle = SgdOracle(spec.dim, 1.0)
         oracle.push(range(0, 50, 2), np.full((25, spec.dim), 3, np.float32))
@@ -356,8 +357,8 @@ def test_what_waits_behind_a_long_pull_is_bounded(server: Server) -> None:
     talk = Talk(server)
     talk.create(ROWS)
     assert talk.send(talk.message(Command.PULL, keys_of(ROWS, np.zeros(WHOLE + 1)))) == []
-    asked = [talk.send(talk.message(Command.PING)) for _ in range(long_pulls.MAX_BEHIND + 1)]
-    assert [len(replies) for replies in asked] == [0] * long_pulls.MAX_BEHIND + [1]
+    asked = [talk.send(talk.message(Command.PING)) for _ in range(work_queue.MAX_BEHIND + 1)]
+    assert [len(replies) for replies in asked] == [0] * work_queue.MAX_BEHIND + [1]
     assert refusal(asked[-1][0])[0] == "ServerBusy"
 
 

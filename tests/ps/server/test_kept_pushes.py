@@ -18,7 +18,7 @@ from test_waiting import SYNC_TIMEOUT, TIMEOUT, Meeting
 from torchfleet.ps.net.wire import (
     BOUNDED,
     DENSE_BACK,
-    GATHER,
+    GATHERED,
     SYNC,
     VERSIONS,
     Array,
@@ -58,13 +58,13 @@ class Job:
             Array(ROWS.number, np.array(keys, np.uint64)),
             Array(ROWS.number, rows),
         ]
-        if flags & (GATHER | BOUNDED):
+        if flags & (GATHERED | BOUNDED):
             arrays.append(Array(0, np.array(self.settings if settings is None else settings, np.uint64)))
         return self.workers[worker].message(Command.PUSH, *arrays, once=True, flags=flags)
 
     def apply_rest(self) -> None:
         empty = [Array(0, np.empty((0, 1))), Array(0, np.array(self.settings, np.uint64))]
-        assert_ok(self.workers[0].ask(Command.PUSH, *empty, once=True, flags=GATHER))
+        assert_ok(self.workers[0].ask(Command.PUSH, *empty, once=True, flags=GATHERED))
 
     def values(self) -> list[bytes]:
         """All values, to the bit."""
@@ -87,7 +87,7 @@ def test_one_push_of_each_worker_is_a_sync_step_to_the_bit(steps: list[Any]) -> 
     """In whatever order they come, and however often they are repeated; weighted by samples."""
     sync, gathered = Job(3), Job(3, num=3)
     for pushes, order, repeat in steps:
-        for job, flags in ((sync, SYNC), (gathered, GATHER)):
+        for job, flags in ((sync, SYNC), (gathered, GATHERED)):
             for worker in order:
                 keys, seed, samples = pushes[worker]
                 message = job.message(worker, keys, seed, flags, samples=float(samples))
@@ -101,18 +101,18 @@ def test_one_push_of_each_worker_is_a_sync_step_to_the_bit(steps: list[Any]) -> 
 def test_a_push_is_acknowledged_when_it_is_kept_and_its_memory_is_free_then() -> None:
     job = Job(2, num=2)
     before = job.values()
-    message = job.message(0, [1], 5, GATHER | DENSE_BACK | VERSIONS)
+    message = job.message(0, [1], 5, GATHERED | DENSE_BACK | VERSIONS)
     (reply,) = job.workers[0].send(message)
     assert [array.data.tolist() for array in reply.arrays] == [[[0], [0], [0]], [[0]]]  # the block, and its version
     for array in message.arrays[2:5:2]:
         array.data[:] = 1e9  # the worker uses its arrays again
     assert job.values() == before
     assert job.stats()["gathered"] == 1
-    (reply,) = job.workers[1].send(job.message(1, [1], 6, GATHER | DENSE_BACK | VERSIONS))
+    (reply,) = job.workers[1].send(job.message(1, [1], 6, GATHERED | DENSE_BACK | VERSIONS))
     assert reply.arrays[1].data.tolist() == [[1]]
     twin = Job(2, num=2)
     for worker, seed in ((1, 6), (0, 5)):
-        twin.workers[worker].send(twin.message(worker, [1], seed, GATHER))
+        twin.workers[worker].send(twin.message(worker, [1], seed, GATHERED))
     assert job.values() == twin.values()
 
 
@@ -125,7 +125,7 @@ def test_every_kept_push_reaches_the_tables_once(num: int, pushes: list[Any]) ->
     """Means of so many, in the order of their arrival, and of what is left at the end: against updates by hand."""
     job, plain = Job(3, num=num), Job(3)
     for worker, keys, seed, is_repeated in pushes:
-        message = job.message(worker, keys, seed, GATHER)
+        message = job.message(worker, keys, seed, GATHERED)
         for _ in range(1 + is_repeated):
             assert_ok(job.workers[worker].send(message)[0])
     job.apply_rest()
@@ -148,12 +148,12 @@ def test_gradients_of_an_old_network_are_dropped_and_counted_and_their_rows_are_
     job, twin = Job(1, num=2, max_age=1), Job(1, num=2, max_age=1)
     for each in (job, twin):
         for seed in range(4):  # two updates
-            each.workers[0].send(each.message(0, [1], seed, GATHER, version=seed // 2))
+            each.workers[0].send(each.message(0, [1], seed, GATHERED, version=seed // 2))
     before = job.values()[0]
-    job.workers[0].send(job.message(0, [2], 7, GATHER, version=0.0))  # two updates old
-    job.workers[0].send(job.message(0, [3], 8, GATHER, version=0.0))
-    twin.workers[0].send(twin.message(0, [2], 7, GATHER, version=2.0))
-    twin.workers[0].send(twin.message(0, [3], 8, GATHER, version=1.0))
+    job.workers[0].send(job.message(0, [2], 7, GATHERED, version=0.0))  # two updates old
+    job.workers[0].send(job.message(0, [3], 8, GATHERED, version=0.0))
+    twin.workers[0].send(twin.message(0, [2], 7, GATHERED, version=2.0))
+    twin.workers[0].send(twin.message(0, [3], 8, GATHERED, version=1.0))
     assert job.values()[0] == before
     assert job.values()[1] == twin.values()[1]
     assert job.stats()["dropped"] == 2
@@ -166,7 +166,7 @@ def test_gradients_of_an_old_network_are_dropped_and_counted_and_their_rows_are_
 def test_what_is_gathered_is_applied_before_a_worker_leaves_and_in_a_save(how: str, tmp_path: Path) -> None:
     job, full = Job(2, num=3), Job(2, num=1)
     for each in (job, full):
-        each.workers[0].send(each.message(0, [1, 2], 3, GATHER))
+        each.workers[0].send(each.message(0, [1, 2], 3, GATHERED))
     assert job.values() != full.values()
     if how == "ask":
         job.apply_rest()
@@ -183,12 +183,12 @@ def test_what_is_gathered_is_applied_before_a_worker_leaves_and_in_a_save(how: s
 
 def test_pushes_that_do_not_belong_together_are_refused() -> None:
     job = Job(2, num=3)
-    job.workers[0].send(job.message(0, [1], 1, GATHER))
+    job.workers[0].send(job.message(0, [1], 1, GATHERED))
     for message, text in (
-        (job.message(1, [1], 1, GATHER, settings=(2, 4)), "gather and gather_max_age are"),
-        (job.message(1, [1], 1, GATHER | SYNC), "one of a step"),
-        (job.message(1, [1], 1, GATHER, settings=(0, 4)), "1 to 1024"),
-        (job.message(1, [1], 1, GATHER, settings=(3,)), "2 numbers"),
+        (job.message(1, [1], 1, GATHERED, settings=(2, 4)), "gather and gather_max_age are"),
+        (job.message(1, [1], 1, GATHERED | SYNC), "one of a step"),
+        (job.message(1, [1], 1, GATHERED, settings=(0, 4)), "1 to 1024"),
+        (job.message(1, [1], 1, GATHERED, settings=(3,)), "2 numbers"),
         (job.message(1, [1], 1, BOUNDED, settings=(0,)), "Use at least 1"),
     ):
         assert text in refusal(job.workers[1].send(message)[0])[1]
@@ -301,7 +301,7 @@ def test_a_silent_worker_is_given_up() -> None:
     replies, now = [], TIMEOUT - 1
     while not replies and now < 2 * TIMEOUT:
         now += 0.5
-        slow.server.state.presence._members[0].heard = slow.start + now
+        slow.server.state.meetings.presence._members[0].heard = slow.start + now
         replies = [decode_reply(frames) for _, frames in slow.server.tick(slow.start + now)]
     assert [reply.worker for reply in replies] == [0]
     assert_ok(replies[0])

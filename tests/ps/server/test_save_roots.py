@@ -59,7 +59,7 @@ def test_chains_and_stores_that_were_not_allowed_are_refused_and_run_nothing(
     opened: list[Any] = []
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda *args, **more: opened.append(args))
     with in_process(1) as fleet:
-        fleet.servers[0].state.save_roots = roots_of(roots)
+        fleet.servers[0].state.saves.roots = roots_of(roots)
         client = fleet.client()
         client.create_table(SPEC)
         client.pull("rows", np.arange(3)).result()

@@ -328,7 +328,9 @@ class Slow:
 
     def write_manifest(self, saved: Saved) -> None:
         table = described(self.spec, self.table.num_words // self.spec.dim - 1, 0, 0, whole_layout(self.spec))
-        write_manifest(Storage(self._dirname), Manifest("save-1", 1, "full", 1, [table], saved.parts))
+        write_manifest(
+            Storage(self._dirname), Manifest("save-1", 1, "full", 1, [table], saved.parts, num_files=len(saved.parts))
+        )
 
 
 def save_message(talk: Talk, dirname: str, folder: str = "save-1", token: int = 1, **fields: Any) -> Message:
@@ -542,7 +544,7 @@ def test_over_a_network_that_loses_and_repeats_every_server_saves_once(seed: int
     url = f"memory://lossy-{seed}"
     manifests = [save(client, [spec], url, seconds=600.0) for _ in range(3)]  # of virtual time
     network.deliver_all()
-    assert [len(server.server.state.long_requests) for server in servers] == [3, 3]
+    assert [len(server.server.state.work.requests) for server in servers] == [3, 3]
     assert [manifest.number for manifest in manifests] == [1, 2, 3]
     assert contents(load(1, [spec], url))["rows"].keys() == set(range(40))
 
@@ -585,7 +587,7 @@ def test_a_malformed_request_is_refused_and_the_server_lives_on(fields: dict[str
         return
     (reply,) = slow.talk.send(message)
     assert refusal(reply)[0] == "WireError"
-    assert slow.server.state.long_requests == {}
+    assert slow.server.state.work.requests == {}
     assert slow.talk.pull(slow.spec, [1]).shape == (1, 1)
 
 

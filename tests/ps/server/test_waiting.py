@@ -52,7 +52,7 @@ class Meeting:
         while now < seconds:
             now += 0.5
             for worker in self.workers:
-                member = self.server.state.presence._members.get(worker.worker)
+                member = self.server.state.meetings.presence._members.get(worker.worker)
                 if member is not None and worker.worker not in silent:
                     member.heard = self.start + now
             replies = [decode_reply(frames) for _, frames in self.server.tick(self.start + now)]

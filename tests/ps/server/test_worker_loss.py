@@ -10,7 +10,7 @@ from support.fleets import Talk, assert_ok, push_arrays, refusal
 from support.logged_work import MemorySink, whole_state
 from support.messages import names, naming
 
-from torchfleet.base.role import loss_of
+from torchfleet.base.role.process_settings import loss_of
 from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, decode_reply, pack, unpack
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
@@ -63,7 +63,7 @@ class Job:
         while self.now < until:
             self.now += 0.5
             for talk in self.workers:
-                if self.server.state.presence.incarnation(talk.worker) and talk.worker not in self.silent:
+                if self.server.state.meetings.presence.incarnation(talk.worker) and talk.worker not in self.silent:
                     self.join(talk, again=True)
             told += [decode_reply(frames) for _, frames in self.handler.tick(self.now)]
         return told

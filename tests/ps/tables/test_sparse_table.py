@@ -388,8 +388,8 @@ def test_an_array_table_holds_every_id_below_its_size_and_no_other():
     before = snapshot(table)
     for bad in (10, LARGEST):
         for act in (
-            table.pull,
-            lambda keys: table.pull(keys, create=False),
+            table.look_up,
+            lambda keys: table.look_up(keys, create=False),
             lambda keys: table.push(keys, np.ones((2, 2), np.float32)),
             lambda keys: table.assign(keys, np.ones((2, 2), np.float32)),
             table.erase,
@@ -405,7 +405,7 @@ def test_ids_of_another_servers_part_are_refused():
     table.pull(as_keys(1, 4, 7))
     before = snapshot(table)
     with pytest.raises(TableError, match=naming(1, 3)):
-        table.pull(as_keys(1, 2))
+        table.look_up(as_keys(1, 2))
     assert snapshot(table) == before
     assert sorted(before[0]) == [1, 4, 7]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
 from support.fuzz.messages import SPEC, server_target, wire_target
 from support.fuzz.search import Target
+from support.zstd import zstd
 
 from torchfleet.base import printable
 from torchfleet.base.errors import FleetError, RoleError
@@ -69,7 +69,7 @@ def _manifest_run(folder: Path, name: str, read: Callable[[Storage], Any]) -> Ca
 def _manifest(folder: Path) -> Target:
     part = manifest.Part("rows", "rows-0.safetensors", 0, 3, 100, 7)
     table = manifest.described(SPEC, 0, 5, 3, [])
-    made = manifest.Manifest("save-000001", 1, "full", 1, [table], [part])
+    made = manifest.Manifest("save-000001", 1, "full", 1, [table], [part], num_files=1)
     run = _manifest_run(folder, "ps", manifest.read_manifest)
     modules = [manifest, manifest_file]
     return Target("manifest", run, [msgspec.json.encode(made)], modules, [b'"version":', b'"format":', b"save-000009"])
@@ -243,7 +243,7 @@ def _compressed(folder: Path) -> Target:
         assert num <= 1 << 32
 
     text = b"1 2 3\n" * 50
-    seeds = [compress(text) for compress in (gzip.compress, zstandard.compress, lzma.compress, bz2.compress)]
+    seeds = [compress(text) for compress in (gzip.compress, zstd.compress, lzma.compress, bz2.compress)]
     return Target("compressed data", run, seeds, [streams, decompression])
 
 

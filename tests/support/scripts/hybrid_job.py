@@ -113,9 +113,9 @@ def num_restarts() -> int:
 
 def record_pushes(worker: int, folder: str) -> list[Path]:
     """The files of what is handed over from now on."""
-    from torchfleet.api import fleet as facade
+    from torchfleet.api import current_job
 
-    communicator = facade.get_worker().communicator
+    communicator = current_job.get_worker().communicator
     step, pushed = communicator.step, []
 
     def recording(gradients: Any) -> None:

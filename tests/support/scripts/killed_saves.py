@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.part_reader import read_part
@@ -47,7 +47,7 @@ def save_on(folder: str, number: int, report: int | None, num_saves: int) -> Non
     fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with contextlib.redirect_stdout(io.StringIO()):
         fleet.init_worker()
-    client = facade.get_worker().client
+    client = current_job.get_worker().client
     for now in range(number, number + num_saves):
         client.assign("words", IDS.numpy(), np.full((300, 8), now, np.float32))
         client.set_dense("dense.0", np.full(9, now, np.float32))

@@ -13,7 +13,7 @@ from support import jobs
 from torch.nn import functional as F
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 
 NUM_WORDS, NUM_TAGS, NUM_ITEMS = 30, 20, 40
 TABLES = {"words": NUM_WORDS, "tags": NUM_TAGS, "items": NUM_ITEMS}
@@ -36,7 +36,7 @@ def job(
     """A worker in this thread, which the functions of fleet.* act on. `options`: those of jobs.one_worker."""
     with jobs.clean_facade(), jobs.one_worker(model, make_optimizer, **options) as part:
         part.job._worker = part.worker
-        facade.current.job = part.job
+        current_job.current.job = part.job
         yield part
 
 

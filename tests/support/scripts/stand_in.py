@@ -38,7 +38,7 @@ def main() -> None:
         elif name == "signal":
             os.kill(os.getpid(), int(value))
         elif name == "role":  # as fleet.init() would find it
-            from torchfleet.base.role import PaddleCloudRoleMaker
+            from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 
             print(PaddleCloudRoleMaker().read(), flush=True)
         elif name == "deaf":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import FleetError, ModelError, TableError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.build import check_together
 from torchfleet.collective.data_parallel import WrappedModel

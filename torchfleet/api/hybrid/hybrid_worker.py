@@ -13,7 +13,7 @@ from torchfleet.api.hybrid.dense_network import DenseNetwork
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.hybrid.kept_network import KeptNetwork
 from torchfleet.api.hybrid.meeting_place import Gather, join_group
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.meeting.attendance import Attendance
 from torchfleet.collective.meeting.batch_agreement import Agreement

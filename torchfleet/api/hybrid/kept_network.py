@@ -1,7 +1,8 @@
 """The network of hybrid mode as the servers keep it: for saves, for other modes, and for workers that start again.
 
-Values always. The optimizer's state where the table's rule has the same: Adam's and AdamW's moments, Adagrad's sums,
-the momentum of SGD; so that training goes on in another mode as it would here, and back.
+Values always. The optimizer's state where the table's rule says what torch calls it (RowRule.torch_states): Adam's and
+AdamW's moments, Adagrad's sums, the momentum of SGD; so that training goes on in another mode as it would here, and
+back.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.lookup.dense_group import DenseGroup
 from torchfleet.ps.worker.lookup.plan import Plan
 
-# By rule: the names that torch gives to the state of a parameter, in the order of the table's.
-_STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "sgd": ("momentum_buffer",)}
 _SHARE = 0.01  # of the time may go into copies
 
 
@@ -67,8 +66,8 @@ class KeptNetwork:
         rule, num_states = group.spec.rule, group.spec.num_states
         rows = [group.values()]
         step = self._num_steps(group) if self._has_all_state(group) else 0
-        for name in _STATES[rule.name][:num_states]:
-            first = rule.row_rule.initial_state(rule)
+        first = rule.row_rule.initial_state(rule)
+        for name in rule.row_rule.torch_states[:num_states]:
             parts = [self._state(parameter, name, first if not step else None) for parameter in group.parameters]
             rows.append(torch.cat([part.reshape(-1) for part in parts]).cpu().numpy())
         return np.stack(rows), step
@@ -92,10 +91,11 @@ class KeptNetwork:
             if not self._owns_state(parameter):
                 continue
             state: dict[str, Any] = {}
-            if group.spec.rule.name != "sgd":
+            row_rule = group.spec.rule.row_rule
+            if row_rule.counts_steps:
                 on_device = group.group.get("fused") or group.group.get("capturable")
                 state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
-            for name, row in zip(_STATES[group.spec.rule.name], states, strict=False):
+            for name, row in zip(row_rule.torch_states, states, strict=False):
                 values = torch.from_numpy(row[place.start : place.start + place.size].copy())
                 state[name] = values.view(parameter.shape).to(parameter.device)
             self._optimizer.inner.state[parameter] = state

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchfleet.base.errors import FleetError, RoleError, WorkerMissing
 from torchfleet.base.monitor.notices import tell
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.net.keys import is_private
 
 Gather = Callable[[str, bytes], list[bytes]]  # (name, what this worker brings): what all workers brought

@@ -10,7 +10,7 @@ import torch
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.printing import embeddings
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
-from torchfleet.base.role import WORKER, RoleInfo
+from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.checkpoint.manifest import read_manifest
@@ -55,7 +55,7 @@ class JobSetup:
     def distribute_saved_model(self, model: torch.nn.Module, dirname: str) -> None:
         """As `distribute_model`: what goes to the servers is what the saved model has as tables."""
         tables = read_manifest(Storage(dirname)).tables
-        self.model = convert(model, saved_as_tables(model, {table.name for table in tables if table.kind != "dense"}))
+        self.model = convert(model, saved_as_tables(model, {table.name for table in tables if not table.is_dense}))
 
     def distribute_for_prediction(self) -> None:
         """Tables without optimizer state; nothing will be trained."""
@@ -157,7 +157,7 @@ def _check_policies(plan: Plan, mode: str) -> None:
     Nor do the servers of geo training update rows: they add differences, of which no worker sees the sum, so that
     bounds of weights could not hold.
     """
-    ruled = [name for name, group in plan.sparse.items() if group.spec.rule.name != "sgd"]
+    ruled = [name for name, group in plan.sparse.items() if not group.spec.rule.row_rule.is_linear]
     if ruled and mode == "geo":
         raise StrategyError(
             f"table '{ruled[0]}' has row_rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training sums "

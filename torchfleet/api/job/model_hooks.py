@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchfleet.base.adoption import AdoptedOptimizer
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.step_tracing import StepTracing
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchfleet.base.monitor.freshness import advice, in_short
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.lookup.embedding_choice import Choice
 from torchfleet.ps.worker.lookup.plan import Plan

@@ -1,4 +1,4 @@
-"""What every kind of job can do: the methods that facade/ calls without asking which kind it is."""
+"""What every kind of job can do: the methods that the functions of api/ call without asking which kind it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from torchfleet.base.adoption import AdoptedOptimizer
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.lookup.embedding_choice import Sparse
 

@@ -13,7 +13,7 @@ from torchfleet.api.job.printing import configuration, summary, tables
 from torchfleet.api.job.server_role import ServerRole, meeting_name
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 NO_WORKER = "call fleet.init_worker() first (on a worker)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import Way
 from torchfleet.ps.net.transport import InProcess

@@ -9,33 +9,27 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.worker_start import patience_with, wait_for_servers
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.base.tracing.otlp import trace_every
-from torchfleet.base.tracing.process_part import ProcessName
-from torchfleet.base.tracing.profile_folder import folder_of
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.net import addresses
-from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import Way
 from torchfleet.ps.net.transport import Channel, ServerSocket
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.replicas.between import Identity
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.server_log import rows_text, speaker, tables_text
-from torchfleet.ps.server.server_tracing import ServerTracing
-from torchfleet.ps.server.state.server_status import ServerStatus
+from torchfleet.ps.server.server_log import rows_text, tables_text
+from torchfleet.ps.server.server_run import Place, ServerRun
 from torchfleet.ps.server.table_loading import load_model
-from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
 
 
@@ -52,16 +46,15 @@ class ServerRole:
             min_workers=info.min_workers,
             on_worker_loss=info.on_worker_loss,
         )
-        self._server.state.place = info.server_index, info.num_servers
-        self._replica: Replica | None = None
+        self._server.state.meetings.place = info.server_index, info.num_servers
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
-        self._say = self._server.state.say = speaker(setup.info.server_index)
+        place = Place(info.server_index, info.num_servers, info.replica, info.status_file)
+        self._run = ServerRun(self._server, place, self._durability if info.durability == "log" else None)
+        self._say = self._run.say
         self._strategy = setup.strategy or DistributedStrategy()
-        self._listener: ServerSocket | None = None
-        self._durable: DurableServer | None = None
         self._answering = BackgroundThreads([])
-        self._is_ready = self._ended = self._has_run = False
+        self._is_ready = self._has_run = False
 
     def listen(self) -> None:
         """Take the address. From now on until `run`, a worker that asks is told what this server is doing.
@@ -69,19 +62,18 @@ class ServerRole:
         One that goes on from its log says nothing until it serves: workers know it, and wait.
         """
         self._way.check()
-        if self._info.durability == "log":
-            self._durable = go_on(self._server, self._durability, self._say)
+        self._run.restore()
         place = self._info.replica_places[self._info.replica]
-        listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
+        listener = self._run.listen(self._way.endpoint(place), self._keys, self._info.insecure)
         least = f"{self._info.min_workers} to " if self._info.is_elastic else ""
         self._say(f"listening on {place} for {least}{self._info.num_workers} workers")
         self._say(tables_text(self._server.state.tables.values()))
-        if self._durable is not None:
+        if self._run.durable is not None:
             return
         self._server.loading = "it is starting"
         if len(self._info.replica_places) > 1:
-            self._replica = self._make_replica()
-        answer = functools.partial(listener.serve, self._handler, lambda: self._is_ready)
+            self._run.replica = self._make_replica()
+        answer = functools.partial(listener.serve, self._run.handler, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
 
@@ -90,12 +82,12 @@ class ServerRole:
 
         A backup loads nothing: it is filled by its primary.
         """
-        if self._replica is not None and not self._replica.is_primary:
+        if self._run.replica is not None and not self._run.replica.is_primary:
             return
-        if self._durable is not None:
+        if self._run.durable is not None:
             self._say(f"does not load {dirname}: all that came after it is in the log")
             return
-        if self._listener is not None:
+        if self.is_listening:
             self._server.loading = f"it is loading {dirname}"
         started = time.monotonic()
         try:
@@ -108,18 +100,12 @@ class ServerRole:
 
     @property
     def is_listening(self) -> bool:
-        return self._listener is not None
+        return self._run.listener is not None
 
     def close(self) -> None:
         """Give the address back."""
         self._end_answers()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._durable is not None:
-            is_over = self._server.is_stopping and not self._server.desertion and not self._ended
-            self._durable.close(is_over)
-            self._durable = None
+        self._run.close()
 
     def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
         """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
@@ -127,7 +113,7 @@ class ServerRole:
         Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
         serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
         """
-        if self._replica is not None:
+        if self._run.replica is not None:
             raise FleetError("servers with replicas (--replicas 2) do not meet: let the workers do it")
         if self._has_run:
             raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
@@ -135,7 +121,7 @@ class ServerRole:
         meeting = BackgroundThreads([lambda: found.extend(self._meet(name, data, comm_world))], f"{name} of servers")
         listener = self._begin_serving()
         meeting.start()
-        listener.serve(self._handler, lambda: not meeting.is_alive())
+        listener.serve(self._run.handler, lambda: not meeting.is_alive())
         meeting.check()
         return found
 
@@ -158,81 +144,35 @@ class ServerRole:
         Raises FleetError if workers have ended, or are silent, that never stopped.
         """
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_signal)
+            self._run.end_on(signal.SIGTERM)
         self._has_run = True
-        listener = self._begin_serving()
-        status = self._status()
-
-        if self._replica is not None:
-            self._replica.begin()
-
-        tracing = self._trace()
-
-        def is_over() -> bool:
-            self._server.state.load.look()
-            status.write()
-            tracing.look()
-            return self._ended or self._handler.is_stopping
-
-        try:
-            listener.serve(self._handler, is_over)
-        finally:
-            if self._replica is not None:
-                self._replica.end()
-            status.write(now=True)
-            status.close()
-            tracing.close()
-            self.close()
-            self._say(f"stopped ({self._why_over()}) after {self._server.state.num_requests:,} requests")
-        if self._replica is not None and self._replica.deposed:
-            raise FleetError(self._replica.deposed)
-        if self._server.desertion:
-            raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
-
-    def _status(self) -> ServerStatus:
-        info = self._info
-        return ServerStatus(self._server.state, info.server_index, info.status_file, info.replica, self._replica)
-
-    def _why_over(self) -> str:
-        if self._ended:
-            return "told to end"
-        if self._replica is not None and self._replica.deposed:
-            return "another replica has taken over"
-        return "workers are lost" if self._server.desertion else "all workers have left"
-
-    def _trace(self) -> ServerTracing:
-        info = self._info
-        name = ProcessName("server", info.server_index, info.num_workers, info.num_servers, self._server.incarnation)
-        return ServerTracing(name, self._server.traced, folder_of(info.status_file), trace_every())
+        self._begin_serving()
+        self._run.open_status()
+        if self._run.replica is not None:
+            self._run.replica.begin()
+        self._run.serve()
 
     def end(self) -> None:
         """From a signal handler: finish the request at hand and return from `run`."""
-        self._ended = True
+        self._run.end()
 
     def _begin_serving(self) -> ServerSocket:
         """The socket, which from now on belongs to the calling thread. Kernels are compiled before."""
-        if self._listener is None:
+        if not self.is_listening:
             self.listen()
-        assert self._listener is not None
         if not self._is_ready:
-            with telling_compilation(self._tell_compilation):
-                warm_up()
-            if self._info.durability == "log" and self._durable is None:
+            self._run.warm_up(self._tell_compilation)
+            if self._run.lacks_log:
                 self._server.loading = "it is writing the first copy of its tables to its log"
             self._end_answers()
             self._answering.check()
-        if self._info.durability == "log" and self._durable is None:
-            self._durable = begin_log(self._server, self._durability)
-        return self._listener
+        self._run.begin_log()
+        assert self._run.listener is not None
+        return self._run.listener
 
     def _tell_compilation(self) -> None:
-        self._say(COMPILING)
-        if self._durable is None:
+        if self._run.durable is None:
             self._server.loading = f"it is {COMPILING}"
-
-    @property
-    def _handler(self) -> Replica | DurableServer | Server:
-        return self._replica or self._durable or self._server
 
     def _make_replica(self) -> Replica:
         info = self._info
@@ -246,7 +186,6 @@ class ServerRole:
         self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
         return made
 
-    @property
     def _durability(self) -> Durability:
         info = self._info
         if info.log_store is None:
@@ -262,9 +201,6 @@ class ServerRole:
         self._is_ready = True
         self._answering.join()
         self._server.loading = ""
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.end()
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

@@ -10,11 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
-from torchfleet.api.job.job_claims import check_releases, claims_of
 from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
-from torchfleet.api.job.rejoining import catch_up, check_loss_rule
 from torchfleet.api.job.server_links import ServerLinks
 from torchfleet.api.job.worker_start import (
     check_loaded,
@@ -149,13 +148,14 @@ class WorkerRole:
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        if not self.info.restart:  # one that was started again does not know what it saved before
-            known = {*self._saved_to, *(server["model"] for server in self.client.stats())}
-            tell_of_replacing(dirname, kind, known)
+        storage = Storage(dirname)
+        # One that was started again does not know what it saved before.
+        if not self.info.restart and storage.path not in self._saved_to:
+            tell_of_replacing(storage, kind, {server["model"] for server in self.client.stats()})
         if self._hybrid is not None:
             self._hybrid.put_network()
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
-        self._saved_to.add(Storage(dirname).path)
+        self._saved_to.add(storage.path)
         return saved
 
     def is_asked_to_stop(self) -> bool:
@@ -209,7 +209,7 @@ class WorkerRole:
         }
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
-        dropped = sum(server.get("dropped", 0) for server in servers)  # a server of before does not say
+        dropped = sum(server["dropped"] for server in servers)
         return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
     def _connect(self, worker: int | None = None) -> Client:

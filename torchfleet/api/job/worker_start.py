@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchfleet.api.job import waiting_lines
-from torchfleet.api.job.waiting_lines import WaitingLines
 from torchfleet.base.errors import FleetError, ServerUnreachable
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.client.client import Client
@@ -23,6 +21,9 @@ from torchfleet.ps.worker.row_state.table_rows import slices
 
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
+PERIOD = 5.0  # seconds to the first line about a wait, and at least between two
+_LONGEST = 60.0  # seconds between two lines of the same text
+_GROWTH = 2  # of the time between two lines of the same text
 _PAUSE = 0.1  # seconds between two questions to a server that is loading, or about workers
 _MOST_NAMED = 20  # workers, or servers, in one line
 _HOST = re.compile(r"tcp://(?:\[([^\]]*)\]|([^:|)]*)):")
@@ -44,7 +45,7 @@ def wait_for_servers(client: Client, seconds: float) -> None:
     started = time.monotonic()
     heard: dict[str, float] = {}  # by server, its last sign
     lines = WaitingLines()
-    while waiting := client.unready(min(waiting_lines.PERIOD, seconds)):
+    while waiting := client.unready(min(PERIOD, seconds)):
         now = time.monotonic()
         heard |= {name: now for name, doing in waiting.items() if doing}
         silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
@@ -202,3 +203,27 @@ def _has_first_values(client: Client, plan: Plan) -> bool:
 
 def _named(plan: Plan) -> set[str]:
     return {dense.spec.name for dense in (*plan.dense, *plan.fixed)}
+
+
+class WaitingLines:
+    """Lines about what this process waits for: soon at first, then when it changes, and else ever more seldom."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._next, self._again = self._started + PERIOD, 0.0
+        self._pause, self._last = PERIOD, list[str]()
+
+    def look(self, waits_for: Callable[[], list[str]]) -> None:
+        """Print what is waited for, one thing a line, if it is time. `waits_for` is asked only then."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next, found = now + PERIOD, waits_for()
+        if found != self._last:
+            self._pause = PERIOD
+        elif now < self._again:
+            return
+        self._last, self._pause = found, min(_LONGEST, self._pause * _GROWTH)
+        self._again = now + self._pause - PERIOD / 2  # the look that is nearest to it
+        for text in found:
+            print(f"waiting for {text}, {now - self._started:.0f} s", flush=True)

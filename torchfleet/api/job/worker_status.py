@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from torchfleet.api.job.waiting_share import WaitingShare
 from torchfleet.base.fetch import numbers
 from torchfleet.base.monitor.epochs import Epoch, Epochs, length
 from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.base.monitor.status import StatusFile
 from torchfleet.base.monitor.training_pace import TrainingPace
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.modes.communicator import Communicator
 
 Item = TypeVar("Item")
+_PERIOD = 1.0  # seconds that a share of waiting is taken over
 
 
 class Counted(Protocol):
@@ -89,3 +90,21 @@ class WorkerStatus:
             "retries": stats["retries"],
             "metrics": dict(self._metrics),
         }
+
+
+class WaitingShare:
+    """For what share of the last period a worker waited for servers, from a count of seconds. Any thread may ask."""
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self._waited = waited
+        self._share: float | None = None
+        self._at, self._before = time.monotonic(), 0.0
+
+    def __call__(self) -> float | None:
+        """None before the first period is over. Training threads of one worker count together, as one at most."""
+        now = time.monotonic()
+        if now - self._at >= _PERIOD:
+            waited = self._waited()
+            self._share = min(1.0, (waited - self._before) / (now - self._at))
+            self._at, self._before = now, waited
+        return self._share

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.whole_state import whole_state
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
@@ -36,7 +37,7 @@ class CheckpointFolders:
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
         """Lightning's file. A job that begins after it begins with the folder beside it, if there is one."""
         folder = f"{os.fspath(checkpoint_path)}{_SUFFIX}"
-        is_there = not fleet.is_under_way() and fleet.saved_extra(folder) is not None
+        is_there = not process_role.is_under_way() and fleet.saved_extra(folder) is not None
         self._folder = folder if is_there else None
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 

@@ -11,14 +11,16 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.api.prepare_job import start
 from torchfleet.apps.lightning.checkpoint_folders import CheckpointFolders
 from torchfleet.apps.lightning.logged_metrics import LoggedMetrics
 from torchfleet.apps.lightning.process_device import ProcessDevice
 from torchfleet.apps.lightning.worker_exchange import WorkerExchange
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
-from torchfleet.base.role import SERVER, PaddleCloudRoleMaker, is_collective_job
+from torchfleet.base.role.role_info import SERVER
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -113,7 +115,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetr
         module = self.lightning_module
         assert module is not None
         self._refuse_twice(trainer)
-        if fleet.is_under_way() and module is self._begun:
+        if process_role.is_under_way() and module is self._begun:
             self.model, self.optimizers, self.lr_scheduler_configs = self._kept
         else:
             self._begin(trainer, module)
@@ -121,12 +123,12 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetr
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
         """Model and optimizer are distributed, servers serve, workers and ranks begin."""
-        if fleet.is_under_way():
+        if process_role.is_under_way():
             raise FleetError(
                 "FleetStrategy: a job is under way with another module: call fleet.stop_worker() at its end, or "
                 "fleet.reset() to give it up"
             )
-        is_own = not fleet.is_set_up()
+        is_own = not process_role.is_set_up()
         if is_own:
             fleet.init(is_collective=self._is_collective, strategy=self._settings)
         try:

@@ -6,7 +6,8 @@ import math
 import time
 from typing import Any
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 
 _PERIOD = 0.5  # seconds: the display takes no more
 
@@ -29,7 +30,7 @@ class LoggedMetrics:
 
     def _report(self) -> None:
         self._next_report = time.monotonic() + _PERIOD
-        if not fleet.is_under_way() or self.lightning_module is None:
+        if not process_role.is_under_way() or self.lightning_module is None:
             return
         found = {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
         fleet.report(**{name: value for name, value in found.items() if math.isfinite(value)})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import StrategyError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 
 
 class ProcessDevice:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
 from torchfleet.base.plain_values import pack, unpack
 
@@ -32,12 +33,12 @@ class WorkerExchange:
     def world_size(self) -> int: ...
 
     def _all(self, value: Any, what: str) -> list[Any]:
-        if self.world_size == 1 or not fleet.is_under_way():
+        if self.world_size == 1 or not process_role.is_under_way():
             return [value]
-        return [unpack(data) for data in fleet.gather(f"lightning {what}", pack(value, f"{what} of Lightning"))]
+        return [unpack(data) for data in process_role.gather(f"lightning {what}", pack(value, f"{what} of Lightning"))]
 
     def barrier(self, name: str | None = None) -> None:
-        if self.world_size > 1 and fleet.is_under_way():
+        if self.world_size > 1 and process_role.is_under_way():
             fleet.barrier_worker()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

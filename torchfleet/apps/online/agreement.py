@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
 
 _NAME = "online"  # one name for all barriers: workers at different stages notice it, instead of waiting for each other
@@ -25,7 +26,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
 def gather_at(stage: str, part: str, data: Any = None) -> list[Any]:
     """The data of all workers, in their order, once all have arrived. Raises FleetError on all workers if one has left
     the job or is at another stage or part."""
-    encoded = fleet.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
+    encoded = process_role.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
     reports = [msgspec.msgpack.decode(report, type=WorkerReport) for report in encoded]
     at = f"part {part} is not complete" if stage != NEXT_PART else f"no part after {part or 'the beginning'} can begin"
     if len(reports) < fleet.worker_num():

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.api import fleet
+import torchfleet as fleet
 from torchfleet.apps.online.parts import Part
 from torchfleet.base.errors import CheckpointError
 

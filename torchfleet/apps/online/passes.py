@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from torchfleet.api import fleet
+import torchfleet as fleet
+from torchfleet.api import current_job
 from torchfleet.api.metrics import AUC
 from torchfleet.apps.online.agreement import NEXT_PART, gather_at
 from torchfleet.apps.online.parts import Part, Source
@@ -116,7 +117,7 @@ class _Loop:
             return PassProgress()
         wanted = Storage(self._model_dir).path
         for number, server in enumerate(fleet.stats()["servers"]):
-            if wanted not in (server["model"], _saved_here.get(fleet.get_job())):
+            if wanted not in (server["model"], _saved_here.get(current_job.get_job())):
                 raise FleetError(
                     f"there is a model in {self._model_dir} to go on from, but server {number} has loaded "
                     f"{server['model'] or 'none'}. Write fleet.init_server(online.model_to_load(model_dir)), and "
@@ -197,7 +198,7 @@ class _Loop:
             result = Result(part.name, auc, samples, _num_rows())
             self._progress = self._save(part, result, is_full)
             self._has_saved = True
-            _saved_here[fleet.get_job()] = Storage(self._model_dir).path
+            _saved_here[current_job.get_job()] = Storage(self._model_dir).path
             seconds = time.monotonic() - start
             report = PassReport(
                 part.name, self._progress.passes, auc, samples, rate, self._progress.deltas, result.rows, seconds
@@ -226,7 +227,7 @@ class _Loop:
 
 def _refuse_restarted_worker() -> None:
     """A restarted worker would train its part twice: the servers still have the first gradients."""
-    if fleet.get_job().info.restart:
+    if current_job.get_job().info.restart:
         raise FleetError(
             "this worker was started again in the middle of a job, whose servers hold half of a part. Start the whole "
             "job again: it goes on from the last complete pass. For fleetrun to do so use --max_job_restart, not "
@@ -241,4 +242,4 @@ def _num_samples() -> int:
 def _num_rows() -> int:
     """Rows of all sparse tables."""
     tables = [table for server in fleet.stats()["servers"] for table in server["tables"].values()]
-    return sum(table["rows"] for table in tables if table["kind"] != "dense")
+    return sum(table["rows"] for table in tables if not table["is_dense"])

@@ -148,13 +148,13 @@ def _saved_rows(folder: str, name: str, num_words: int) -> tuple[npt.NDArray[np.
     storage = Storage(folder)
     manifest = read_manifest(storage)
     table = manifest.table(name)
-    if table.kind == "dense":
+    if table.is_dense:
         raise CheckpointError(f"{folder}: '{name}' is dense: expected a table with a row for every word")
     found = list(live_rows(storage, manifest, name))
     keys = np.concatenate([keys.view(np.int64) for keys, _ in found] or [np.empty(0, np.int64)])
     rows = np.concatenate([arrays["rows"][:, : table.dim] for _, arrays in found] or [np.empty((0, table.dim))])
     beyond = keys[(keys < 0) | (keys >= num_words)]
-    if len(beyond) or (table.kind == "array" and table.size != num_words):
+    if len(beyond) or (table.spec().has_size and table.size != num_words):
         contents = f"id {beyond[0]}" if len(beyond) else f"{table.size:,} rows"
         raise CheckpointError(
             f"{folder}: table '{name}' has {contents}, and the dictionary has {num_words:,} words. Is it the "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Ages = dict[int, int]  # pushes by age; from 16 on, an age k stands for k to 2k - 1
+EXACT_AGES = 16  # ages below it are counted one by one, older ones by powers of two
+Ages = dict[int, int]  # pushes by age; from EXACT_AGES on, an age k stands for k to 2k - 1
 
 OLD_NETWORK = 4  # updates: an older network begins to cost quality
 
@@ -14,9 +15,14 @@ def ages_by_kind(tables: Iterable[Mapping[str, Any]]) -> dict[str, Ages]:
     """From statistics of tables, of any number of servers: pushes by age, of dense tables and of those with rows."""
     found: dict[str, Ages] = {"staleness_dense": {}, "staleness_sparse": {}}
     for table in tables:
-        name = "staleness_dense" if table["kind"] == "dense" else "staleness_sparse"
+        name = "staleness_dense" if table["is_dense"] else "staleness_sparse"
         found[name] = summed([found[name], table["staleness"]])
     return found
+
+
+def last_age(age: int) -> int:
+    """The last of the ages that one of a histogram stands for."""
+    return 2 * age - 1 if age >= EXACT_AGES else age
 
 
 def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:

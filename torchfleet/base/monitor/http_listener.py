@@ -1,23 +1,64 @@
-"""A listener for HTTP on a port of this machine, which asks no name service and tells of no lost client."""
+"""A listener for HTTP that no client can hold up: metrics, the dashboard and the health port are routes of one.
+
+It bounds how many connections are answered at a time, how long a request and a write of its reply may take, and how
+many bytes a request may have. It asks no name service, and a client that goes away is not reported.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from socketserver import ThreadingMixIn
+from typing import Any, cast
 
 from torchfleet.base.monitor.notices import tell
 
+_REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_LOOK = 0.2  # seconds between two looks at whether the listener is to end
 
-class HttpListener(HTTPServer):
-    """Of IPv4 or IPv6, as the address is."""
 
+@dataclass(frozen=True)
+class Bounds:
+    """What clients may take of a listener."""
+
+    connections: int = 64  # answered at a time, by a thread each. 1: by the listener's own thread, and others wait
+    request_seconds: float = 10.0  # for all of a request
+    reply_seconds: float = 10.0  # for one write: a client that reads more slowly is dropped
+    request_bytes: int = 1 << 16
+
+
+class HttpListener(ThreadingMixIn, HTTPServer):
+    """Of IPv4 or IPv6, as the address is. Raises OSError if the address cannot be had."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
     _has_told = False
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
+        self.bounds = bounds
+        self._free = threading.BoundedSemaphore(bounds.connections)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK,), name=name, daemon=True)
+
+    def start(self) -> None:
+        """Serve from a daemon thread until `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Requests that are being answered are not waited for."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+        self.server_close()
 
     def server_bind(self) -> None:
         """Without the search for the name of this machine, as HTTPServer does it: it may wait for a name server."""
@@ -26,9 +67,96 @@ class HttpListener(HTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.bounds.connections == 1:
+            HTTPServer.process_request(self, request, client_address)
+        elif self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            request.settimeout(0.1)
+            with contextlib.suppress(OSError):  # it is gone, or does not read
+                request.sendall(_REFUSAL)
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was too slow, is nothing to tell of; a mistake of ours is, once."""
+        """A client that went away, or was too slow, is not reported; a mistake of ours is, once."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError) and not self._has_told:
             self._has_told = True
             tell(f"port {self.server_port}: a request could not be answered: {error!r:.500}")
+
+
+class HttpRequest(BaseHTTPRequestHandler):
+    """One request per connection. What is built in says little: no version, no echo of the request."""
+
+    server_version, sys_version = "fleet", ""
+    error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain"
+
+    def setup(self) -> None:
+        bounds = cast(HttpListener, self.server).bounds
+        super().setup()
+        self.connection.settimeout(bounds.reply_seconds)
+        self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
+
+    def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """A whole reply."""
+        self.begin(status, content_type, {"Content-Length": str(len(body)), **(headers or {})})
+        self.wfile.write(body)
+
+    def begin(self, status: int, content_type: str, headers: Mapping[str, str] | None = None) -> None:
+        """The head of a reply, whose body is then written to `wfile`."""
+        self.send_response(status)
+        for name, value in {"Content-Type": content_type, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Lines about requests would drown those of the job."""
+
+
+Route = Callable[[HttpRequest], tuple[int, str, bytes]]  # the status, the type of the content, the body
+
+
+def routes(found: Mapping[str, Route]) -> type[HttpRequest]:
+    """Requests that GET one of these paths. Another path is answered by 404, another method by 501."""
+
+    class Routed(HttpRequest):
+        def do_GET(self) -> None:
+            route = found.get(self.path.partition("?")[0])
+            if route is None:
+                self.send(404, "text/plain", f"no such path; there is {', '.join(found)}\n".encode())
+            else:
+                self.send(*route(self))
+
+    return Routed
+
+
+class _InTime(io.RawIOBase):
+    """Reads from a socket until a moment, however slowly the bytes come, and at most so many of them."""
+
+    def __init__(self, connection: socket.socket, bounds: Bounds) -> None:
+        self._connection, self._end = connection, time.monotonic() + bounds.request_seconds
+        self._left, self._reply_seconds = bounds.request_bytes, bounds.reply_seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the request took too long")
+        if not self._left:
+            raise ConnectionAbortedError("the request has too many bytes")
+        self._connection.settimeout(seconds)
+        try:
+            num = self._connection.recv_into(memoryview(buffer)[: self._left])
+        finally:
+            self._connection.settimeout(self._reply_seconds)
+        self._left -= num
+        return num

@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
+import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.log_file import LogFile
 
 VARIABLE = "FLEET_LOG_FORMAT"
 FORMATS = ("text", "json")
 MOST = 1 << 16  # bytes of a line; a longer one is cut into several objects
+_PIECE = 1 << 16  # bytes that are taken from a pipe at a time
+_LOOK = 200  # milliseconds between two looks whether a pipe is closed
+_PATIENCE = 2.0  # seconds for what is still in a pipe, when it is closed
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape them; terminals obey them
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
@@ -116,6 +123,41 @@ class JsonLog:
     def _put(self, lines: Iterator[str]) -> None:
         if made := "".join(f"{json_line(line, *self._who)}\n" for line in lines):
             self._write(made.encode(errors="replace"))
+
+
+class JsonPipe:
+    """A named pipe in the place of a log: what is written to it is logged as JSON lines.
+
+    A thread reads until all writers have closed it or `close` is called. It owns `log`.
+    """
+
+    def __init__(self, path: Path, log: LogFile, role: str, index: int) -> None:
+        self._path, self._log, self._json = path, log, JsonLog(log.write, role, index)
+        self._is_over = False
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        self._end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a writer
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Everything that was written is in the log, unless a writer goes on and on."""
+        self._is_over = True
+        self._thread.join(_PATIENCE)
+        self._path.unlink(missing_ok=True)
+
+    def _copy(self) -> None:
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
+        while True:
+            found = waiting.poll(_LOOK)
+            if found and found[0][1] & select.POLLIN:
+                self._json.write(os.read(self._end, _PIECE))
+            elif found or self._is_over:  # the last writer has gone
+                break
+        self._json.end()
+        self._log.close()
+        os.close(self._end)
 
 
 def _text(line: bytes) -> str:

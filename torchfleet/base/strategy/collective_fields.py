@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.configs import Configs, ConfigsField, aliases_of
 from torchfleet.base.strategy.execution import BuildStrategy, ExecutionStrategy, ObjectField
 from torchfleet.base.strategy.fields import Field, Fields, Key, ListKey, Switch, fields_of
+
+_COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
+_WHOLE = "in hybrid mode every worker holds the whole network, so that the servers can keep it"
 
 
 class AmpConfigs(Configs, name="amp_configs"):
@@ -172,3 +176,29 @@ ALIASES: dict[str, Mapping[str, str]] = {name: aliases_of(configs) for name, con
 FIELDS: dict[str, Key[Any]] = {
     name: field for name, field in _ALL.items() if not isinstance(field, (ConfigsField, ObjectField))
 }
+
+
+def check_hybrid(settings: CollectiveFields) -> None:
+    """Raise StrategyError for what the network of hybrid mode cannot have beside sparse tables."""
+    for name in ("pipeline", "tensor_parallel"):
+        if getattr(settings, name):
+            raise StrategyError(
+                f"{name}=True and a_sync_configs['hybrid'] cannot be used together: {_WHOLE}. Leave one of them out."
+            )
+    if settings.sharding and settings.sharding_configs.stage > 1:
+        raise StrategyError(
+            f"sharding_configs['stage']={settings.sharding_configs.stage} and a_sync_configs['hybrid'] cannot be used "
+            f"together: {_WHOLE}. Use sharding_configs={{'stage': 1}}, or leave sharding out."
+        )
+    for name in ("use_pure_fp16", "use_pure_bf16"):
+        if settings.amp and settings.amp_configs[name]:
+            raise StrategyError(
+                f"amp_configs['{name}'] and a_sync_configs['hybrid'] cannot be used together: the servers keep the "
+                f"parameters in float32. Leave '{name}' out: amp then computes in half precision on float32 parameters."
+            )
+    for name in _COMPILING:
+        if getattr(settings.build_strategy, name):
+            raise StrategyError(
+                f"build_strategy.{name} and a_sync_configs['hybrid'] cannot be used together: it compiles the model as "
+                "a whole, and lookups of rows cannot be compiled. Leave it out, or compile the dense part yourself."
+            )

@@ -11,11 +11,18 @@ import msgspec
 
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy import prototxt
-from torchfleet.base.strategy.collective_fields import CONFIGS, DEGREES, FIELDS, OBJECTS, SWITCHES, CollectiveFields
+from torchfleet.base.strategy.collective_fields import (
+    CONFIGS,
+    DEGREES,
+    FIELDS,
+    OBJECTS,
+    SWITCHES,
+    CollectiveFields,
+    check_hybrid,
+)
 from torchfleet.base.strategy.configs import Configs, aliases_of
 from torchfleet.base.strategy.execution import ObjectFields
 from torchfleet.base.strategy.fields import fields_of
-from torchfleet.base.strategy.hybrid_settings import check_hybrid
 from torchfleet.base.strategy.server_fields import ACTS_IN, SHARED_KEYS, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)

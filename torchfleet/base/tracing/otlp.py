@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, by OTLP over HTTP, from a thread of its own."""
+"""Spans to an OpenTelemetry collector, by OTLP over HTTP, from the thread of OpenTelemetry's BatchSpanProcessor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.extras import required
@@ -16,9 +16,6 @@ from torchfleet.base.tracing.span_recorder import Recorder
 
 VARIABLE = "FLEET_TRACE_EVERY"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-_PERIOD = 1.0  # seconds between two exports
-_BATCH = 512  # spans of one message
-_QUEUED = 20_000  # spans that wait for a collector; later ones are dropped and counted
 _LAST = 5.0  # seconds that the end of a process waits for the last export
 
 
@@ -31,48 +28,88 @@ def trace_every(found: Mapping[str, str] = os.environ) -> int:
 
 
 class OtlpExport:
-    """Takes spans from a recorder and sends them. What training sees of it is a deque that spans are appended to."""
+    """Sends the spans of its recorder by OpenTelemetry's BatchSpanProcessor, which queues them and has a thread.
+
+    The processor is set up by its own variables (OTEL_BSP_MAX_QUEUE_SIZE and its like). While its queue is full it
+    drops the oldest spans.
+    """
 
     def __init__(self, role: str, index: int, origin: int = 0) -> None:
         """Raises MissingPackage if opentelemetry is not there."""
         exporting = required(EXPORTER, VARIABLE, "otel")
-        self.recorder = Recorder(origin, limit=_QUEUED)
-        self._exporter = exporting.OTLPSpanExporter()  # reads OTEL_EXPORTER_OTLP_ENDPOINT and its like
-        self._resource = _resource(role, index)
-        self._is_over = threading.Event()
-        self.num_exported = self.num_failed = 0
-        self._thread = threading.Thread(target=self._run, name="OTLP export", daemon=True)
-        self._thread.start()
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._exporter = _Exporter(exporting.OTLPSpanExporter(), _resource(role, index))
+        self._processor = BatchSpanProcessor(self._exporter)
+        self.recorder = _Forwarding(self._processor.on_end, origin)
+
+    @property
+    def num_exported(self) -> int:
+        """Spans that the collector has taken."""
+        return self._exporter.num_exported
 
     def close(self) -> str:
         """Send what is left, for some seconds at most. Returns what was lost, in words, or nothing."""
-        self._is_over.set()
-        self._thread.join(_LAST)
-        self._exporter.shutdown()
-        lost = self.recorder.num_dropped + self.num_failed
+        ending = threading.Thread(target=self._processor.shutdown, name="end of OTLP export", daemon=True)
+        ending.start()
+        ending.join(_LAST)
+        if ending.is_alive():  # an exporter that is shut down gives up what it is at
+            self._exporter.shutdown()
+        lost = self.recorder.num_forwarded - self.num_exported
         if not lost:
             return ""
         return (
             f"traces: {lost:,} of {lost + self.num_exported:,} spans did not reach the collector. Is it there "
-            "(OTEL_EXPORTER_OTLP_ENDPOINT), and fast enough? Trace fewer steps with a larger FLEET_TRACE_EVERY."
+            "(OTEL_EXPORTER_OTLP_ENDPOINT), and fast enough? Trace fewer steps with a larger FLEET_TRACE_EVERY, or let "
+            "more spans wait with a larger OTEL_BSP_MAX_QUEUE_SIZE."
         )
 
-    def _run(self) -> None:
-        is_over = False
-        while not is_over:
-            is_over = self._is_over.wait(_PERIOD)
-            spans = self.recorder.take()
-            for start in range(0, len(spans), _BATCH):
-                self._send(spans[start : start + _BATCH])
 
-    def _send(self, spans: Sequence[Span]) -> None:
+class _Queued(NamedTuple):
+    """A span in the processor's queue, which reads the context's flags alone. A ReadableSpan takes ten times as long
+    to make, and is made by the thread that sends it."""
+
+    span: Span
+    context: Any
+
+
+class _Forwarding(Recorder):
+    """Hands its spans on, and keeps none."""
+
+    def __init__(self, forward: Callable[[Any], None], origin: int) -> None:
+        from opentelemetry.trace import SpanContext, TraceFlags
+
+        super().__init__(origin)
+        self._forward = forward
+        self._sampled = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+        self.num_forwarded, self._counting = 0, threading.Lock()
+
+    def add(self, span: Span) -> None:
+        with self._counting:
+            self.num_forwarded += 1
+        self._forward(_Queued(span, self._sampled))
+
+
+class _Exporter:
+    """A SpanExporter that counts what arrives. Spans become those of opentelemetry here, in the processor's thread."""
+
+    def __init__(self, exporter: Any, resource: Any) -> None:
+        self._exporter, self._resource = exporter, resource
+        self.num_exported = 0
+
+    def export(self, batch: Sequence[_Queued]) -> Any:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        sent = self._exporter.export([readable(span, self._resource) for span in spans])
+        sent = self._exporter.export([readable(queued.span, self._resource) for queued in batch])
         if sent is SpanExportResult.SUCCESS:
-            self.num_exported += len(spans)
-        else:
-            self.num_failed += len(spans)
+            self.num_exported += len(batch)
+        return sent
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
 
 
 def _resource(role: str, index: int) -> Any:

@@ -16,7 +16,7 @@ from torchfleet.data.reading.decompression import FORMATS, Decompressed
 CHUNK = 1 << 20
 _MAGIC = {
     ".gz": re.compile(rb"\x1f\x8b"),
-    ".zst": re.compile(rb"\x28\xb5\x2f\xfd"),
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # or a skippable frame, with which pzstd begins
     ".xz": re.compile(rb"\xfd7zXZ\x00"),
     ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),  # "BZh" alone may begin a text
 }

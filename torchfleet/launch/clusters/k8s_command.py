@@ -1,4 +1,4 @@
-"""`fleetrun k8s`: manifests of a job, or a question to a cluster about one."""
+"""`fleetrun k8s`: manifests of a job. kubectl hands them to a cluster, and says how the job is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchfleet.launch.clusters.k8s.cluster_command import ACTIONS, run_action
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
 from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
@@ -15,12 +15,18 @@ from torchfleet.launch.clusters.k8s.script_files import ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_options import job_of, k8s_parser
 
 _SHOWN = 5  # names of files that were left out
+KUBECTL = {  # what is done with manifests, by kubectl: DIR is their folder, NAME the job's
+    "apply": "kubectl apply --server-side -f DIR",
+    "status": "kubectl get jobs,pods -l app.kubernetes.io/instance=NAME",
+    "logs": "kubectl logs -l app.kubernetes.io/instance=NAME --prefix --follow --tail=-1 --max-log-requests=100",
+    "delete": "kubectl delete -f DIR",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `fleetrun k8s` with these arguments and return its exit status. Raises FleetError."""
-    if arguments and arguments[0] in ACTIONS:
-        return run_action(arguments[0], arguments[1:])
+    if arguments and arguments[0] in KUBECTL:
+        raise RoleError(f"fleetrun k8s writes manifests only. For `{arguments[0]}`: {KUBECTL[arguments[0]]}")
     return _write(k8s_parser().parse_args(arguments))
 
 
@@ -38,8 +44,10 @@ def _write(options: argparse.Namespace) -> int:
         sys.stdout.write(stream_of(made))
         return 0
     folder = Path(options.output)
-    paths = write_folder(folder, job, made, options.format == "kustomize")
-    _note(f"wrote {len(paths)} files to {folder}. Next: fleetrun k8s apply {folder}")
+    with_kustomization = options.format == "kustomize"
+    paths = write_folder(folder, job, made, with_kustomization)
+    flag = "-k" if with_kustomization else "-f"
+    _note(f"wrote {len(paths)} files to {folder}. Next: kubectl apply --server-side {flag} {folder}")
     return 0
 
 

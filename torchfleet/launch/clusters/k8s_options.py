@@ -32,7 +32,7 @@ def k8s_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fleetrun k8s",
         description="Write the manifests of a job for Kubernetes, of built-in kinds: with -o DIR into a folder, else "
-        "to standard output. The job in a cluster: fleetrun k8s apply|status|logs|delete, each with --help.",
+        "to standard output. kubectl takes them: kubectl apply --server-side -f DIR.",
         allow_abbrev=False,
     )
     made.add_argument("--image", required=True, help="the image of all pods: torchfleet is installed in it")

@@ -24,7 +24,9 @@ from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.monitor.json_lines import MOST, JsonLog, log_format
 from torchfleet.base.printable import say
-from torchfleet.base.role import ASK, SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.base.role.fleet_role import ASK
+from torchfleet.base.role.role_info import SERVER, RoleInfo
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
 from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import DURABILITY, LOG_STORE, MIN_WORKERS
+from torchfleet.base.role.process_settings import DURABILITY, LOG_STORE, MIN_WORKERS
 from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both

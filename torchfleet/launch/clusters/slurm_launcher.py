@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.stop_request import REQUEUE
-from torchfleet.base.role import LOG_RUN, LOG_STORE, start_timeout_of
+from torchfleet.base.role.process_settings import LOG_RUN, LOG_STORE, start_timeout_of
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, SETTINGS, durability_of
+from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, durability_of
+from torchfleet.base.role.role_info import SETTINGS
 
 _FOLDER = "server_state"  # of logs, in the folder of a run
 

@@ -6,7 +6,8 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from torchfleet.base.role import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT, MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT
 
 FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 

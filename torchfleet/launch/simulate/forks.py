@@ -21,9 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import torchfleet.api.fleet
-import torchfleet.api.metrics
-import torchfleet.api.util  # noqa: F401  (imported once, for all)
+from torchfleet.api import distributing, job_life, metrics, saves, table_calls, training_passes, util  # noqa: F401
 from torchfleet.api.prepare_job import stop_at_exit
 from torchfleet.launch.simulate.conditions import Job, Part
 from torchfleet.launch.simulate.coordinator import ProcessFailed

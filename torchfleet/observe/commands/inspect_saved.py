@@ -26,7 +26,7 @@ class SavedModel:
         self._storage = Storage(dirname)
         self._manifest = read_manifest(self._storage)
         self._progress = Progress("fleet inspect")
-        sparse = [table.name for table in self._manifest.tables if table.kind != "dense"]
+        sparse = [table.name for table in self._manifest.tables if not table.is_dense]
         self.sparse_tables = sparse
 
     def describe(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def inspect_model(dirname: str, check: bool, tables: list[str], histograms: bool
 
 
 def _describe_link(manifest: Manifest, link: Link) -> dict[str, Any]:
-    sparse = {table.name for table in manifest.tables if table.kind != "dense"}
+    sparse = {table.name for table in manifest.tables if not table.is_dense}
 
     def num(kind: str) -> int:
         return sum(part.rows for part in link.parts if part.kind == kind and part.table in sparse)

@@ -21,15 +21,15 @@ _PATIENCE = Patience(timeout=10.0)
 def inspect_servers(
     endpoints: list[str], keys: str | None, tables: list[str], histograms: bool, top: int, as_json: bool
 ) -> None:
-    """Print the tables of these servers; histograms and top keys of `tables`, or of all sparse ones."""
+    """Print the tables of these servers; histograms and top keys of `tables`, or of all that have rows."""
     reached, keys = way_in(endpoints, keys)
     with Client.connect(reached, KeyFolder(keys) if keys else None, patience=_PATIENCE) as client:
         servers = client.stats()
-        known = {name: table["kind"] for server in servers for name, table in server["tables"].items()}
+        known = {name: table["is_dense"] for server in servers for name, table in server["tables"].items()}
         for table in tables:
             if table not in known:
                 raise FleetError(f"no table '{table}' on {endpoints[0]}; there are: {', '.join(known) or 'none'}")
-        wanted = tables or [name for name, kind in known.items() if kind == "sparse"]
+        wanted = tables or [name for name, is_dense in known.items() if not is_dense]
         summaries = {table: _summary(client, table, top) for table in wanted} if histograms or top else {}
     if as_json:
         found = {

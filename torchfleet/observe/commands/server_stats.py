@@ -103,7 +103,7 @@ def _bottleneck(servers: list[dict[str, Any]]) -> str:
 
 def _sizes(table: dict[str, Any]) -> tuple[object, object]:
     """Rows, and elements: a dense table has no rows."""
-    return ("-", table["rows"]) if table["kind"] == "dense" else (table["rows"], "-")
+    return ("-", table["rows"]) if table["is_dense"] else (table["rows"], "-")
 
 
 def _staleness(counts: dict[int, int]) -> str:

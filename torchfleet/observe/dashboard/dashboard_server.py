@@ -15,12 +15,13 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.http_listener import Bounds, HttpListener, HttpRequest
 from torchfleet.observe.dashboard.access import Access
-from torchfleet.observe.dashboard.http_bounds import BoundedHandler, BoundedServer
 from torchfleet.observe.dashboard.log_pieces import find_lines, read_before, read_piece
 from torchfleet.observe.dashboard.page_files import page_files
 from torchfleet.observe.dashboard.run_feed import PERIOD, Feed, Feeds
@@ -30,6 +31,7 @@ DEFAULT_PORT = 8470
 _NEXT_PORTS = 20  # that are tried if the default one is taken
 _HEARTBEAT = 15  # periods without news after which a comment shows that the server is there
 _LONGEST_LOGIN = 512  # bytes
+BOUNDS = Bounds()
 _NUMBER = re.compile("[0-9]{1,20}")
 _GUARDS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -52,8 +54,7 @@ class Dashboard:
         page_files()  # what is missing shows now
         self._server = _listen(host, port, _handler(self))
         self.host, self.port = host, self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True, name="dashboard")
-        self._thread.start()
+        self._server.start()
 
     @property
     def url(self) -> str:
@@ -67,9 +68,7 @@ class Dashboard:
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_streams, patience)
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
+        self._server.close()
 
     def feed(self, name: str) -> Feed | None:
         """The feed of a run, of the newest if no name is given; None if there is no such run."""
@@ -123,7 +122,7 @@ class Dashboard:
         return self._access
 
 
-class _Request(BoundedHandler):
+class _Request(HttpRequest):
     """What a request needs of the dashboard is set by `_handler`."""
 
     dashboard: Dashboard
@@ -165,15 +164,8 @@ class _Request(BoundedHandler):
     def refuse(self, status: int, text: str) -> None:
         self.send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def send(self, status: int, content_type: str, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.begin(status, content_type, {"Content-Length": str(len(body)), **(headers or {})})
-        self.wfile.write(body)
-
-    def begin(self, status: int, content_type: str, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": content_type, **_GUARDS, **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
+    def begin(self, status: int, content_type: str, headers: Mapping[str, str] | None = None) -> None:
+        super().begin(status, content_type, {**_GUARDS, **(headers or {})})
 
     def _is_welcome(self) -> bool:
         access = self.dashboard.access
@@ -215,12 +207,12 @@ def _log_answer(feed: Feed, path: str, query: dict[str, str]) -> Any:
     return read_piece(folder, name, numbers.get("file", 0), numbers.get("start"), numbers.get("end"))
 
 
-def _listen(host: str, port: int | None, handler: type[_Request]) -> BoundedServer:
+def _listen(host: str, port: int | None, handler: type[_Request]) -> HttpListener:
     """A server at this port; without one at the default port, at one of the next, or at any that is free."""
     wanted = [port] if port is not None else [*range(DEFAULT_PORT, DEFAULT_PORT + _NEXT_PORTS), 0]
     for number in wanted:
         try:
-            return BoundedServer((host, number), handler)
+            return HttpListener((host, number), handler, BOUNDS, "dashboard")
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 raise FleetError(

@@ -182,10 +182,8 @@ def _numbers(status: dict[str, Any]) -> dict[str, Value]:
 
 def _add_tables(sums: dict[str, Value], status: dict[str, Any]) -> None:
     tables = mapping(status.get("tables"))
-    if not tables:  # what a status of an older release has
-        tables = {name: {"rows": num} for name, num in mapping(status.get("rows")).items()}
     for name, table in list(tables.items())[:60]:
-        for field in ("bytes",) if mapping(table).get("kind") == "dense" else _TABLE_FIELDS:  # the network has no rows
+        for field in ("bytes",) if mapping(table).get("is_dense") else _TABLE_FIELDS:  # the network has no rows
             _add(sums, f"{field}.{name[:100]}", mapping(table).get(field))
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchfleet.base.errors import FleetError, WireError
+from torchfleet.base.errors import WireError
 from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.wire import (
-    ERROR,
     OK,
     Array,
     Command,
@@ -18,13 +17,12 @@ from torchfleet.ps.net.wire import (
     Message,
     Reply,
     Role,
-    call_of,
     decode,
-    decode_reply,
     encode_reply,
-    error_arrays,
     pack,
 )
+from torchfleet.ps.server.refusals import Refusals
+from torchfleet.ps.server.state.counters import Counters
 
 MAX_BYTES = 4 << 20  # of one reply
 
@@ -35,7 +33,8 @@ class LinkServer:
     """A Handler of a transport. PING: times. STATS: facts. PUSH: bytes are taken. PULL: as many bytes as asked for."""
 
     def __init__(self, facts: Callable[[], object], incarnation: int) -> None:
-        self._facts, self._incarnation = facts, incarnation
+        self._facts, self.incarnation, self.term = facts, incarnation, 0
+        self.refusals = Refusals(self, Counters())
         self._bytes = np.random.default_rng(0).integers(0, 256, MAX_BYTES, np.uint8)  # no link compresses them
         self.num_requests = 0
 
@@ -47,8 +46,8 @@ class LinkServer:
             message = decode(frames)
             arrays = self._answer(message)
         except WireError as error:
-            return [(peer, self._refusal(Message(Command.PING, call=call_of(frames)), error))]
-        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call, arrays)
+            return [(peer, self.refusals.of_request(frames, error))]
+        reply = Reply(message.command, OK, message.worker, self.incarnation, message.call, arrays)
         reply.taken, reply.answered = taken, time.time_ns()
         return [(peer, encode_reply(reply))]
 
@@ -63,22 +62,9 @@ class LinkServer:
                 return [Array(0, self._bytes[: int(wanted[0])])]
         raise WireError(f"a doctor's server knows PING, STATS, PUSH, and PULL of up to {MAX_BYTES:,} bytes")
 
-    def _refusal(self, message: Message, error: FleetError) -> list[Frame]:
-        reply = Reply(message.command, ERROR, message.worker, self._incarnation, message.call)
-        reply.arrays = error_arrays(type(error).__name__, str(error))
-        return encode_reply(reply)
-
-    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> Replies:
-        """As Handler.refuse."""
-        return [(peer, self._refusal(Message(Command.PING, call=call_of(frames)), error))]
-
-    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """As Handler.refused."""
-        answer = decode_reply(reply)
-        return self._refusal(Message(answer.command, worker=answer.worker, call=answer.call), error)
-
-    def note_refusal(self, text: str) -> None:
-        """As Handler.note_refusal: nobody asks for it."""
+    def ready(self) -> Replies:
+        """As Handler.ready."""
+        return []
 
     def tick(self, now: float) -> Replies:
         """As Handler.tick."""
@@ -88,8 +74,9 @@ class LinkServer:
         """As Handler.work."""
         return None
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """As Handler.rest."""
+        return False
 
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""

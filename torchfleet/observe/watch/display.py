@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from torchfleet.base.cgroups import usable_cores
-from torchfleet.base.monitor.job_load import JobLoad
+from torchfleet.base.monitor.bottleneck import Machine, bottleneck
 from torchfleet.base.monitor.snapshot import JobSnapshot
 from torchfleet.base.printable import printable
 from torchfleet.observe.watch.job_warnings import JobWarnings
@@ -21,6 +23,7 @@ from torchfleet.observe.watch.reader_gone import Shown
 from torchfleet.observe.watch.screen import Screen
 
 _PERIOD = 0.95  # seconds between two looks: drawing is what costs most
+Name = tuple[str, int]  # role and index of a process
 _FOR_THE_LOG = 4  # of the screen's height, the part that is left to lines of the job
 
 
@@ -115,3 +118,39 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Not the end of the process, as it is by default: it has a job to run."""
         raise BrokenPipeError
+
+
+class JobLoad:
+    """Takes notes of the shares that servers and workers of this machine report while they run."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores, self._num_processes = num_cores, 0
+        self._is_sync = False
+        self._sums: dict[Name, float] = defaultdict(float)  # of all looks
+        self._num_looks: dict[Name, int] = defaultdict(int)
+
+    def look(self, statuses: Mapping[Name, Mapping[str, Any]]) -> str:
+        """The last status of every process: returns what the job waits for now, or nothing while that is not known.
+
+        Without the shares: whoever looks shows them beside it.
+        """
+        self._num_processes = max(self._num_processes, len(statuses))  # those that end last make no room
+        now: dict[Name, float] = {}
+        for name, status in statuses.items():
+            self._is_sync |= status.get("mode") == "sync"
+            share = status.get("busy" if name[0] == "server" else "waiting")
+            if isinstance(share, (int, float)) and not status.get("left"):
+                now[name] = share
+        if len({role for role, _ in now}) == 2:  # a server that waits for the first worker is no idle server
+            for name, share in now.items():
+                self._sums[name] += share
+                self._num_looks[name] += 1
+        return self._sentence(now, tells_shares=False)
+
+    def whole(self) -> str:
+        """What the job waited for, on average over all looks."""
+        return self._sentence({name: total / self._num_looks[name] for name, total in self._sums.items()})
+
+    def _sentence(self, shares: Mapping[Name, float], tells_shares: bool = True) -> str:
+        busy, waits = ([share for (role, _), share in shares.items() if role == it] for it in ("server", "worker"))
+        return bottleneck(busy, waits, Machine(self._num_cores, self._num_processes), self._is_sync, tells_shares)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchfleet.base.monitor.freshness import median, summed
+from torchfleet.base.monitor.freshness import last_age, median, summed
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch.due_roles import DueRoles
@@ -154,16 +154,15 @@ class _Run:
 
 
 def _histogram(ages: Mapping[int, int]) -> Any:
-    """Ages from 16 on stand for as many again: 16 for 16 to 31. The sums are those of the ages as they are counted."""
+    """The sums are those of the ages as they are counted."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
-    last = max(ages)
     return HistogramProto(
         min=min(ages),
-        max=2 * last - 1 if last >= 16 else last,
+        max=last_age(max(ages)),
         num=sum(ages.values()),
         sum=sum(age * num for age, num in ages.items()),
         sum_squares=sum(age * age * num for age, num in ages.items()),
-        bucket_limit=[2 * age - 1 if age >= 16 else age for age in sorted(ages)],
+        bucket_limit=[last_age(age) for age in sorted(ages)],
         bucket=[ages[age] for age in sorted(ages)],
     )

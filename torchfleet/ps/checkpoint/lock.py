@@ -169,7 +169,7 @@ def remove_abandoned(storage: Storage) -> None:
 def remove_all_but(storage: Storage, kept: set[str]) -> None:
     """Folders of saves that are no part of the chain, and of those that never came to an end; not those that another
     process of this machine is writing to."""
-    for name in list(storage.folders()):
+    for name in storage.folders():
         if _SAVE.fullmatch(name) and name not in kept and not is_held(storage, name):
             storage.remove_folder(name)
 

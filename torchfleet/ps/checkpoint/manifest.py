@@ -16,7 +16,7 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import remove_all_but
 from torchfleet.ps.checkpoint.manifest_check import check_manifest
-from torchfleet.ps.checkpoint.manifest_file import FILE, has_manifest, read_body, write_body
+from torchfleet.ps.checkpoint.manifest_file import FILE, read_body, write_body
 from torchfleet.ps.checkpoint.manifest_parts import (
     FORMAT,
     VERSION,
@@ -44,6 +44,7 @@ __all__ = [
     "described",
     "folder_of",
     "next_save",
+    "present_model",
     "read_manifest",
     "remove_others",
     "write_donefile",
@@ -51,13 +52,14 @@ __all__ = [
 ]
 
 DONEFILE = "donefile.jsonl"
-READABLE = (1, 2)
 _SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 
 
-def write_manifest(storage: Storage, manifest: Manifest) -> None:
-    """The last act of saving: from here on the new model is the model."""
-    write_body(storage, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+def write_manifest(storage: Storage, manifest: Manifest) -> bytes:
+    """The last act of saving: from here on the new model is the model. Returns what `read_body` will give."""
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    write_body(storage, body)
+    return body
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -67,7 +69,7 @@ def read_manifest(storage: Storage) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
-    if manifest.format != FORMAT or manifest.version not in READABLE:
+    if manifest.format != FORMAT or manifest.version != VERSION:
         raise CheckpointError(
             f"{place}: expected {FORMAT} version {VERSION}, found {manifest.format} version {manifest.version}"
         )
@@ -90,13 +92,25 @@ def write_donefile(storage: Storage, manifest: Manifest) -> None:
     storage.write(DONEFILE, [b"".join(msgspec.json.encode(line) + b"\n" for line in lines)])
 
 
-def next_save(storage: Storage) -> int:
-    """A number above those of all saves that are or were being made here."""
-    numbers = [int(name[5:]) for name in storage.folders() if _SAVE.fullmatch(name)]
-    if has_manifest(storage):
-        with contextlib.suppress(CheckpointError):  # a damaged one is replaced
-            numbers.append(read_manifest(storage).number)
-    return max(numbers, default=0) + 1
+def present_model(storage: Storage) -> Manifest | None:
+    """The model that is there now; None for one that is damaged, which a save replaces."""
+    with contextlib.suppress(CheckpointError):
+        return read_manifest(storage)
+    return None
+
+
+def next_save(storage: Storage, newest: int | None = None) -> int:
+    """A number above those of all saves that are or were being made here.
+
+    `newest`: the number of the model that is there, 0 for none, if the caller has read it.
+    """
+    if newest is None:
+        present = present_model(storage)
+        newest = 0 if present is None else present.number
+    for name in storage.folders():
+        if _SAVE.fullmatch(name):
+            newest = max(newest, int(name[5:]))
+    return newest + 1
 
 
 def folder_of(number: int) -> str:

@@ -14,7 +14,7 @@ from torchfleet.ps.tables.table import PartKind
 
 FORMAT = "torchfleet checkpoint"
 VERSION = 2
-_INFINITE = (math.inf, -math.inf)
+_LEFT_OUT: tuple[Any, ...] = (math.inf, -math.inf, ())
 
 
 class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_servers: int
     parts: list[Part]
     time: float = 0.0  # by the clock of the tables
-    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+    num_files: int = 0  # how many parts there must be
 
     def parts_of(self, table: str, kind: PartKind = "rows") -> list[Part]:
         return [part for part in self.parts if part.table == table and part.kind == kind]
@@ -97,6 +97,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return kind_named(self.kind).is_dense
 
     def spec(self) -> TableSpec:
+        policies: dict[str, Any] = {}  # those that admit every key and drop no row are the default
+        if self.entry:
+            policies["entry"] = msgspec.convert(self.entry, AdmissionEntry)
+        if self.shrink:
+            policies["shrink"] = msgspec.convert(self.shrink, Shrink)
         return TableSpec(
             self.name,
             self.kind,
@@ -105,8 +110,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.convert(self.rule, Rule),
             msgspec.convert(self.initializer, Initializer),
             self.seed,
-            entry=msgspec.convert(self.entry, AdmissionEntry),
-            shrink=msgspec.convert(self.shrink, Shrink),
+            **policies,
         )
 
 
@@ -127,7 +131,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time: float = 0.0  # by the clock of the tables
     is_time_set: bool = False  # by the job; else it is the wall clock's
     extra: dict[str, Any] = {}  # what the script keeps with its model
-    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+    num_files: int = 0  # how many parts there must be
 
     def links(self) -> list[Link]:
         """The chain: a full save, and what changed since, in order."""
@@ -146,8 +150,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
-    """A table's line in the manifest. Bounds that are infinite are left out: JSON has no word for them."""
-    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _INFINITE}
+    """A table's line in the manifest. Infinite bounds, for which JSON has no word, are left out."""
+    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _LEFT_OUT}
     first = msgspec.structs.asdict(spec.initializer)
     policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
     described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters

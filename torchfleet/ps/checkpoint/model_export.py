@@ -69,7 +69,7 @@ def _prepare(target: Storage) -> None:
             os.makedirs(target.path, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"export to {target.path}: {error}") from error
-    found = next(target.files(), None) or next(target.folders(), None)
+    found = next(iter([*target.files(), *target.folders()]), None)
     if found is not None:
         raise CheckpointError(
             f"export to {target.path}: expected a new or an empty folder, found '{found}' in it. Give another one."

@@ -16,7 +16,7 @@ from torchfleet.base.errors import CheckpointError, FleetError, TableError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table
-from torchfleet.ps.checkpoint.saved_parameters import check_parameter, without_lost
+from torchfleet.ps.checkpoint.saved_parameters import check_parameter
 from torchfleet.ps.tables.settings.owners import owners_of
 from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
 from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlice
@@ -183,9 +183,6 @@ def load_dense(
     if not chosen:
         return 0
     known = {parameter.name: (saved, parameter) for saved in manifest.tables for parameter in saved.parameters}
-    chosen = without_lost(storage, manifest, chosen)
-    if not chosen:
-        return 0
     for parameter in chosen:
         check_parameter(storage, parameter, known[parameter.name][1] if parameter.name in known else None)
     sources = {known[parameter.name][0].name: known[parameter.name][0] for parameter in chosen}

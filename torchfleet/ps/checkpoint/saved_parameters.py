@@ -1,30 +1,10 @@
-"""Parameters of a model against those of a save: what fits, what is refused by name, what earlier releases left out."""
+"""Parameters of a model against those of a save: what fits, and what is refused by name."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
-from torchfleet.ps.checkpoint.manifest import Manifest, Parameter
-
-
-def without_lost(storage: Storage, manifest: Manifest, wanted: Sequence[Parameter]) -> list[Parameter]:
-    """Those that a save can have: earlier releases left out what is not float32, and a line on stderr names it."""
-    saved = [parameter for table in manifest.tables for parameter in table.parameters]
-    is_of_before = all(parameter.dtype == "float32" for parameter in saved)
-    known = {parameter.name for parameter in saved}
-    lost = [p for p in wanted if is_of_before and p.dtype != "float32" and p.name not in known]
-    if lost:
-        names = ", ".join(f"{parameter.name} ({parameter.dtype})" for parameter in lost)
-        print(
-            f"{storage.path} was saved without {names}: earlier releases saved float32 tensors only. The model keeps "
-            "its own values; the next save has them.",
-            file=sys.stderr,
-            flush=True,
-        )
-    return [parameter for parameter in wanted if parameter not in lost]
+from torchfleet.ps.checkpoint.manifest import Parameter
 
 
 def check_parameter(storage: Storage, parameter: Parameter, saved: Parameter | None) -> None:

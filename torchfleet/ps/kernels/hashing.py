@@ -1,10 +1,14 @@
-"""One mixing function for every hash in the package; integers only, so equal on every architecture for ever."""
+"""One mixing function for every hash in the package; integers only, so equal on every architecture for ever.
+
+Hashes decide who owns a key, which keys are admitted with a probability, and which of equally old rows goes first.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from torchfleet.ps.kernels.jit import inlined
+from torchfleet.ps.kernels.jit import inlined, kernel
 
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
@@ -13,6 +17,8 @@ _S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 # Owner and map position come from differently salted hashes: with one hash for both, the keys of one server
 # would fill only one stretch of its map.
 _OWNER_SALT = np.uint64(0x6A09E667F3BCC909)
+_CHOICE_SALT = np.uint64(0x3C6EF372FE94F82B)  # another one: owners and maps must not favour the chosen
+_S11 = np.uint64(11)
 
 
 @inlined
@@ -33,3 +39,29 @@ def owner_hash(key: np.uint64) -> np.uint64:
 def owner_of(key: np.uint64, num_owners: np.uint64) -> np.uint64:
     """Which of `num_owners` servers owns the key; consecutive keys are spread evenly."""
     return (owner_hash(key) * num_owners) >> _S32
+
+
+@kernel
+def _choose(keys_N: np.ndarray, limit: np.uint64, chosen_N: np.ndarray) -> None:
+    for i in range(len(keys_N)):
+        chosen_N[i] = (mix(keys_N[i] ^ _CHOICE_SALT) >> _S11) < limit
+
+
+def chosen(keys: npt.NDArray[np.uint64], probability: float) -> npt.NDArray[np.bool_]:
+    """True for the share `probability` of all keys, always the same ones; a larger share contains a smaller one."""
+    out = np.empty(len(keys), np.bool_)
+    _choose(keys, np.uint64(int(probability * (1 << 53))), out)
+    return out
+
+
+@kernel
+def _mix(keys_N: np.ndarray, hashes_N: np.ndarray) -> None:
+    for i in range(len(keys_N)):
+        hashes_N[i] = mix(keys_N[i])
+
+
+def hashes(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """An order of keys that is the same on every server and has nothing to do with their numbers."""
+    out = np.empty_like(keys)
+    _mix(keys, out)
+    return out

@@ -1,4 +1,4 @@
-"""Deal keys to their owners: a counting sort by server."""
+"""Keys and their owners: a counting sort by server, and ids 0..size-1 that are divided among servers like cards."""
 
 from __future__ import annotations
 
@@ -34,3 +34,34 @@ def group_by_owner(
     for s in range(len(starts_S) - 1, 0, -1):
         starts_S[s] = starts_S[s - 1]
     starts_S[0] = 0
+
+
+@kernel
+def all_below(keys_N: np.ndarray, size: np.uint64) -> bool:
+    is_below = True
+    for i in range(len(keys_N)):
+        is_below &= keys_N[i] < size
+    return is_below
+
+
+@kernel
+def all_of_shard(keys_N: np.ndarray, shard: np.uint64, num_shards: np.uint64) -> bool:
+    """Whether every key leaves the remainder `shard`."""
+    is_own = True
+    for i in range(len(keys_N)):
+        is_own &= keys_N[i] % num_shards == shard
+    return is_own
+
+
+@kernel
+def rows_in_use(keys_N: np.ndarray, num_shards: np.uint64, in_use_R: np.ndarray, rows_N: np.ndarray) -> int:
+    """rows_N[i] = the row of keys_N[i], or -1 where it is not in use. Returns how many are not."""
+    missing, num_rows = 0, np.uint64(len(in_use_R))
+    for i in range(len(keys_N)):
+        row = keys_N[i] // num_shards
+        if row < num_rows and in_use_R[row]:
+            rows_N[i] = np.int64(row)
+        else:
+            rows_N[i] = -1
+            missing += 1
+    return missing

@@ -21,29 +21,25 @@ def drop_rest(source: zmq.Socket[bytes]) -> int:
     """Take the frames that are left of a message, and forget them. Returns how many there were."""
     dropped, room = 0, bytearray(64)
     while source.get(zmq.RCVMORE):
-        if dropped >= _MANY and (library := _library()) is not None:
-            return dropped + _compiled(library)(source)
+        if dropped >= _MANY and (drop := _compiled()) is not None:
+            return dropped + drop(source)
         source.recv_into(room)
         dropped += 1
     return dropped
 
 
 @cache
-def _library() -> str | None:
-    """The file of the libzmq that this process runs; None where it cannot be found: then Python drops the frames."""
-    try:
-        with open("/proc/self/maps") as maps:
-            return next((line.split()[-1] for line in maps if "/libzmq" in line), None)
-    except OSError:
-        return None
-
-
-@cache
-def _compiled(library: str) -> Callable[[zmq.Socket[bytes]], int]:
+def _compiled() -> Callable[[zmq.Socket[bytes]], int] | None:
+    """The compiled loop; None if pyzmq's extension shows no functions of libzmq: then Python drops the frames."""
     import numba  # here: clients and servers that are never attacked need not compile this
 
-    functions = ctypes.CDLL(library)
-    receive, option = functions.zmq_recv, functions.zmq_getsockopt
+    try:
+        from zmq.backend.cython import _zmq  # the extension that is linked to the libzmq of this process
+
+        functions = ctypes.CDLL(_zmq.__file__)
+        receive, option = functions.zmq_recv, functions.zmq_getsockopt
+    except (ImportError, OSError, AttributeError):
+        return None
     receive.restype = option.restype = ctypes.c_int
     receive.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     option.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]

@@ -119,7 +119,7 @@ class ReplicaChannels:
         """Whether it is a reply to pass on. Learns from it who is primary."""
         envelope = envelope_of(frames)
         if envelope is None:
-            return number == self._current  # a server of version 1 says in its own way what it is
+            return number == self._current  # of another version: the client tells it by its first bytes
         if envelope.role == ERROR and _is_refusal(frames):
             if number == self._current and envelope.call != _PROBE and not self._is_refused:
                 self._is_refused = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchfleet.ps.net.transport import Peer
-from torchfleet.ps.net.wire import VERSION, Frame, Message
+from torchfleet.ps.net.wire import Frame, Message
 
 
 @dataclass(slots=True)
@@ -17,7 +17,6 @@ class Request:
     peer: Peer
     arrived: float = 0.0
     role: int = 0  # by its key, or as it says where there are no keys
-    version: int = VERSION  # of the protocol, in which the reply is written
     hold: object = None  # what the server's memory of it is counted by, while it waits
     frames: Sequence[Frame] = ()  # as they came
     taken: int = (

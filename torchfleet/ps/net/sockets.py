@@ -15,13 +15,12 @@ from torchfleet.ps.net.doorkeeper import Doorkeeper
 from torchfleet.ps.net.keys import KeyFolder, require_keys
 from torchfleet.ps.net.long_messages import drop_rest
 from torchfleet.ps.net.open_files import OpenFiles
-from torchfleet.ps.net.transport import Handler
+from torchfleet.ps.net.transport import TICK, Handler
 from torchfleet.ps.net.unread import COUNTED, Unread, size_of
 from torchfleet.ps.net.wire import MAX_ENTRY, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
 QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
-TICK = 0.05  # seconds between two looks at the clock
 _DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
 _UNCONFIRMED_MS = 30_000  # that bytes may be on their way, until a peer is taken for gone
 _HANDSHAKE_MS = 10_000
@@ -75,9 +74,10 @@ class Listener:
             if self._desk is not None and now >= next_desk:
                 self._desk.answer(now)
                 next_desk = now + _DESK_PAUSE
-            if worked or now >= next_tick:
-                self._reply(handler.tick(now), handler)
+            if worked:
+                self._reply(handler.ready(), handler)
             if now >= next_tick:
+                self._reply(handler.tick(now), handler)
                 self._doorkeeper.look(now)
                 self._tell(handler)
                 self._files.look()
@@ -98,21 +98,23 @@ class Listener:
         if len(request) > MAX_ENTRY + 2:
             num = len(request) - 1 + drop_rest(self._socket)
             error = WireError(f"a message of {num:,} frames, at most {MAX_ENTRY + 1:,}: the connection is ended")
-            self._reply(handler.refuse(peer, frames, error), handler)
+            self._send(peer, handler.refusals.of_request(frames, error))
             self._doorkeeper.shut_later(request[-1], str(error))
         elif refusal := self._unread.refusal(peer):
-            self._reply(handler.refuse(peer, frames, ServerBusy(refusal)), handler)
+            self._send(peer, handler.refusals.of_request(frames, ServerBusy(refusal)))
         elif len(frames) != 1 or len(frames[0]):  # all but a hello
             role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
             self._reply(handler.handle(peer, frames, role), handler)
 
-    def _next(self, timeout_ms: int, rest: Callable[[], None]) -> list[zmq.Frame] | None:
+    def _next(self, timeout_ms: int, rest: Callable[[], bool]) -> list[zmq.Frame] | None:
         """The next request, or as many of its frames as a request may have and one more. Under load there is one
-        already, and a poll, which is dearer than taking it, is saved. `rest` is called if there is none."""
+        already, and a poll, which is dearer than taking it, is saved. If there is none `rest` is called, and the socket
+        is waited for unless that has more to do."""
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()
-        rest()
+        if rest():
+            timeout_ms = 0
         if timeout_ms and self._poller.poll(timeout_ms):
             with contextlib.suppress(zmq.Again):
                 return self._frames()
@@ -129,7 +131,7 @@ class Listener:
     def _tell(self, handler: Handler) -> None:
         news, self._doorkeeper.news = self._doorkeeper.news, []
         for text in news:
-            handler.note_refusal(text)
+            handler.refusals.note(text)
 
     def close(self) -> None:
         self._doorkeeper.close()
@@ -147,7 +149,7 @@ class Listener:
                 self._send(peer, frames)
             elif refusal := self._unread.refusal(peer, num_bytes):
                 self.num_dropped_replies += 1
-                self._send(peer, handler.refused(frames, ServerBusy(refusal)))
+                self._send(peer, handler.refusals.of_reply(frames, ServerBusy(refusal)))
             else:
                 self._send(peer, self._unread.count(peer, frames, num_bytes))
 

@@ -16,6 +16,8 @@ from torchfleet.base.errors import FleetError
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.wire import Frame, Role
 
+TICK = 0.05  # seconds between two looks of a server at the clock
+
 Peer = object
 
 
@@ -40,29 +42,40 @@ class Channel(Protocol):
         """What a server that has this channel can wait for beside its requests: as Handler.wakes."""
 
 
+class HandlerRefusals(Protocol):
+    """What a transport turns away itself: how the peer is told, and the server's log."""
+
+    def of_request(self, frames: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """The reply to a request that is not passed on: its peer is told why."""
+
+    def of_reply(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """What takes the place of a reply that is not sent."""
+
+    def note(self, text: str) -> None:
+        """Something was refused without a reply: whose it was, and why."""
+
+
 class Handler(Protocol):
     """What a transport needs of a server."""
+
+    @property
+    def refusals(self) -> HandlerRefusals: ...
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
 
-    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> list[tuple[Peer, list[Frame]]]:
-        """Replies to a request that the transport does not pass on: its peer is told why."""
-
-    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """What takes the place of a reply that the transport does not send."""
-
-    def note_refusal(self, text: str) -> None:
-        """The transport refused somebody without a reply: who, and why."""
+    def ready(self) -> list[tuple[Peer, list[Frame]]]:
+        """Replies that work has made ready. To be asked for after each slice that did something."""
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
-        """Replies that became due by the passing of time, or by work."""
+        """It is `now`: replies that became due by the passing of time, and those that are ready. To be called every
+        TICK seconds."""
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
 
-    def rest(self) -> None:
-        """No request waits: what was put off in favour of requests is due."""
+    def rest(self) -> bool:
+        """No request waits: what was put off in favour of requests is due. Returns whether more of it is left."""
 
     def wakes(self) -> tuple[object, ...]:
         """File descriptors, or what channels of the same transport have, that can be read when `work` has something to
@@ -97,18 +110,26 @@ class InProcess:
 
     def __init__(self, server: Handler) -> None:
         self._server = server
-        self.is_busy: bool | None = None
-        self._lock = threading.Lock()  # a table has one owner at a time; here, whichever thread is calling
+        self.is_busy: bool | None = None  # what Handler.work said last
+        self._next_tick = 0.0
+        self._lock = threading.Lock()  # a table has one owner at a time: here, the thread that is calling
 
     def connect(self) -> InProcessChannel:
         return InProcessChannel(self)
 
     def call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
+        """What the loop of a socket does: take a request, a slice of work, and every TICK seconds look at the clock."""
         with self._lock:
             ready = self._server.handle(channel, frames, None) if frames is not None else []
             self.is_busy = self._server.work()  # after it: the request may have brought work, which then begins at once
-            self._server.rest()
-            ready += self._server.tick(channel.now())
+            if self.is_busy:
+                ready += self._server.ready()
+            now = time.monotonic()
+            if not ready or now >= self._next_tick:
+                self._server.rest()
+            if now >= self._next_tick:
+                self._next_tick = now + TICK
+                ready += self._server.tick(now)
         for peer, reply in ready:
             if isinstance(peer, InProcessChannel):
                 peer.deliver(reply)
@@ -131,13 +152,13 @@ class InProcessChannel:
         while True:
             with self._arrived:
                 if not self._replies:
-                    pause = {None: 0.05, False: 0.001, True: 0.0}[self._transport.is_busy]
+                    pause = {None: TICK, False: 0.001, True: 0.0}[self._transport.is_busy]
                     self._arrived.wait(min(pause, max(0.0, deadline - time.monotonic())))
                 if self._replies:
                     return self._replies.popleft()
             if time.monotonic() >= deadline:
                 return None
-            self._transport.call(self, None)  # nobody else watches the clock of a server without a loop
+            self._transport.call(self, None)  # nothing else watches the clock of a server without a loop
 
     def deliver(self, frames: Sequence[Frame]) -> None:
         with self._arrived:

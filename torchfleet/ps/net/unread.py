@@ -76,7 +76,11 @@ def _last(frames: list[Frame]) -> int:
 
 
 def size_of(frames: Sequence[Frame]) -> int:
-    return sum(map(_size, frames))
+    """Bytes of a message."""
+    num_bytes = 0
+    for frame in frames:
+        num_bytes += frame.nbytes if isinstance(frame, np.ndarray) else len(frame)
+    return num_bytes
 
 
 def _size(frame: Any) -> int:

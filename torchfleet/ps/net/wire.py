@@ -28,6 +28,7 @@ MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
 HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # of version 1
+_START = struct.Struct("<4sB")  # magic bytes and version
 _ARRAY = struct.Struct("<IBxxxIQ")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -84,7 +85,7 @@ SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, an
 # it is part of such a step, and keys that it makes known get their rows when that ends
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
-GATHER = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
+GATHERED = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
 BOUNDED = 64  # flag of PUSH: waits while it would make what another worker computes with too old; of PULL: this worker
 # computes with these dense values, and its push comes next
 
@@ -134,26 +135,16 @@ class Reply:
     answered: int = 0  # 1970 by the server's clock; else 0
 
 
-def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
-    """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
+def encode_reply(reply: Reply) -> list[Frame]:
+    """As `encode`."""
     message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
     message.incarnation, message.term = reply.incarnation, reply.term
     message.sequence, message.floor = reply.taken, reply.answered
-    frames = encode(message)
-    if version == 1:
-        fields = HEADER.unpack_from(frames[0])
-        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[9:12])
-        frames[0] = first + frames[0][HEADER.size :]
-    return frames
+    return encode(message)
 
 
 def decode_reply(frames: Sequence[Frame]) -> Reply:
-    """As `decode`; also what a server of version 1 says, which is that it does not understand."""
-    if version_of(frames) == 1:
-        header = bytes(_as_bytes(frames[0]))
-        fields = _FIRST_HEADER.unpack_from(header)
-        rest = header[_FIRST_HEADER.size :]
-        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:7], 0, *fields[7:], fields[7], 0, 0) + rest, *frames[1:]]
+    """As `decode`."""
     message = decode(frames)
     return Reply(
         message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term,
@@ -163,6 +154,9 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
 
 def encode(message: Message) -> list[Frame]:
     """Frames of a message. Arrays are not copied: leave them alone until the message has been sent."""
+    num_arrays = len(message.arrays)
+    if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
+        raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
     parts = [b""]
     frames: list[Frame] = [b""]
     for array in message.arrays:
@@ -176,10 +170,8 @@ def encode(message: Message) -> list[Frame]:
             )
         parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
-    if len(message.arrays) > _most_arrays(message.role):
-        raise WireError(f"{len(message.arrays)} arrays in one message, at most {_most_arrays(message.role)}")
     parts[0] = HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays,
         message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
         message.shard, message.term,
     )  # fmt: skip
@@ -189,7 +181,7 @@ def encode(message: Message) -> list[Frame]:
 
 def call_of(frames: Sequence[Frame]) -> int:
     """The call number of a request that may be broken in every other way, so that its sender can be told; else 0."""
-    return int(_FIRST_HEADER.unpack_from(_as_bytes(frames[0]).data)[8]) if version_of(frames) else 0
+    return int(_FIRST_HEADER.unpack_from(frames[0])[8]) if version_of(frames) else 0
 
 
 def version_of(frames: Sequence[Frame]) -> int:
@@ -197,34 +189,36 @@ def version_of(frames: Sequence[Frame]) -> int:
 
     The first 48 bytes are the same in all versions.
     """
-    header = bytes(_as_bytes(frames[0])[: _FIRST_HEADER.size]) if frames else b""
-    return header[4] if len(header) == _FIRST_HEADER.size and header.startswith(MAGIC) else 0
+    if not frames or memoryview(frames[0]).nbytes < _FIRST_HEADER.size:
+        return 0
+    magic, version = _START.unpack_from(frames[0])
+    return int(version) if magic == MAGIC else 0
 
 
 def decode(frames: Sequence[Frame]) -> Message:
     """The message in these frames, its arrays over the frames' own memory. Raises WireError and nothing else."""
     if not frames:
         raise WireError("expected a header frame, found no frame at all")
-    header = _as_bytes(frames[0]).data
-    if len(header) < _FIRST_HEADER.size:
-        raise WireError(f"expected a header of at least {_FIRST_HEADER.size} bytes, found {len(header)}")
-    if header[: len(MAGIC)] != MAGIC:
-        found = bytes(header[: len(MAGIC)])
-        raise WireError(f"expected the magic bytes {MAGIC!r}, found {found!r}: this is not a torchfleet client")
-    if header[4] != VERSION:
-        raise WireError(
-            f"expected protocol version {VERSION}, found {header[4]}: use the same torchfleet on both sides"
-        )
-    if len(header) < HEADER.size:
-        raise WireError(f"expected a header of at least {HEADER.size} bytes, found {len(header)}")
+    header = frames[0]
+    size = memoryview(header).nbytes
+    if size < _FIRST_HEADER.size:
+        raise WireError(f"expected a header of at least {_FIRST_HEADER.size} bytes, found {size}")
+    magic, version = _START.unpack_from(header)
+    if magic != MAGIC:
+        raise WireError(f"expected the magic bytes {MAGIC!r}, found {magic!r}: this is not a torchfleet client")
+    if version != VERSION:
+        raise WireError(f"expected protocol version {VERSION}, found {version}: use the same torchfleet on both sides")
+    if size < HEADER.size:
+        raise WireError(f"expected a header of at least {HEADER.size} bytes, found {size}")
     (
         _, _, command, role, flags, worker, num_arrays, trace, client, call, sequence, floor, incarnation, shard, term
     ) = HEADER.unpack_from(header)  # fmt: skip
-    if num_arrays > _most_arrays(role) or len(header) != HEADER.size + num_arrays * _ARRAY.size:
-        raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
+    has_room = num_arrays <= MAX_ARRAYS or num_arrays <= _most_arrays(role)
+    if not has_room or size != HEADER.size + num_arrays * _ARRAY.size:
+        raise WireError(f"a header for {num_arrays} arrays cannot have {size} bytes")
     if len(frames) != 1 + num_arrays:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
-    arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
+    arrays = _decode_arrays(header, frames)
     return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term, trace)
 
 
@@ -232,30 +226,27 @@ def _most_arrays(role: int) -> int:
     return MAX_ENTRY if role == Role.SERVER else MAX_ARRAYS
 
 
-def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
-    number, code, num_columns, num_rows = _ARRAY.unpack_from(header, HEADER.size + index * _ARRAY.size)
-    dtype = _DTYPES.get(code)
-    if dtype is None:
-        raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
-    data = _as_bytes(frame)
-    if num_rows * num_columns * dtype.itemsize != len(data):
-        raise WireError(
-            f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is "
-            f"{num_rows * num_columns * dtype.itemsize} bytes; its frame has {len(data)}"
-        )
-    if num_rows > MAX_FRAME:  # only possible when a row is empty
-        raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
-    values = data.view(dtype)
-    if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
-        values = data.copy().view(dtype)
-    return Array(number, values.reshape(num_rows, num_columns))
-
-
-def _as_bytes(frame: Frame) -> npt.NDArray[np.uint8]:
-    """The memory of a frame as a flat array of bytes, whatever it is made of."""
-    if isinstance(frame, np.ndarray):
-        return frame.reshape(-1).view(np.uint8)
-    return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
+def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> list[Array]:
+    """The arrays behind the header, one per frame."""
+    arrays = []
+    for index in range(len(frames) - 1):
+        number, code, num_columns, num_rows = _ARRAY.unpack_from(header, HEADER.size + index * _ARRAY.size)
+        dtype, frame = _DTYPES.get(code), frames[1 + index]
+        if dtype is None:
+            raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+        size, expected = memoryview(frame).nbytes, num_rows * num_columns * dtype.itemsize
+        if size != expected:
+            raise WireError(
+                f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is {expected} bytes; its "
+                f"frame has {size}"
+            )
+        if num_rows > MAX_FRAME:  # only possible when a row is empty
+            raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
+        values = np.frombuffer(frame, dtype) if size else np.empty(0, dtype)
+        if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
+            values = values.copy()
+        arrays.append(Array(number, values.reshape(num_rows, num_columns)))
+    return arrays
 
 
 def pack(body: object) -> Array:

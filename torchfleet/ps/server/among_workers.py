@@ -12,15 +12,15 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_ARRAYS, MAX_BODY, Array, Role, pack, unpack
 from torchfleet.ps.server.arrays import MAX_WORKERS, check_worker, only
 from torchfleet.ps.server.kept_pushes import apply_gathered, apply_waiting
+from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.ps.server.meeting.gathering import GatherBody
 from torchfleet.ps.server.meeting.mail import SendBody, TakeBody
 from torchfleet.ps.server.meeting.presence import MAX_NAME, JoinBody
 from torchfleet.ps.server.state.claims import MAX_CLAIMS, Claims
 from torchfleet.ps.server.state.handshake import agree, check_claims
-from torchfleet.ps.server.state.state import Answer, State
+from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.waiting import open_meetings
-from torchfleet.ps.tables.sparse_table import SparseTable
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 _PER_FILE = 150  # bytes of a list beside the name
@@ -46,16 +46,16 @@ def join(state: State, request: Request) -> Answer:
         )
     _check_rules(state, body)
     check_worker(state, request)
-    members, incarnation = state.members, request.message.incarnation
+    members, incarnation = state.meetings.members, request.message.incarnation
     members.check(worker, incarnation)
     if members.has_left(worker, incarnation):  # a late copy
         return _told(state, worker)
     claims = unpack(arrays[1], Claims, MAX_CLAIMS) if len(arrays) == 2 else None
     if claims is not None and not state.is_following:  # who was let in where the entry was made is let in here
         check_claims(state, worker, body.num_workers, claims, request.arrived)
-    before = state.presence.incarnation(worker)
+    before = state.meetings.presence.incarnation(worker)
     is_given_up = before is not None and members.is_out(worker, before)
-    replaces = state.presence.join(worker, incarnation, body, request.arrived, is_given_up)
+    replaces = state.meetings.presence.join(worker, incarnation, body, request.arrived, is_given_up)
     if body.again:
         if before == incarnation and not body.ended and members.come(worker):
             state.say(f"worker {worker} is back, from {body.host}, pid {body.pid}")
@@ -75,15 +75,15 @@ def join(state: State, request: Request) -> Answer:
 
 def _begin_anew(state: State, worker: int) -> None:
     """What the worker's process of before waited for, or had looked up in the step under way, is void."""
-    state.barriers.forget(worker)
-    state.gatherings.forget(worker)
+    state.meetings.barriers.forget(worker)
+    state.meetings.gatherings.forget(worker)
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.forget_waiting(worker)
+        table.forget_waiting(worker)
 
 
 def _check_rules(state: State, body: JoinBody) -> None:
-    own, told = (state.members.min_workers, state.members.on_loss), (body.min_workers, body.on_worker_loss)
+    members = state.meetings.members
+    own, told = (members.min_workers, members.on_loss), (body.min_workers, body.on_worker_loss)
     if state.num_workers and own != told:
         raise RoleError(
             f"this server was started with FLEET_MIN_WORKERS={own[0]} and FLEET_ON_WORKER_LOSS={own[1]}, and the "
@@ -93,8 +93,9 @@ def _check_rules(state: State, body: JoinBody) -> None:
 
 def _told(state: State, worker: int) -> Answer:
     """The reply to JOIN: worker/client/requests.py has its fields."""
-    restarts, present = state.members.num_restarts(worker), state.members.num_present(state.num_workers)
-    return [pack({"step": state.num_steps, "restarts": restarts, "num_members": present})]
+    members = state.meetings.members
+    restarts, present = members.num_restarts(worker), members.num_present(state.num_workers)
+    return [pack({"step": state.pushes.num_steps, "restarts": restarts, "num_members": present})]
 
 
 def barrier(state: State, request: Request) -> None:
@@ -103,7 +104,7 @@ def barrier(state: State, request: Request) -> None:
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
         raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
     state.budgets.hold(request)
-    for going in state.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
+    for going in state.meetings.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
         state.finish(going, [])
 
 
@@ -113,7 +114,7 @@ def gather(state: State, request: Request) -> None:
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1 or body.first < 0:
         raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
     state.budgets.hold(request)
-    for going, reply in state.gatherings.arrive(body, request):
+    for going, reply in state.meetings.gatherings.arrive(body, request):
         state.finish(going, reply)
 
 
@@ -123,7 +124,7 @@ def send(state: State, request: Request) -> Answer:
     body = unpack(_bodies(request, 2)[0], SendBody, MAX_BODY)
     if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
         raise WireError(f"no worker has number {body.to}")
-    accepted = state.mail.send(request.message.worker, body, request.message.arrays[1:])
+    accepted = state.meetings.mail.send(request.message.worker, body, request.message.arrays[1:])
     return [Array(0, np.array([accepted], np.uint64))]
 
 
@@ -131,7 +132,7 @@ def take(state: State, request: Request) -> Answer:
     """Parcels for this worker: each its number and the count of its arrays, then these."""
     check_worker(state, request)
     reply = []
-    for number, parcel in state.mail.take(request.message.worker, unpack(only(request), TakeBody, MAX_BODY)):
+    for number, parcel in state.meetings.mail.take(request.message.worker, unpack(only(request), TakeBody, MAX_BODY)):
         reply += [Array(0, np.array([number, len(parcel)], np.uint64)), *parcel]
     return reply
 
@@ -144,8 +145,8 @@ def files(state: State, request: Request) -> Answer:
         raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
     message = request.message
     hold = state.budgets.take(request.peer, _PER_FILE * len(body.files) + request.num_bytes) if body.files else None
-    state.files.expire(request.arrived)
-    return [pack(state.files.ask(message.client, message.worker, body, request.arrived, hold))]
+    state.meetings.files.expire(request.arrived)
+    return [pack(state.meetings.files.ask(message.client, message.worker, body, request.arrived, hold))]
 
 
 def leave(state: State, request: Request) -> Answer:
@@ -154,19 +155,19 @@ def leave(state: State, request: Request) -> Answer:
     worker = request.message.worker
     _check_leave(state, request)
     apply_gathered(state)
-    is_news = worker not in state.members.left
+    is_news = worker not in state.meetings.members.left
     _forget(state, worker)
-    joined = state.presence.incarnation(worker)
+    joined = state.meetings.presence.incarnation(worker)
     if joined is not None:
         state.sessions.leave(worker, joined)
-    state.presence.leave(worker)
+    state.meetings.presence.leave(worker)
     if is_news:
-        state.members.leave(worker, joined or 0)
+        state.meetings.members.leave(worker, joined or 0)
     open_meetings(state, worker)
     if is_news:
         of = f" of {state.num_workers}" if state.num_workers else ""
-        state.say(f"worker {worker} has left ({len(state.members.left)}{of})")
-    if state.members.is_over(state.num_workers):
+        state.say(f"worker {worker} has left ({len(state.meetings.members.left)}{of})")
+    if state.meetings.members.is_over(state.num_workers):
         state.is_stopping = True
     return []
 
@@ -174,8 +175,8 @@ def leave(state: State, request: Request) -> Answer:
 def _check_leave(state: State, request: Request) -> None:
     """Only the process that has joined may leave, and a launcher for it; whoever has left may say so again."""
     message = request.message
-    joined = state.presence.incarnation(message.worker)
-    if request.role == Role.LAUNCHER or message.worker in state.members.left or joined == message.incarnation:
+    joined = state.meetings.presence.incarnation(message.worker)
+    if request.role == Role.LAUNCHER or message.worker in state.meetings.members.left or joined == message.incarnation:
         return
     where = "has not joined" if joined is None else "is another process"
     raise RoleError(
@@ -186,14 +187,14 @@ def _check_leave(state: State, request: Request) -> None:
 
 def _drop_step(state: State, worker: int) -> None:
     """The push of the worker's process of before is not one of the step that its successor makes."""
-    old = state.sync_step.pop(worker, None)
+    old = state.pushes.step.pop(worker, None)
     if old is not None:
         state.finish(old, WorkerMissing(f"worker {worker} was started again while the push of this process waited"))
 
 
 def _forget(state: State, worker: int) -> None:
     """Whatever the worker was computing is not going to come."""
-    held = state.bound.leave(worker)
+    held = state.pushes.bound.leave(worker)
     if held is not None:
         state.finish(held, WorkerMissing(f"worker {worker} has left, or was started again, while its push waited"))
     apply_waiting(state)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.net.wire import BOUNDED, GATHER, Array
+from torchfleet.ps.net.wire import BOUNDED, GATHERED, Array
 from torchfleet.ps.server.sections import Section
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import Table
@@ -44,23 +44,31 @@ def check_worker(state: State, request: Request) -> None:
         raise WireError(f"there are {num_workers} workers, numbered from 0; found number {request.message.worker}")
 
 
-def expect_distinct(arrays: list[Array]) -> None:
-    if len({array.number for array in arrays}) < len(arrays):
+def _expect_distinct(arrays: list[Array]) -> None:
+    if len(arrays) > 1 and len({array.number for array in arrays}) < len(arrays):
         raise WireError("a table appears twice in one message: put its keys together")
 
 
-def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+def key_sections(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64]]]:
+    """(table, keys) of each array, each table at most once."""
+    _expect_distinct(arrays)
+    return [(state.table(array.number), column(array, np.uint64)) for array in arrays]
+
+
+def pairs(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
     """(table, keys, values) of arrays that come in pairs, each table at most once."""
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
-    expect_distinct(arrays[::2])
+    _expect_distinct(arrays[::2])
+    found = []
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
         if keys.number != values.number:
             raise WireError(f"keys for table {keys.number} are followed by values for table {values.number}")
-        yield state.table(keys.number), column(keys, np.uint64), floats(values)
+        found.append((state.table(keys.number), column(keys, np.uint64), floats(values)))
+    return found
 
 
-def push_sections(state: State, request: Request) -> Iterator[Section]:
+def push_sections(state: State, request: Request) -> list[Section]:
     """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows them, the
     number of updates that the table had seen when its rows were pulled, and the number of samples that its gradients
     come from; then come keys and gradients."""
@@ -69,15 +77,17 @@ def push_sections(state: State, request: Request) -> Iterator[Section]:
     rates = request.message.arrays[0].data
     if rates.dtype != np.float64 or rates.shape[1] not in (1, 2, 3):
         raise WireError(f"expected learning rates, 1 to 3 columns of float64, found {rates.shape} of {rates.dtype}")
-    has_settings = bool(request.message.flags & (GATHER | BOUNDED))  # then the last array is not one of gradients
+    has_settings = bool(request.message.flags & (GATHERED | BOUNDED))  # then the last array is not one of gradients
     if has_settings and len(request.message.arrays) < 2:
         raise WireError("expected the settings of this push behind the gradients, found no array")
-    sections = list(pairs(state, request.message.arrays[1 : -1 if has_settings else None]))
-    if len(rates) != len(sections):
-        raise WireError(f"{len(rates)} learning rates for {len(sections)} sections")
-    for rate, (table, keys, grads) in zip(rates, sections, strict=True):
-        version = rate[1] if len(rate) > 1 and np.isfinite(rate[1]) else None
-        num_samples = float(rate[2]) if len(rate) > 2 else None
+    pushed = pairs(state, request.message.arrays[1 : -1 if has_settings else None])
+    if len(rates) != len(pushed):
+        raise WireError(f"{len(rates)} learning rates for {len(pushed)} sections")
+    sections = []
+    for (rate, *more), (table, keys, grads) in zip(rates.tolist(), pushed, strict=True):
+        pulled_at = more[0] if more and math.isfinite(more[0]) else None
+        num_samples = more[1] if len(more) > 1 else None
         if num_samples is not None and not 0 <= num_samples <= MAX_SAMPLES:
             raise WireError(f"a number of samples is 0 to {MAX_SAMPLES:g}, found {num_samples}")
-        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version, num_samples)
+        sections.append(Section(table, keys, grads, None if math.isnan(rate) else rate, pulled_at, num_samples))
+    return sections

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,8 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import (
     BOUNDED,
     DELTA,
-    GATHER,
+    DENSE_BACK,
+    GATHERED,
     MAX_BODY,
     MAX_FRAME,
     NO_CREATE,
@@ -36,15 +37,17 @@ from torchfleet.ps.server.among_workers import barrier, files, gather, join, lea
 from torchfleet.ps.server.arrays import (
     check_worker,
     column,
-    expect_distinct,
+    key_sections,
     only,
     pairs,
     push_sections,
 )
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
+from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
-from torchfleet.ps.server.sliced_pull import begin_long_pull, pulls_long
-from torchfleet.ps.server.state.state import Answer, State
+from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulls_long, steps_of
+from torchfleet.ps.server.state.counters import HotKeys
+from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import keep_for_step
 from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -57,20 +60,20 @@ def ping(state: State, request: Request) -> Answer:
 
 
 def stats(state: State, request: Request) -> Answer:
-    tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
+    tables = {table.spec.name: table.described() for table in state.tables.values()}
     body = {
         "tables": tables,
-        "model": state.model,
-        "requests": state.num_requests,
-        "errors": state.num_errors,
-        "busy": state.load.busy,
-        "gathered": len(state.gathered),
-        "dropped": state.num_dropped,
+        "model": state.saves.model,
+        "requests": state.counters.num_requests,
+        "errors": state.counters.num_errors,
+        "busy": state.counters.load.busy,
+        "gathered": len(state.pushes.gathered),
+        "dropped": state.pushes.num_dropped,
         "clients": len(state.sessions),
-        "workers": state.presence.describe(request.arrived),
-        "members": state.members.describe(state.num_workers),
-        "steps": state.num_steps,
-        "uptime": time.monotonic() - state.started,
+        "workers": state.meetings.presence.describe(request.arrived),
+        "members": state.meetings.members.describe(state.num_workers),
+        "steps": state.pushes.num_steps,
+        "uptime": time.monotonic() - state.counters.started,
         "pid": os.getpid(),
         "release": __version__,
     }
@@ -98,71 +101,78 @@ def pull_again(state: State, request: Request) -> Answer | None:
 
 
 def _pull(state: State, request: Request, create: bool) -> Answer | None:
-    expect_distinct(request.message.arrays)
-    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
-    in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
-    worker = request.message.worker if in_step else None
+    message = request.message
+    sections = key_sections(state, message.arrays)
+    worker = message.worker if message.flags & SYNC and state.num_workers > 1 else None
     if create:
-        _check_new_rows(state, request)
-    if state.hot_keys.is_on:
-        for table, keys in sections:
-            if not table.spec.is_dense:
-                state.hot_keys.note(table.spec.name, keys)
-    is_long = pulls_long(sections, create, state.budgets.is_growing(request.peer, request.arrived))
-    num_bytes = sum(
-        4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
-        for table, keys in sections
-    )
+        state.budgets.check_new_rows(request.peer, request.arrived)
+    if state.counters.hot_keys.is_on:
+        _note_hot_keys(state.counters.hot_keys, sections)
+    is_long = pulls_long(state, request, sections, create)
+    num_bytes = 0
+    for table, keys in sections:
+        if is_long and not table.spec.is_dense:  # each slice is checked
+            num_bytes += 4 * len(keys) * table.spec.dim
+        else:
+            num_bytes += table.check_pull(keys, create)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
-    if request.message.flags & BOUNDED:
+    if message.flags & BOUNDED:
         check_worker(state, request)
-        state.bound.begin(request.message.worker)
+        state.pushes.bound.begin(message.worker)
     if is_long:
         begin_long_pull(state, request, sections, create, worker)
         return None
-    before = sum(table.num_rows for table, _ in sections)
-    reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
-    num_new = sum(table.num_rows for table, _ in sections) - before
+    reply, num_keys, num_new = [], 0, 0
+    for array, (table, keys) in zip(message.arrays, sections, strict=True):
+        before = table.num_rows
+        reply.append(Array(array.number, table.pull(keys, create, worker)))
+        num_keys, num_new = num_keys + len(keys), num_new + table.num_rows - before
     if num_new:
-        state.budgets.note_pull(request.peer, sum(len(keys) for _, keys in sections), num_new, request.arrived)
-    if request.message.flags & VERSIONS:
-        reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
+        state.budgets.note_pull(request.peer, num_keys, num_new, request.arrived)
+    if message.flags & VERSIONS:
+        reply.append(steps_of(sections))
     return reply
+
+
+def _note_hot_keys(hot_keys: HotKeys, sections: Sequence[PulledKeys]) -> None:
+    for table, keys in sections:
+        if not table.spec.is_dense:
+            hot_keys.note(table.spec.name, keys)
 
 
 def push(state: State, request: Request) -> Answer | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
-    _check_new_rows(state, request)
-    sections = list(push_sections(state, request))
-    for section in sections:
-        section.check_add() if flags & DELTA else section.check()
-    if (flags & (SYNC | DELTA | GATHER | BOUNDED)).bit_count() > 1:
-        raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
-    if flags & SYNC:
-        keep_for_step(state, request)
-        return None
-    if flags & BOUNDED:
-        return bounded_push(state, request, sections)
-    if flags & GATHER:
-        return gather_push(state, request, sections)
-    before = sum(section.table.num_rows for section in sections)
+    state.budgets.check_new_rows(request.peer, request.arrived)
+    sections = push_sections(state, request)
     for section in sections:
         if flags & DELTA:
-            section.add()
-            state.changes.note(section.table.spec.number, section.keys, request.message.worker)
+            section.table.check_add(section.keys, section.grads)
+        else:
+            section.check()
+    kind = flags & (SYNC | DELTA | GATHERED | BOUNDED)
+    if kind.bit_count() > 1:
+        raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
+    if kind == SYNC:
+        keep_for_step(state, request, sections)
+        return None
+    if kind == BOUNDED:
+        return bounded_push(state, request, sections)
+    if kind == GATHERED:
+        return gather_push(state, request, sections)
+    num_new = 0
+    for section in sections:
+        before = section.table.num_rows
+        if kind == DELTA:
+            section.table.add(section.keys, section.grads)
+            state.pushes.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
             section.apply()
-    num_new = sum(section.table.num_rows for section in sections) - before
-    state.budgets.note_new_rows(request.peer, num_new, request.arrived)
-    return answer(request, sections)
-
-
-def _check_new_rows(state: State, request: Request) -> None:
-    """Raise ServerBusy or TableError if this client, or nobody, may have rows for new keys now."""
-    state.budgets.check_new_rows(request.peer, request.arrived)
-    state.spare_memory.check(request.arrived)
+        num_new += section.table.num_rows - before
+    if num_new:
+        state.budgets.note_new_rows(request.peer, num_new, request.arrived)
+    return answer(request, sections) if flags & DENSE_BACK else []
 
 
 def pull_changed(state: State, request: Request) -> Answer:
@@ -181,7 +191,7 @@ def pull_changed(state: State, request: Request) -> Answer:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
     most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
     message = request.message
-    number, changed, rest = state.changes.since(message.worker, int(received[0]), most, message.client)
+    number, changed, rest = state.pushes.changes.since(message.worker, int(received[0]), most, message.client)
     reply = [Array(0, np.array([number, rest], np.uint64))]
     for table in tables:
         keys = changed.get(table.spec.number, np.empty(0, np.uint64))
@@ -193,7 +203,7 @@ def pull_changed(state: State, request: Request) -> Answer:
 
 def set_values(state: State, request: Request) -> Answer:
     """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
-    sections = list(pairs(state, request.message.arrays))
+    sections = pairs(state, request.message.arrays)
     for table, keys, values in sections:
         table.check_assign(keys, values)
     for table, keys, values in sections:

@@ -11,8 +11,9 @@ from torchfleet.base.errors import FleetError, TableError, WireError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS, Array
 from torchfleet.ps.server.arrays import check_worker, column, push_sections
+from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.sections import Section, mean_section
-from torchfleet.ps.server.state.state import Answer, State
+from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import new_dense_values
 
 MAX_GATHERED = 1024
@@ -29,11 +30,11 @@ def gather_push(state: State, request: Request, sections: Sequence[Section]) -> 
     num, _ = _settings(request, 2)
     if not 1 <= num <= MAX_GATHERED:
         raise WireError(f"a gathered update is the mean of 1 to {MAX_GATHERED} pushes, found {num}")
-    if state.gathered:
-        _check_alike(state.gathered[0], request)
+    if state.pushes.gathered:
+        _check_alike(state.pushes.gathered[0], request)
     state.budgets.hold(request, waits=False)
-    state.gathered.append(_own(request))
-    if len(state.gathered) >= num:
+    state.pushes.gathered.append(_own(request))
+    if len(state.pushes.gathered) >= num:
         apply_gathered(state)
     return answer(request, sections)
 
@@ -43,15 +44,15 @@ def apply_gathered(state: State) -> None:
 
     Gradients of the network that are too old have no part in it; those of rows have.
     """
-    requests, state.gathered = sorted(state.gathered, key=lambda request: request.message.worker), []
+    requests, state.pushes.gathered = sorted(state.pushes.gathered, key=lambda request: request.message.worker), []
     if not requests:
         return
-    _, max_age = _settings(requests[0], 2)
+    _, max_staleness = _settings(requests[0], 2)
     by_table: dict[int, list[Section]] = {}
     for request in requests:
-        kept = list(push_sections(state, request))
-        fresh = _without_old(kept, max_age)
-        state.num_dropped += len(fresh) < len(kept)
+        kept = push_sections(state, request)
+        fresh = _without_old(kept, max_staleness)
+        state.pushes.num_dropped += len(fresh) < len(kept)
         for section in fresh:
             by_table.setdefault(section.table.spec.number, []).append(section)
     means = [mean_section(sections) for sections in by_table.values()]
@@ -62,8 +63,8 @@ def apply_gathered(state: State) -> None:
         raise TableError(f"the gradients of {len(requests)} pushes cannot be applied together: {error}") from None
     for mean, sections in zip(means, by_table.values(), strict=True):
         for section in sections:
-            section.note_age()
-        replace(mean, version=None).apply()
+            section.note_staleness()
+        replace(mean, pulled_at=None).apply()
 
 
 def bounded_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | None:
@@ -73,7 +74,7 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
     """
     check_worker(state, request)
     if not sections:
-        state.bound.release(request.message.worker)
+        state.pushes.bound.release(request.message.worker)
         apply_waiting(state)
         return []
     (limit,) = _settings(request, 1)
@@ -85,45 +86,45 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
             f"after all others. Use at least {max(1, state.num_workers - 1)}."
         )
     state.budgets.hold(request)
-    state.bound.arrive(request, limit)
+    state.pushes.bound.arrive(request, limit)
     apply_waiting(state)
     return None
 
 
 def apply_waiting(state: State) -> None:
     """Apply the held pushes that may go on now, and answer them."""
-    for request in state.bound.ready():
-        sections = list(push_sections(state, request))
-        fresh = _without_old(sections, state.bound.limit)  # it may come from a worker that was given up
+    for request in state.pushes.bound.ready():
+        sections = push_sections(state, request)
+        fresh = _without_old(sections, state.pushes.bound.limit)  # it may come from a worker that was given up
         try:
             for section in fresh:
                 section.check()
         except FleetError as error:
-            state.bound.release(request.message.worker)
+            state.pushes.bound.release(request.message.worker)
             state.finish(request, error)
             continue
-        state.num_dropped += len(fresh) < len(sections)
+        state.pushes.num_dropped += len(fresh) < len(sections)
         for section in fresh:
             section.apply()
-        state.bound.applied(request.message.worker)
+        state.pushes.bound.applied(request.message.worker)
         state.finish(request, answer(request, sections))
 
 
 def answer(request: Request, sections: Sequence[Section]) -> Answer:
-    """The reply to a push: its dense tables as they are now, and their versions, if it asks for them."""
+    """The reply to a push: its dense tables as they are now, and their steps, if it asks for them."""
     flags = request.message.flags
     if not flags & DENSE_BACK:
         return []
-    reply = new_dense_values(list(sections))
+    reply = new_dense_values(sections)
     if flags & VERSIONS:
         steps = [[section.table.step] for section in sections if section.table.spec.is_dense]
         reply.append(Array(0, np.array(steps, np.uint64).reshape(-1, 1)))
     return reply
 
 
-def _without_old(sections: Sequence[Section], max_age: int) -> list[Section]:
+def _without_old(sections: Sequence[Section], max_staleness: int) -> list[Section]:
     """All but gradients of the network that are older. Those of rows do no harm when they are late."""
-    return [section for section in sections if not section.table.spec.is_dense or (section.age or 0) <= max_age]
+    return [section for section in sections if not section.table.spec.is_dense or section.staleness() <= max_staleness]
 
 
 def _settings(request: Request, num: int) -> list[int]:

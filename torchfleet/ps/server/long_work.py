@@ -13,7 +13,9 @@ from torchfleet.base.monitor.notices import tell
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_BODY, Array, pack, unpack
 from torchfleet.ps.server.arrays import column, only
-from torchfleet.ps.server.state.state import Answer, LongRequest, State
+from torchfleet.ps.server.layers import Answer
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.settings.clock import MAX_TIME
 from torchfleet.ps.tables.settings.policy import MAX_SHARE, Shrink
 from torchfleet.ps.tables.summary import Summary
@@ -49,22 +51,22 @@ def in_slices(
     state: State, request: Request, token: int, make: Callable[[LongRequest], Work]
 ) -> Answer | FleetError | None:
     """Begin the work that this request asks for; a repeat of it gets the same answer."""
-    known = state.long_requests.get(token)
+    known = state.work.requests.get(token)
     if known is not None:
         known.request = request
         return known.result
     _check_queue(state, request)
-    known = state.long_requests[token] = LongRequest(request)
+    known = state.work.requests[token] = LongRequest(request)
     known.work = guarded(state, known, make(known))
-    state.long_work.append(known.work)
-    done = [key for key, long in state.long_requests.items() if long.result is not None]
-    for key in done[: max(0, len(state.long_requests) - MAX_KEPT)]:
-        del state.long_requests[key]
+    state.work.slices.append(known.work)
+    done = [key for key, long in state.work.requests.items() if long.result is not None]
+    for key in done[: max(0, len(state.work.requests) - MAX_KEPT)]:
+        del state.work.requests[key]
     return None
 
 
 def _check_queue(state: State, request: Request) -> None:
-    waiting = [long for long in state.long_requests.values() if long.result is None]
+    waiting = [long for long in state.work.requests.values() if long.result is None]
     own = sum(long.request.peer == request.peer for long in waiting)
     if own >= MAX_QUEUED_OF_ONE or len(waiting) >= MAX_QUEUED:
         raise ServerBusy(
@@ -91,9 +93,9 @@ def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
     due: list[int] = []
-    if body.token not in state.long_requests:  # a late copy of an old request turns no clock back
+    if body.token not in state.work.requests:  # a late copy of an old request turns no clock back
         state.clock.set(body.now)
-        due = [table.spec.number for table in state.schedule.note(state.tables.values(), body.now)]
+        due = [table.spec.number for table in state.work.schedule.note(state.tables.values(), body.now)]
     return in_slices(state, request, body.token, lambda long: shrink_due(state, long, due))
 
 

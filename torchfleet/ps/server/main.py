@@ -6,22 +6,16 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
-from torchfleet.base.tracing.otlp import trace_every
-from torchfleet.base.tracing.process_part import ProcessName
-from torchfleet.base.tracing.profile_folder import folder_of
-from torchfleet.ps.net.addresses import listen
+from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.role_info import LOSS_RULES
 from torchfleet.ps.net.keys import KeyFolder
-from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.server_log import speaker
-from torchfleet.ps.server.server_tracing import ServerTracing
-from torchfleet.ps.server.state.server_status import ServerStatus
-from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+from torchfleet.ps.server.server_run import Place, ServerRun
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 
@@ -107,64 +101,45 @@ def _orphan_timeout(options: argparse.Namespace) -> float | None:
     return seconds
 
 
-def _with_log(server: Server, options: argparse.Namespace) -> DurableServer | Server:
-    """The server as it is, or with a log, and with all that this has."""
-    if options.durability == "none":
-        return server
+def _durability(options: argparse.Namespace) -> Durability:
     if not options.log_store:
         raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
-    durability = Durability(Path(options.log_store), options.fsync_ms)
-    return go_on(server, durability, speaker()) or begin_log(server, durability)
+    return Durability(Path(options.log_store), options.fsync_ms)
+
+
+def _begin(options: argparse.Namespace) -> ServerRun:
+    """The server, listening and ready to serve."""
+    given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
+    loss = loss_of(given, options.num_workers)
+    server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
+    run = ServerRun(server, Place(), partial(_durability, options) if options.durability == "log" else None)
+    run.end_on(signal.SIGTERM, signal.SIGINT)
+    run.restore()
+    run.begin_log()
+    run.warm_up()
+    run.listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+    run.open_status()
+    return run
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    ended = False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal ended
-        ended = True
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
     try:
-        given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
-        loss = loss_of(given, options.num_workers)
-        every = trace_every()
-        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
-        handler = _with_log(server, options)
-        with telling_compilation(lambda: speaker()(COMPILING)):
-            warm_up()
-        listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
-        status = ServerStatus(server.state)
+        run = _begin(options)
     except FleetError as error:
-        print(f"torchfleet server: {error}", file=sys.stderr)
-        return 2
-    print(f"listening on {listener.endpoint}", flush=True)
-    server.state.say = speaker()
-
-    name = ProcessName("server", 0, options.num_workers, 1, server.incarnation)
-    tracing = ServerTracing(name, server.traced, folder_of(None), every)
-
-    def is_over() -> bool:
-        server.state.load.look()
-        status.write()
-        tracing.look()
-        return ended or handler.is_stopping
-
+        return _fail(error, 2)
+    assert run.listener is not None
+    print(f"listening on {run.listener.endpoint}", flush=True)
     try:
-        listener.serve(handler, is_over)
-    finally:
-        listener.close()
-        status.close()
-        tracing.close()
-        if isinstance(handler, DurableServer):
-            handler.close(is_over=server.is_stopping and not server.desertion and not ended)
-    server.state.say(f"stopped after {server.state.num_requests:,} requests")
-    if server.desertion:
-        print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)
-        return 1
+        run.serve()
+    except FleetError as error:
+        return _fail(error, 1)
     return 0
+
+
+def _fail(error: FleetError, status: int) -> int:
+    print(f"torchfleet server: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -13,49 +13,40 @@ from torchfleet.ps.tables.table import Table
 
 @dataclass(slots=True)
 class Section:
-    """Gradients (or differences) for one table. `version`: how many updates it had seen when the rows were pulled."""
+    """Gradients (or differences) for one table."""
 
     table: Table
     keys: npt.NDArray[np.uint64]  # none for a dense table
     grads: npt.NDArray[np.float32]
     rate: float | None
-    version: float | None
+    pulled_at: float | None  # the table's step when the values were pulled; None: the worker does not say
     num_samples: float | None = None  # that the gradients come from; None: the worker does not say
 
     def check(self) -> None:
         """Raise TableError if it could not be applied."""
         self.table.check_push(self.keys, self.grads, self.rate)
 
-    def check_add(self) -> None:
-        """Raise TableError if its differences could not be added."""
-        self.table.check_add(self.keys, self.grads)
-
     def apply(self) -> None:
         """After `check`, and with nothing done to the table in between."""
-        self.note_age()
+        if self.pulled_at is not None:
+            self.note_staleness()
         self.table.update(self.keys, self.grads, self.rate)
 
-    @property
-    def age(self) -> int | None:
-        """Updates of the table since the values were pulled that the gradients come from; None: not known."""
-        if self.version is None:
-            return None
-        return int(self.table.step - min(max(self.version, 0.0), float(self.table.step)))
+    def staleness(self) -> int:
+        """Updates of the table since the values were pulled that the gradients come from; 0 if that is not known."""
+        step = self.table.step
+        return 0 if self.pulled_at is None else int(step - min(max(self.pulled_at, 0.0), float(step)))
 
-    def note_age(self) -> None:
-        """Count its age in the table's statistics."""
-        if self.age is not None:
-            self.table.staleness.note(self.age)
-
-    def add(self) -> None:
-        """As `apply`, for differences instead of gradients."""
-        self.table.add(self.keys, self.grads)
+    def note_staleness(self) -> None:
+        """Count it in the table's statistics, if it is known."""
+        if self.pulled_at is not None:
+            self.table.staleness.note(self.staleness())
 
 
 def mean_section(sections: list[Section]) -> Section:
-    """One section with the mean gradient of all, each worker counting by its samples; rate and version of the first.
+    """One section with the mean gradient of all, each worker counting by its samples.
 
-    If one does not say how many, or all have the same number, they count alike.
+    If one does not say how many, or all have the same number, they count alike. Rate and `pulled_at` are the first's.
     """
     first = sections[0]
     if any(section.table is not first.table for section in sections):
@@ -68,7 +59,7 @@ def mean_section(sections: list[Section]) -> Section:
         mean = sum(known) / len(known)
         pushes = [(s.keys, _scaled(s, number / mean)) for s, number in zip(sections, known, strict=True)]
     keys, grads = first.table.mean(pushes)
-    return Section(first.table, keys, grads, first.rate, first.version)
+    return Section(first.table, keys, grads, first.rate, first.pulled_at)
 
 
 def _scaled(section: Section, factor: float) -> npt.NDArray[np.float32]:

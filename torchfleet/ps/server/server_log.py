@@ -30,7 +30,7 @@ def tables_text(tables: Iterable[Table]) -> str:
     named = []
     for table in tables:
         spec = table.spec
-        ids = "any id" if spec.kind == "sparse" else f"{spec.size:,} ids"
+        ids = "any id" if not spec.has_size else f"{spec.size:,} ids"
         named.append(f"'{spec.name}' ({f'{spec.size:,} numbers' if spec.is_dense else f'{ids} x {spec.dim}'})")
     more = [f"{len(named) - _MOST_NAMES} more"] if len(named) > _MOST_NAMES else []
     return f"{len(named)} table{'s' * (len(named) != 1)}: {', '.join([*named[:_MOST_NAMES], *more])}"

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, time, time_ns
 
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.tracing.otlp import OtlpExport
 from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import LOOK, ProfileFolder, ProfileRequest
+from torchfleet.base.tracing.span import HANDLE, HELD, Span, Value
 from torchfleet.base.tracing.span_recorder import Recorder
-from torchfleet.ps.server.traced_requests import TracedRequests
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import Command
+from torchfleet.ps.server.layers import Result, Run
+
+_HELD_NS = 50_000  # a reply that leaves sooner leaves at once
+
+
+class TracedRequests:
+    """When a server took, computed and answered the requests of traced steps: a layer of the server (layers.py).
+
+    A reply says the times to the worker in any case; spans are made where there is a recorder.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+    def around(self, inner: Run, request: Request) -> Result:
+        """As Layer.around."""
+        if not request.message.trace:
+            return inner(request)
+        request.taken = self._now()
+        try:
+            return inner(request)
+        finally:  # it has an answer, or will have one later
+            request.computed = self._now()
+
+    def answered(self, request: Request) -> int:
+        """Its reply leaves now; returns when that is."""
+        now = self._now()
+        if self.recorder is not None:
+            self._record(self.recorder, request, now)
+        return now
+
+    def _now(self) -> int:
+        return time_ns() if self.recorder is None else self.recorder.now()
+
+    def _record(self, recorder: Recorder, request: Request, now: int) -> None:
+        message = request.message
+        name = Command(message.command).name.lower() if message.command in tuple(Command) else "unknown command"
+        of_worker = f"{name} of worker {message.worker}"
+        computed = request.computed or now
+        context = message.trace, message.incarnation, message.client, message.call
+        more: dict[str, Value] = {"worker": message.worker, "bytes": request.num_bytes}
+        recorder.add(Span(of_worker, HANDLE, request.taken, computed, "requests", *context, more))
+        if now - computed > _HELD_NS:
+            recorder.add(Span(f"{of_worker}, held", HELD, computed, now, "held", *context))
 
 
 class ServerTracing:

@@ -22,13 +22,24 @@ MAX_BYTES = 1 << 27  # of the reply to a long pull; clients ask for more in seve
 PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
 
 
-def pulls_long(sections: Sequence[PulledKeys], create: bool, is_growing: bool) -> bool:
+def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], create: bool) -> bool:
     """Whether a pull is worth slices, and means the same in slices: a table that counts appearances counts a key once
     in a pull, however often it is in it."""
-    num_keys = sum(len(keys) for table, keys in sections if not table.spec.is_dense)
-    return num_keys > (NEW_WHOLE if create and is_growing else WHOLE) and not (
+    num_keys = 0
+    for table, keys in sections:
+        if not table.spec.is_dense:
+            num_keys += len(keys)
+    if num_keys <= NEW_WHOLE:
+        return False
+    is_growing = create and state.budgets.is_growing(request.peer, request.arrived)
+    return num_keys > (NEW_WHOLE if is_growing else WHOLE) and not (
         create and any(is_counted(table.spec) for table, _ in sections)
     )
+
+
+def steps_of(sections: Sequence[PulledKeys]) -> Array:
+    """The number of updates that each table has seen (flag VERSIONS)."""
+    return Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1))
 
 
 def begin_long_pull(
@@ -41,7 +52,7 @@ def begin_long_pull(
             f"a pull of so many keys may have a reply of {MAX_BYTES:,} bytes, and this one has {num_bytes:,}: ask twice"
         )
     state.budgets.hold(request, num_bytes)
-    state.long_pulls.begin(request.peer, _slices(state, request, sections, create, worker))
+    state.work.pulls.begin(request.peer, _slices(state, request, sections, create, worker))
 
 
 def _slices(
@@ -49,7 +60,7 @@ def _slices(
 ) -> Iterator[bool]:
     """Answers when all slices are done. Versions are those of the beginning: the oldest value is no older."""
     reply = []
-    steps = np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)
+    steps = steps_of(sections)
     try:
         for table, keys in sections:
             if table.spec.is_dense:
@@ -70,4 +81,4 @@ def _slices(
     except FleetError as error:
         state.finish(request, type(error)(f"{error} Rows of the keys before have been created."))
         return
-    state.finish(request, [*reply, Array(0, steps)] if request.message.flags & VERSIONS else reply)
+    state.finish(request, [*reply, steps] if request.message.flags & VERSIONS else reply)

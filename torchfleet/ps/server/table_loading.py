@@ -33,12 +33,12 @@ def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts:
         if isinstance(error, FleetError) or not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{storage.place(FILE)} cannot be loaded: {type(error).__name__}: {error}") from error
-    state.model = storage.path
-    state.schedule.note(state.tables.values(), int(manifest.time))
+    state.saves.model = storage.path
+    state.work.schedule.note(state.tables.values(), int(manifest.time))
     if names is None:  # all of it is here: the next save may be a delta
         for table in state.tables.values():
             table.begin_save(is_committed=True)
-        state.chain.attempt = manifest.token
+        state.saves.chain.attempt = manifest.token
 
 
 def _restore(state: State, model: ChosenModel, manifest: Manifest) -> None:

@@ -18,8 +18,9 @@ from torchfleet.ps.checkpoint.part_writer import PART_BYTES
 from torchfleet.ps.kernels.rows import largest
 from torchfleet.ps.net.wire import pack
 from torchfleet.ps.server.save_roots import SaveFolder, open_folder
-from torchfleet.ps.server.state.saves_made import SavesMade
-from torchfleet.ps.server.state.state import LongRequest, State
+from torchfleet.ps.server.state.saves import SavesMade
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.settings.spec import table_number
 from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
 
@@ -48,10 +49,10 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
     writer: Writer | None = None
     started = time.monotonic()
     try:
-        folder = open_folder(state.save_roots, body.dirname, body.folder, body.token)
+        folder = open_folder(state.saves.roots, body.dirname, body.folder, body.token)
         writer = Writer(folder)
         steps, rows, now = {}, {}, state.clock.now
-        if state.chain.attempt != body.token:  # a save that is made anew, after a restart, has begun
+        if state.saves.chain.attempt != body.token:  # a save that is made anew, after a restart, has begun
             begin_save(state, body)
         for table in list(state.tables.values()):
             steps[table.spec.name] = table.step
@@ -67,7 +68,7 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
         seconds = time.monotonic() - started
         num_rows, num_bytes = _num_rows(state, written), sum(part.bytes for part in written)
-        state.saves = SavesMade(state.saves.num + 1, time.time(), seconds, num_rows, num_bytes, body.dirname)
+        state.saves.made = SavesMade(state.saves.made.num + 1, time.time(), seconds, num_rows, num_bytes, body.dirname)
         described = f"{num_rows:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
         state.say(f"saved {described} in {seconds:.1f} s")
     except Exception as error:  # whatever it is, it must not end the service of all others
@@ -89,7 +90,7 @@ def begin_save(state: State, body: SaveBody) -> None:
     """All tables at once: what changes from here on belongs to the next save. One for prediction is no part of it."""
     if not body.with_state:
         return
-    is_committed = state.chain.begin(body.token, body.parent, body.delta)
+    is_committed = state.saves.chain.begin(body.token, body.parent, body.delta)
     for table in state.tables.values():
         table.begin_save(is_committed)
 

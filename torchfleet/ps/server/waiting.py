@@ -17,15 +17,15 @@ _STEP = "optimizer.step()"
 def end_hopeless_waits(state: State, now: float) -> bool:
     """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
     that changed anything."""
-    lost, num_finished = state.presence.lost(now), len(state.finished)
-    is_any_released = sum(state.bound.release(worker) for worker in lost) > 0
+    lost, num_finished = state.meetings.presence.lost(now), len(state.finished)
+    is_any_released = sum(state.pushes.bound.release(worker) for worker in lost) > 0
     apply_waiting(state)
-    if state.members.go_on:
+    if state.meetings.members.go_on:
         is_any_released |= _go_on_without(state, lost)
-    hopeless = NOBODY if state.members.go_on or state.members.wait else lost
+    hopeless = NOBODY if state.meetings.members.go_on or state.meetings.members.wait else lost
     ended = (
-        *state.barriers.expired(now, hopeless),
-        *state.gatherings.expired(now, hopeless),
+        *state.meetings.barriers.expired(now, hopeless),
+        *state.meetings.gatherings.expired(now, hopeless),
         *_expired_step(state, now, lost),
         *_expired_bound(state, now),
     )
@@ -36,11 +36,11 @@ def end_hopeless_waits(state: State, now: float) -> bool:
 
 def open_meetings(state: State, worker: int) -> None:
     """The worker is not waited for any more: whoever waited for it alone goes on, and its files are for others."""
-    for going in state.barriers.leave(worker):
+    for going in state.meetings.barriers.leave(worker):
         state.finish(going, [])
-    for going, reply in state.gatherings.leave(worker):
+    for going, reply in state.meetings.gatherings.leave(worker):
         state.finish(going, reply)
-    state.files.leave(worker)
+    state.meetings.files.leave(worker)
     close_sync_step(state)
 
 
@@ -49,9 +49,9 @@ def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
 
     A server that hears of nobody decides nothing: it may be the one that is cut off.
     """
-    members = state.members
+    members = state.meetings.members
     fresh = [worker for worker in sorted(lost) if worker not in members.absent]
-    if not fresh or state.presence.is_all(lost):
+    if not fresh or state.meetings.presence.is_all(lost):
         return False
     for worker in fresh:
         members.lose(worker, lost[worker])
@@ -62,12 +62,13 @@ def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
 
 
 def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
-    waiting, timeout = state.sync_step, state.presence.sync_timeout()
+    waiting = state.pushes.step
     if not waiting:
         return []
-    missing = state.members.expected(state.num_workers) - set(waiting)
+    timeout = state.meetings.presence.sync_timeout()
+    missing = state.meetings.members.expected(state.num_workers) - set(waiting)
     gone = [text for worker, text in lost.items() if worker in missing]
-    if gone and not state.members.go_on and not state.members.wait:
+    if gone and not state.meetings.members.go_on and not state.meetings.members.wait:
         text = f"{'; '.join(gone)}. {_STEP} waits for it, and sync training cannot go on without it: look at its log."
     elif timeout is not None and now >= min(request.arrived for request in waiting.values()) + timeout:
         names = ", ".join(map(str, sorted(missing)))
@@ -78,20 +79,20 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
         )
     else:
         return []
-    state.sync_step = {}
+    state.pushes.step = {}
     return [(request, WorkerMissing(text)) for request in waiting.values()]
 
 
 def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]:
-    waiting, timeout = state.bound.waiting(), state.presence.sync_timeout()
+    waiting, timeout = state.pushes.bound.waiting(), state.meetings.presence.sync_timeout()
     if timeout is None or not waiting or now < min(request.arrived for request in waiting) + timeout:
         return []
-    names = ", ".join(map(str, state.bound.slow()))
+    names = ", ".join(map(str, state.pushes.bound.slow()))
     error = WorkerMissing(
-        f"after {timeout:g} s {_STEP} still waits for worker {names}, which max_staleness={state.bound.limit} lets "
-        "nobody leave further behind. Look at its log; if it is only slow, give a longer sync_timeout."
+        f"after {timeout:g} s {_STEP} still waits for worker {names}, which no other worker may leave further behind "
+        f"(max_staleness={state.pushes.bound.limit}). Look at its log; if it is only slow, give a longer sync_timeout."
     )
-    return [(request, error) for request in state.bound.end_waits()]
+    return [(request, error) for request in state.pushes.bound.end_waits()]
 
 
 def _circle(state: State) -> list[tuple[Request, FleetError]]:
@@ -99,22 +100,22 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
     places = dict(_places(state))
     if len(set(places.values())) < 2 or not state.num_workers:
         return []
-    if state.members.expected(state.num_workers) - set(places):
+    if state.meetings.members.expected(state.num_workers) - set(places):
         return []
     where = "; ".join(f"worker {worker} waits in {place}" for worker, place in sorted(places.items()))
     error = WorkerMissing(
         f"the workers wait for each other: {where}. In sync training all workers make the same number of steps: give "
         "them equally many batches, and call barriers and gathers at the same point of the loop on all of them."
     )
-    waiting, state.sync_step = state.sync_step, {}
+    waiting, state.pushes.step = state.pushes.step, {}
     return [
         *((request, error) for request in waiting.values()),
-        *state.barriers.end_all(error),
-        *state.gatherings.end_all(error),
+        *state.meetings.barriers.end_all(error),
+        *state.meetings.gatherings.end_all(error),
     ]
 
 
 def _places(state: State) -> Iterator[tuple[int, str]]:
-    yield from ((worker, _STEP) for worker in state.sync_step)
-    yield from ((worker, f"barrier '{name}'") for name, worker in state.barriers.waiting())
-    yield from ((worker, f"gather '{name}'") for name, worker in state.gatherings.waiting())
+    yield from ((worker, _STEP) for worker in state.pushes.step)
+    yield from ((worker, f"barrier '{name}'") for name, worker in state.meetings.barriers.waiting())
+    yield from ((worker, f"gather '{name}'") for name, worker in state.meetings.gatherings.waiting())

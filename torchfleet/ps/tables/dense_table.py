@@ -11,27 +11,23 @@ from torchfleet.base.errors import TableError, WireError
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.memory import Memory
-from torchfleet.ps.tables.rules import learning_rate
-from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.rule import learning_rate
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec, shard_range
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
-from torchfleet.ps.tables.staleness import Staleness
 from torchfleet.ps.tables.summary import Summary
-from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode
+from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode, Table
 from torchfleet.ps.tables.update_bounds import UpdateBounds
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 WITH_STATE = 1  # the third number of a place: the optimizer's state comes along
 
 
-class DenseTable:
+class DenseTable(Table):
     """Elements 0..size of this shard. Every method that raises TableError has changed nothing."""
 
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
-        self.spec = spec
-        self.step = 0
-        self.staleness = Staleness()
-        self.is_set = False  # nobody has given it values yet
+        super().__init__(spec)
+        self.is_set = False  # no worker has given it values yet
         self.loaded: list[tuple[int, int]] = []  # elements of the whole table that came from a saved model
         self.size = spec.num_elements
         num_rows = 1 + spec.num_states
@@ -68,9 +64,6 @@ class DenseTable:
         if not _has_state(keys):
             return self.get(start, stop).reshape(-1, 1)
         return np.concatenate([self._weights[None, start:stop], self._states[:, start:stop]]).reshape(-1, 1)
-
-    def admit_waiting(self) -> None:
-        """As Table.admit_waiting: nothing waits."""
 
     def whole(self) -> Floats:
         """As Table.whole."""
@@ -123,22 +116,6 @@ class DenseTable:
         self.check_range(start, start + values.size)
         self._check_finite(values)
 
-    def check_erase(self, keys: Keys) -> NoReturn:
-        """As Table.check_erase: always an error."""
-        raise TableError(f"'{self.spec.name}' is dense: it has no rows to erase")
-
-    def erase(self, keys: Keys) -> int:
-        """As Table.erase: always an error."""
-        self.check_erase(keys)
-
-    def check_shrink(self, policy: Shrink) -> NoReturn:
-        """As Table.check_shrink: always an error."""
-        raise TableError(f"'{self.spec.name}' is dense: it has no rows to drop")
-
-    def shrink(self, policy: Shrink) -> Iterator[int]:
-        """As Table.shrink: always an error."""
-        self.check_shrink(policy)
-
     def walk(self, cursor: int, num_rows: int) -> NoReturn:
         """As Table.walk: always an error."""
         raise TableError(f"'{self.spec.name}' is dense: it has no rows to walk over. Pull its block.")
@@ -155,9 +132,6 @@ class DenseTable:
         """A copy of everything: a row of values, and one for each number of state."""
         return np.concatenate([self._weights[None], self._states])
 
-    def begin_save(self, is_committed: bool) -> None:
-        """As Table.begin_save: every save has the whole block, so no changes are tracked."""
-
     def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
         """As Table.save_slices: always one slice, as a block is small next to what a server holds."""
         first, _ = shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)
@@ -166,6 +140,21 @@ class DenseTable:
     def restore(self, model: SavedModel) -> None:
         """As Table.restore."""
         model.load_block(self)
+
+    def export_notes(self) -> dict[str, Any]:
+        """As Table.export_notes."""
+        return {**super().export_notes(), "is_set": self.is_set, "loaded": self.loaded}
+
+    def restore_notes(self, notes: dict[str, Any]) -> None:
+        """As Table.restore_notes."""
+        super().restore_notes(notes)
+        self.is_set, self.loaded = notes["is_set"], [(start, stop) for start, stop in notes["loaded"]]
+
+    def begin_run(self) -> None:
+        """As Table.begin_run: worker 0 says that values are set when it has taken them."""
+        if self.is_set:
+            self.loaded = [shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)]
+            self.is_set = False
 
     def load(self, start: int, block: Floats) -> None:
         """Elements from `start` on, from the rows of a saved block; state only if it has it."""

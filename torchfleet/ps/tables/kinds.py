@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torchfleet.ps.tables.dense_table import DenseTable
 from torchfleet.ps.tables.settings.clock import Clock
-from torchfleet.ps.tables.settings.spec import KINDS, TableKind, TableSpec
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.rule import RULES, Rule
+from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import Table
 
-KINDS["sparse"] = TableKind(SparseTable, has_size=False)
-KINDS["array"] = TableKind(SparseTable, has_size=True)
+
+def _sparse_samples() -> Iterator[TableSpec]:
+    """Narrow rows, which lie in their map, under every rule; wide ones beside it; decays; policies."""
+    for rule in map(Rule, RULES):
+        yield TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0))
+        yield TableSpec("warm", dim=16, rule=rule)
+    for is_decoupled in (False, True):
+        yield TableSpec("warm", dim=2, rule=Rule(weight_decay=0.1, decoupled_decay=is_decoupled))
+    entry = AdmissionEntry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
+    yield TableSpec("warm", dim=2, entry=entry, shrink=Shrink(delete_after_unseen_days=1, max_rows=100))
+
+
+def _array_samples() -> Iterator[TableSpec]:
+    yield TableSpec("warm", "array", dim=2, size=1000)
+
+
+KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
+KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
 
-def make_table(spec: TableSpec, max_bytes: int, clock: Clock) -> Table:
+def make_table(spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> Table:
     """An empty table as it is described. Raises TableError if it could not have its memory."""
-    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock)
+    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock or Clock())
     return table
+
+
+def samples(name: str) -> list[TableSpec]:
+    """Small tables of a kind that together use all of its kernels: those that it declares, or one for each rule."""
+    kind = KINDS[name]
+    if kind.samples is not None:
+        return list(kind.samples())
+    size = 1000 if kind.has_size else 0
+    return [TableSpec("warm", name, dim=1 if kind.is_dense else 2, size=size, rule=Rule(rule)) for rule in RULES]

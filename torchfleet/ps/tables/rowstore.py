@@ -24,6 +24,7 @@ from torchfleet.ps.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
+from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.update_bounds import UpdateBounds, check_block, check_squares
 
 PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
@@ -36,12 +37,11 @@ _KINDS = {
 }
 
 
-class RowStore:
+class RowStore(Table):
     """Any number of rows; owned by one thread. Every method that raises TableError has changed nothing."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
-        self.spec = spec
-        self.step = 0
+        super().__init__(spec)
         self.num_evicted = 0
         self.clock = clock or Clock()
         num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
@@ -62,6 +62,7 @@ class RowStore:
         self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock, self.decisions)
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
+        self._is_open = self.admission is None and self._capacity is None  # every key gets a row while there is memory
         self.tracking: Tracking | PackedTracking | None = None
         self.bounds = UpdateBounds(spec)
         self.num_waiting = 0  # keys that may get a row when a sync step ends
@@ -80,14 +81,16 @@ class RowStore:
 
     def check_keys(self, keys: Keys, create: bool = False) -> None:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
-        self.index.check(keys)
-        if not create or isinstance(self.index, KeyRange):  # every id of a declared size has its place
-            return
+        if isinstance(self.index, KeyRange):  # every id has its place
+            self.index.check(keys)
+        elif create and (not self._is_open or len(keys) + self.num_waiting > self.index.max_rows - self.index.num_keys):
+            self._check_room(keys)
+
+    def _check_room(self, keys: Keys) -> None:
         num_new, room = len(keys), self.num_free_rows
         if self._capacity is None:
             room -= self.num_waiting
-        counted = num_new if self.admission is None else self.admission.num_free
-        if num_new > min(room, self.index.easy_room, counted):
+        if num_new > min(room, num_new if self.admission is None else self.admission.num_free):
             num_new = len(np.unique(self.absent(keys)))
         if num_new > room:
             raise TableError(
@@ -99,7 +102,6 @@ class RowStore:
             self.admission.check_room(num_new)
         elif self._capacity is not None and len(keys) > self._capacity.max_rows:
             self._capacity.check(len(unique(keys)[0]))
-        self.index.reserve(min(num_new, self.index.num_free_rows))
 
     @property
     def num_free_rows(self) -> int:
@@ -110,6 +112,7 @@ class RowStore:
         """Raise TableError if `assign` could not take this."""
         self.check_values(keys, values)
         self.check_keys(keys, create=True)
+        self.index.reserve_for(keys)
 
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
@@ -219,8 +222,13 @@ class RowStore:
         rows.gather(index.store, *self._layout, at, out)
         return keys, out, cursor % (1 << 64)
 
+    def settle(self) -> bool:
+        """As Table.settle: the maps are carried over that began to grow."""
+        candidates = self.admission.candidates if self.admission is not None else None
+        return self.index.settle() or (candidates is not None and candidates.index.settle())
+
     def begin_save(self, is_committed: bool) -> None:
-        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
+        """As Table.begin_save."""
         if self.tracking is None:
             index = self.index
             self.tracking = PackedTracking(index) if isinstance(index, PackedMap) else Tracking(index.max_rows)
@@ -228,8 +236,19 @@ class RowStore:
         if self.admission is not None:
             self.admission.begin_save(is_committed)
 
+    def begin_noting(self) -> None:
+        """As Table.begin_noting."""
+        self.decisions.begin()
+
+    def end_noting(self) -> Noted | None:
+        """As Table.end_noting."""
+        noted = self.decisions.end()
+        if noted is not None:
+            noted.gone = self.absent(noted.dropped)
+        return noted
+
     def follow(self, noted: Noted) -> None:
-        """What comes next was applied elsewhere before, and this is what was decided there; until `follow_no_more`."""
+        """As Table.follow."""
         self.decisions.followed = noted
         self.num_evicted += len(noted.dropped)
         if len(noted.dropped):
@@ -241,7 +260,7 @@ class RowStore:
             self.statistics.put("delta", at[at >= 0], 0)
 
     def follow_no_more(self) -> None:
-        """All of it has been applied."""
+        """As Table.follow_no_more."""
         noted, self.decisions.followed = self.decisions.followed, None
         if noted is not None and len(noted.gone):
             self.erase(noted.gone)
@@ -257,7 +276,7 @@ class RowStore:
         return self._row_words
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for so many new rows in one go: before they are loaded, when nobody waits for an answer."""
+        """Make room for so many new rows in one go: before they are loaded, when no request waits."""
         self.index.reserve_at_once(min(num_rows, self.index.num_free_rows))
 
     def _locate(self, keys: Keys, create: bool, num_words: int, initialise: bool = True) -> Rows:
@@ -271,6 +290,8 @@ class RowStore:
 
     def _insert(self, keys: Keys, at: Rows, initialise: bool) -> None:
         """Rows for the keys whose `at` is negative."""
+        if len(keys) > self.index.max_rows - self.index.num_keys and not isinstance(self.index, KeyRange):
+            self._check_room(keys)
         fresh = self.index.insert_missing(keys, at)
         if initialise:
             self._initialise(self.index.store, keys, at, fresh)

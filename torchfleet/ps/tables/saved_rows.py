@@ -1,16 +1,20 @@
-"""The rows of a table, and what it knows of keys without one, as slices of a save, and back."""
+"""The rows of a table, and what it knows of keys without one, as slices of a save, and back; and which rows a copy of
+the table must save next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from torchfleet.ps.tables.policies.admission import Admission
+from torchfleet.ps.tables.policies.admission import Admission, Candidates
+from torchfleet.ps.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 
+SLICE = 1 << 16  # rows that are marked at a time
 SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # in one slice: as many as a part file holds
 
 
@@ -66,3 +70,42 @@ def load_slice(table: RowStore, saved: SavedSlice) -> None:
         candidates.erase(keys)
     elif candidates is not None:
         candidates.load(keys, columns, table.clock.now)
+
+
+def export_changes(table: RowStore) -> dict[str, Any]:
+    """The keys that lost their rows since the last save, as plain values."""
+    candidates = table.admission.candidates if table.admission is not None else None
+    return {"tracking": _gone(table.tracking), "candidates": _gone(candidates.tracking) if candidates else None}
+
+
+def note_all_changed(table: RowStore, notes: Mapping[str, Any]) -> None:
+    """All rows are here, and `notes` is what `export_changes` gave where they come from. Which of them a delta must
+    write is not known: it writes all, once."""
+    if notes["tracking"] is None:
+        return
+    table.begin_save(is_committed=True)
+    _note_all(table, notes)
+    table.begin_save(is_committed=False)  # for a save that is under way
+    _note_all(table, notes)  # and for the one after it
+
+
+def _note_all(table: RowStore, notes: Mapping[str, Any]) -> None:
+    assert table.tracking is not None
+    for keys in notes["tracking"]:
+        table.tracking.note_gone(np.frombuffer(keys, np.uint64))
+    for rows in table.slices(SLICE):
+        table.tracking.mark(table.index.alive(rows)[1])
+    candidates = table.admission.candidates if table.admission is not None else None
+    if candidates is not None and candidates.tracking is not None:
+        _note_candidates(candidates, candidates.tracking, notes["candidates"] or ())
+
+
+def _note_candidates(candidates: Candidates, tracking: Tracking, gone: tuple[bytes, ...]) -> None:
+    for keys in gone:
+        tracking.note_gone(np.frombuffer(keys, np.uint64))
+    tracking.mark(candidates.index.alive(np.arange(candidates.index.num_row_numbers))[1])
+
+
+def _gone(tracking: Tracking | PackedTracking | None) -> list[bytes] | None:
+    """Keys that lost their rows: those that the save under way must write, and those since."""
+    return None if tracking is None else [keys.tobytes() for keys in (tracking.gone, tracking.gone_since)]

@@ -11,15 +11,16 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.kernels.merge import segment_sum, sum_by_key, unique
 from torchfleet.ps.tables import eviction
+from torchfleet.ps.tables.rows import recent_pulls
 from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
 from torchfleet.ps.tables.rowstore import CHUNK, RowStore
-from torchfleet.ps.tables.rules import decayed, learning_rate
-from torchfleet.ps.tables.saved_rows import load_slice, save_slices
+from torchfleet.ps.tables.rules.decay import decayed
+from torchfleet.ps.tables.saved_rows import export_changes, load_slice, note_all_changed, save_slices
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.rule import learning_rate
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
-from torchfleet.ps.tables.staleness import Staleness
 from torchfleet.ps.tables.summary import Summary
 from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode
 from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_shows, signed
@@ -31,7 +32,7 @@ class SparseTable(RowStore):
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
         self.num_loaded = 0  # rows that came from a saved model
-        self.staleness = Staleness()
+        self._row_rule = spec.rule.row_rule
         self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
 
     def check_pull(self, keys: Keys, create: bool) -> int:
@@ -40,21 +41,23 @@ class SparseTable(RowStore):
         return 4 * len(keys) * self.spec.dim
 
     def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
-        """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
+        """As Table.pull: values for `keys`, shape (len(keys), dim), in a new array.
 
         Missing keys get a row with its first value, if the table's entry admits them. With create=False nothing is
         noted: no row, no appearance; missing keys read as zeros. `worker`: this is a pull of a sync step, in which the
         order of the workers must not count: missing keys wait for `admit_waiting`.
         """
-        self.check_keys(keys, create)
         out = np.empty((len(keys), self.spec.dim), np.float32)
         if create and (self.admission is not None or self.statistics is not None):
             at = self.appear(keys, worker if self.admission is not None else None)
             rows.gather(self.index.store, *self._layout, at, out)
             return out
         if isinstance(self.index, KeyMap) and self._capacity is None:
-            at = self._read(self.index, keys, create, out)
-            if create and worker is None:  # the workers of a sync step push together, as one
+            at = np.empty(len(keys), np.int64)
+            num_missing = self.index.read(keys, at, out)
+            if num_missing and create:
+                self._make_rows(self.index, keys, at, out, num_missing)
+            if create and worker is None and len(keys) >= recent_pulls.FEWEST_KEYS:  # of a sync step all push as one
                 self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
@@ -62,16 +65,19 @@ class SparseTable(RowStore):
             rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
 
-    def _read(self, index: KeyMap, keys: Keys, create: bool, out: Floats) -> Rows:
-        """`pull` where no row has to make room for another: one search for all keys, then rows for the missing."""
-        at = np.empty(len(keys), np.int64)
-        num_missing = index.read(keys, at, out)
-        for start in range(0, len(keys) if num_missing and create else 0, CHUNK):
+    def look_up(self, keys: Keys, create: bool = True) -> Floats:
+        """`pull`, checked first."""
+        self.check_pull(keys, create)
+        return self.pull(keys, create)
+
+    def _make_rows(self, index: KeyMap, keys: Keys, at: Rows, out: Floats, num_missing: int) -> None:
+        """Rows for the keys whose `at` is negative, and their values, where no row has to make room for another."""
+        index.reserve(min(num_missing, index.num_free_rows))
+        for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             if at[some].min() < 0:
                 self._insert(keys[some], at[some], True)
                 rows.gather(index.store, *self._layout, at[some], out[some])
-        return at
 
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
         """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
@@ -95,22 +101,38 @@ class SparseTable(RowStore):
             self._mark(at)
 
     def admit_waiting(self) -> None:
-        """The appearances of a sync step, in the order of the workers."""
+        """As Table.admit_waiting."""
         waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
         for _, pulls in sorted(waiting.items()):
             for keys in pulls:
                 self.appear(keys)
 
     def forget_waiting(self, worker: int) -> None:
-        """The worker's process of before was killed in the step under way: its successor pulls again."""
+        """As Table.forget_waiting: the worker's next process pulls again."""
         self.num_waiting -= sum(len(keys) for keys in self._waiting.pop(worker, []))
 
-    def export_waiting(self) -> dict[int, list[bytes]]:
-        """The appearances of the step under way, by worker, as plain values."""
-        return {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
+    def export_notes(self) -> dict[str, Any]:
+        """As Table.export_notes: also keys that lost their rows, and the appearances of the step under way."""
+        waiting = {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
+        own = {"num_loaded": self.num_loaded, "num_evicted": self.num_evicted, "waiting": waiting}
+        return {**super().export_notes(), **own, **export_changes(self)}
 
-    def restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:
-        """What `export_waiting` gave."""
+    def restore_notes(self, notes: dict[str, Any]) -> None:
+        """As Table.restore_notes."""
+        super().restore_notes(notes)
+        self.num_loaded, self.num_evicted = notes["num_loaded"], notes["num_evicted"]
+        self._restore_waiting(notes["waiting"])
+
+    def end_copy(self, notes: dict[str, Any]) -> None:
+        """As Table.end_copy."""
+        note_all_changed(self, notes)
+
+    def begin_run(self) -> None:
+        """As Table.begin_run."""
+        self.note_loaded()
+        self._restore_waiting({})
+
+    def _restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:
         self._waiting = {worker: [np.frombuffer(keys, np.uint64) for keys in pulls] for worker, pulls in kept.items()}
         self.num_waiting = sum(len(keys) for pulls in self._waiting.values() for keys in pulls)
 
@@ -119,7 +141,7 @@ class SparseTable(RowStore):
         is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
         largest = check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
         rate = learning_rate(self.spec.rule, lr, self.step + 1)
-        self.check_keys(keys, create=self.admission is None)
+        self._check_change(keys, create=self.admission is None)
         if not self.bounds.allow_update(rate, self.step + 1, largest * len(keys)):
             self._try(keys, grads, rate)
         if is_wide and largest * len(keys) > MAX_SHOWS:
@@ -128,9 +150,15 @@ class SparseTable(RowStore):
     def check_add(self, keys: Keys, deltas: Floats) -> None:
         """As Table.check_add."""
         largest = check_block(self.spec, keys, deltas, self.spec.dim, "differences")
-        self.check_keys(keys, create=True)
+        self._check_change(keys, create=True)
         if not self.bounds.allow_addition(largest * len(keys)):
             self._try(keys, deltas, None)
+
+    def _check_change(self, keys: Keys, create: bool) -> None:
+        """`check_keys`, and room in the map for new keys: an error must come before anything is applied."""
+        self.check_keys(keys, create)
+        if create:
+            self.index.reserve_for(keys)
 
     def _try(self, keys: Keys, grads: Floats, rate: float | None) -> None:
         """An update, or (without a rate) an addition, on copies of its rows; raises TableError if one is not finite."""
@@ -141,9 +169,7 @@ class SparseTable(RowStore):
         if rate is None:
             rows.sgd(store, *self._layout, at, grads[at], -1.0, -np.inf, np.inf)
         else:
-            rule = self.spec.rule
-            decay = decayed(rule, store, self._layout, at, grads[at], rate)
-            rule.row_rule.apply_to_rows(rule, store, self._layout, at, decay, rate, self.step + 1)
+            self._apply(store, at, grads[at], rate, self.step + 1)
         width, offset = self._layout
         made = np.ascontiguousarray(store.reshape(-1, width)[at, offset : offset + self._row_words])
         if not rows.largest(made) < np.inf:
@@ -166,12 +192,11 @@ class SparseTable(RowStore):
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
         self.step += 1
-        rule = self.spec.rule
-        row_rule, rate = rule.row_rule, learning_rate(rule, lr, self.step)
-        pulled = self.index.recent.take(keys) if isinstance(self.index, KeyMap) else None
+        rate, store = learning_rate(self.spec.rule, lr, self.step), self.index.store
+        is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
+        pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
         if pulled is not None:
-            grads = decayed(rule, self.index.store, self._layout, pulled, grads, rate)
-            row_rule.apply_to_rows(rule, self.index.store, self._layout, pulled, grads, rate, self.step)
+            self._apply(store, pulled, grads, rate, self.step)
             self._mark(pulled)
             return
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
@@ -180,9 +205,14 @@ class SparseTable(RowStore):
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
-            chunk = decayed(rule, self.index.store, self._layout, at, chunk, rate)
-            row_rule.apply_to_rows(rule, self.index.store, self._layout, at, chunk, rate, self.step)
+            self._apply(store, at, chunk, rate, self.step)
             self._mark(at)
+
+    def _apply(self, store: Floats, at: Rows, grads: Floats, rate: float, step: int) -> None:
+        rule = self.spec.rule
+        if rule.weight_decay:
+            grads = decayed(rule, store, self._layout, at, grads, rate)
+        self._row_rule.apply_to_rows(rule, store, self._layout, at, grads, rate, step)
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
         """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
@@ -212,16 +242,6 @@ class SparseTable(RowStore):
             at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
             rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
             self._mark(at)
-
-    def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
-        """As Table.mean; shows and clicks behind the gradients are summed."""
-        keys = np.concatenate([keys for keys, _ in pushes])
-        grads = np.concatenate([grads for _, grads in pushes])
-        grads[:, : self.spec.dim] *= np.float32(1.0 / len(pushes))
-        return keys, grads
-
-    def whole(self) -> None:
-        """As Table.whole: rows are not sent unless they are asked for by key."""
 
     def check_erase(self, keys: Keys) -> None:
         """As Table.check_erase."""

@@ -16,7 +16,6 @@ from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
-from torchfleet.ps.worker.scaled_gradients import unscaled
 
 
 class DistributedOptimizer(AdoptedOptimizer):
@@ -83,12 +82,12 @@ class DistributedOptimizer(AdoptedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
         loss = self._begin_step(closure)
-        communicator = self.communicator
+        engine, communicator = self._bound()
         self.plan.check_options(self._user)
-        if unscaled(self):
+        if _unscaled(self):
             communicator.step(self._gradients())
         else:
-            self._bound()[0].take_gradients(self.plan.sparse)
+            engine.take_gradients(self.plan.sparse)
             communicator.skip_step(self._share)
         self.after_step()
         return loss
@@ -137,21 +136,23 @@ class DistributedOptimizer(AdoptedOptimizer):
         """Everything since the last step; dense gradients by parameter, or from their .grad."""
         gradients = self._take_gradients(dense)
         # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
-        check_finite(self._pushed, gradients, self.communicator.num_steps + 1)
+        check_finite(self._pushed, gradients, self._bound()[1].num_steps + 1)
         return gradients
 
     def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """As `_gradients`, whether they are finite or not."""
         engine, plan = self._bound()[0], self._pushed
-        sparse, versions = engine.take_gradients(plan.sparse)
+        found, versions = engine.take_gradients(plan.sparse)
+        sparse, blocks = {}, {}
         for name, group in plan.sparse.items():  # a step counts for every table, also where no key was touched
-            if name not in sparse:
+            if name in found:
+                sparse[name] = found[name]
+            else:
                 width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
                 sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
-        sparse = {name: sparse[name] for name in plan.sparse}
-        blocks = {group.spec.name: group.gradients(dense) for group in plan.dense}
-        known = {name: seen for name, seen in versions.items() if seen}
-        return Gradients(sparse, known, blocks, plan.rates(), share=self._share)
+        for network in plan.dense:
+            blocks[network.spec.name] = network.gradients(dense)
+        return Gradients(sparse, versions, blocks, plan.rates(), share=self._share)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
@@ -172,3 +173,21 @@ class DistributedOptimizer(AdoptedOptimizer):
         for group in self.param_groups:  # torch's own does the same, and takes a millisecond for it
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Divide an optimizer's gradients in place by the scale, if torch.amp.GradScaler has left one on it.
+
+    Returns whether they are finite, as the scaler has found. Without a scaler that is not known, and True.
+    """
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf.item()):
+        return False
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()  # as the scaler itself computes it
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            gradient = parameter.grad
+            if gradient is not None:
+                numbers = gradient._values() if gradient.is_sparse else gradient
+                numbers.mul_(inverse.to(numbers.device))
+    return True

@@ -17,11 +17,20 @@ _MOST_NAMES = 3
 
 
 def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
-    """Raise TableError with the parameters, or the table and ids, whose gradients have NaN or infinity."""
-    found = [name for group in plan.dense for name in _parameters(group, gradients.dense[group.spec.name])]
+    """Raise TableError with the parameters, or the table and ids, whose gradients have NaN or infinity.
+
+    Gradients that pass are marked: the client does not look at them again.
+    """
+    found: list[str] = []
+    for group in plan.dense:
+        block = gradients.dense[group.spec.name]
+        if not _all_finite(block):
+            found += _parameters(group, block)
     for table, (keys, grads) in gradients.sparse.items():
-        found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
+        if not _all_finite(grads):
+            found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
     if not found:
+        gradients.are_finite = True
         return
     more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
     raise TableError(
@@ -32,19 +41,17 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
 
 
 def _parameters(group: DenseGroup, block: Floats) -> Iterator[str]:
-    if not _all_finite(block):
-        for parameter in group.layout():
-            size = int(np.prod(parameter.shape, dtype=np.int64))
-            if not np.isfinite(block[parameter.start : parameter.start + size]).all():
-                yield f"parameter '{parameter.name}'"
+    for parameter in group.layout():
+        size = int(np.prod(parameter.shape, dtype=np.int64))
+        if not np.isfinite(block[parameter.start : parameter.start + size]).all():
+            yield f"parameter '{parameter.name}'"
 
 
 def _rows(table: str, dim: int, keys: Keys, grads: Floats) -> Iterator[str]:
     """Behind `dim` numbers a row may have its show, click and slot."""
-    if not _all_finite(grads):
-        for row in np.flatnonzero(~np.isfinite(grads).all(axis=1)):
-            what = "" if not np.isfinite(grads[row, :dim]).all() else " (its show or click)"
-            yield f"table '{table}' for id {int(keys[row : row + 1].view(np.int64)[0])}{what}"
+    for row in np.flatnonzero(~np.isfinite(grads).all(axis=1)):
+        what = "" if not np.isfinite(grads[row, :dim]).all() else " (its show or click)"
+        yield f"table '{table}' for id {int(keys[row : row + 1].view(np.int64)[0])}{what}"
 
 
 def _all_finite(values: Floats) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import NumberTaken, ServerRestarted, ServerUnreachable
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
 

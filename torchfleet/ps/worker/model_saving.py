@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import sys
 from collections.abc import Collection, Mapping
@@ -20,12 +19,14 @@ from torchfleet.ps.checkpoint.manifest import (
     as_json,
     described,
     next_save,
+    present_model,
     read_manifest,
     remove_others,
     write_donefile,
     write_manifest,
 )
-from torchfleet.ps.checkpoint.manifest_file import has_manifest
+from torchfleet.ps.checkpoint.manifest_check import check_manifest
+from torchfleet.ps.checkpoint.manifest_file import FILE, has_manifest, read_body
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.lookup.dense_group import BytesGroup
 from torchfleet.ps.worker.lookup.plan import Plan
@@ -44,39 +45,39 @@ def save_model(
     """Returns when the whole model is on disk; an error leaves the model that was there before."""
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
-    before = read_manifest(storage) if has_manifest(storage) and kind == "delta" else _present(storage)
+    before = read_manifest(storage) if kind == "delta" and has_manifest(storage) else present_model(storage)
     if kind == "delta":
         _check_base(storage, before, plan)
     for group in plan.fixed:
         client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
     token, with_state = secrets.randbits(62) + 1, kind != "inference"
     parent = before.token if before is not None and before.kind == "full" else 0
-    with reserve(storage, next_save(storage), token) as held:
+    with reserve(storage, next_save(storage, 0 if before is None else before.number), token) as held:
         is_delta = kind == "delta"
         saved = client.save(storage.path, held.folder, with_state, timeout, token=token, parent=parent, delta=is_delta)
+        parts = [part for server in saved for part in server.parts]
         manifest = Manifest(
             held.folder,
             held.number,
             "full" if with_state else "inference",
             client.num_servers,
             _tables(plan, saved, with_state),
-            [part for server in saved for part in server.parts],
+            parts,
             token=token,
             time=max(server.time for server in saved),
             is_time_set=any(server.is_time_set for server in saved),
             extra=kept,
-            num_files=sum(len(server.parts) for server in saved),
+            num_files=len(parts),
         )
         return _commit(storage, manifest, before if is_delta else None, held)
 
 
-def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
+def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> None:
     """Say on stderr that a save replaces a model to go on from that this job has neither loaded nor saved.
 
     `known`: the folders that it has. The usual reason: only the servers' part of the script was told to load.
     """
-    storage = Storage(dirname)
-    before = _present(storage) if kind != "delta" and storage.path not in known else None
+    before = present_model(storage) if kind != "delta" and storage.path not in known else None
     if before is not None and before.kind == "full":
         print(
             f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces "
@@ -90,7 +91,7 @@ def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
 def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
     """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at.
 
-    The model of before goes last: when the files of this one are there, and its manifest has been read back.
+    The model that it replaces goes last: when the files of this one are there, and its manifest has been read back.
     """
     with alone(storage):
         check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
@@ -102,21 +103,14 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held:
                     "dropped. Does another job save to the same folder?"
                 )
             manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
-        write_manifest(storage, manifest)
-        if read_manifest(storage) != manifest:
+        check_manifest(manifest, storage.place(FILE))  # as a load will: what it would refuse replaces nothing
+        if write_manifest(storage, manifest) != read_body(storage):
             raise CheckpointError(f"the manifest in {storage.path} is not the one that was written: nothing is removed")
         held.release()
         write_donefile(storage, manifest)
         if before is None:
             remove_others(storage, manifest)
     return manifest
-
-
-def _present(storage: Storage) -> Manifest | None:
-    """The model that is there now; a damaged one is about to be replaced."""
-    with contextlib.suppress(CheckpointError):
-        return read_manifest(storage)
-    return None
 
 
 def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
@@ -146,10 +140,10 @@ def _shape(table: Table) -> tuple[Any, ...]:
 
 
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
-    tables = []
+    tables, layouts = [], plan.layouts
     for spec in plan.specs:
-        states = spec.num_states if with_state else 0
-        step = max((server.steps[spec.name] for server in saved), default=0)
-        rows = sum(server.rows[spec.name] for server in saved)
-        tables.append(described(spec, states, step, rows, plan.layouts.get(spec.name, [])))
+        states, step, rows = (spec.num_states if with_state else 0), 0, 0
+        for server in saved:
+            step, rows = max(step, server.steps[spec.name]), rows + server.rows[spec.name]
+        tables.append(described(spec, states, step, rows, layouts.get(spec.name, [])))
     return tables

@@ -9,14 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from torchfleet.ps.kernels.checksum import crc32c
-
-
-@pytest.fixture(scope="session", autouse=True)
-def checksums() -> None:
-    """Compiled, or loaded, before any test whose time is taken."""
-    crc32c(b"short")
-
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:

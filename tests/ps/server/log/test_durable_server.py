@@ -126,7 +126,7 @@ def test_another_run_goes_on_with_the_rows_and_without_the_workers(tmp_path: Pat
     rows = whole_state(server)["rows"]["ids"]
     for run, num_members in (("a", 2), ("b", 0), ("b", 0)):
         server, durable = going_on(tmp_path, run=run)
-        assert len(server.state.presence.export()["members"]) == num_members
+        assert len(server.state.meetings.presence.export()["members"]) == num_members
         assert whole_state(server)["rows"]["ids"] == rows
         durable.close()
 

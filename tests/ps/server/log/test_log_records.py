@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -14,7 +17,7 @@ from support.messages import naming
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, begin_log, go_on
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, decode_entry, encode_entry
-from torchfleet.ps.server.log.log_records import Records, record_of
+from torchfleet.ps.server.log.log_records import Records, crc32c, record_of
 from torchfleet.ps.server.log.replay import Replay
 
 FRAMES = some.lists(some.binary(max_size=40), max_size=4)
@@ -119,6 +122,42 @@ def test_zeros_in_what_was_synced_are_damage(entry: Entry) -> None:
             read(whole + lost + written([entry], behind))
         with pytest.raises(LogError, match=naming("a file", f"byte {len(whole):,}")):
             list(Records(memoryview(whole + lost), "a file", is_synced=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        # RFC 3720, appendix B.4
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_the_checksum_is_crc_32c(data: bytes, expected: int) -> None:
+    assert crc32c(data) == expected
+    assert crc32c(memoryview(b"x" + data)[1:]) == expected  # whatever the alignment
+    assert crc32c(bytearray(data)) == expected
+
+
+def test_the_checksum_of_parts_is_that_of_the_whole() -> None:
+    rows = np.random.default_rng(0).random((300_001, 2), np.float32)  # three slices, the last of an odd length
+    whole = crc32c(rows.tobytes())
+    assert crc32c(memoryview(rows)) == whole
+    for at in (1, 1 << 20, (1 << 20) + 3):
+        assert crc32c(rows.tobytes()[at:], crc32c(rows.tobytes()[:at])) == whole
+
+
+@given(some.lists(ENTRIES, min_size=1, max_size=3))
+def test_a_log_of_another_format_is_refused_by_name(entries: list[Entry]) -> None:
+    other = bytearray(written(entries))
+    other[:4] = b"TFL2"
+    other[28:32] = struct.pack("<I", zlib.crc32(other[:28]))
+    for is_synced in (False, True):
+        with pytest.raises(LogError, match="is a log of format 2"):
+            list(Records(memoryview(bytes(other)), "a file", is_synced=is_synced))
 
 
 @given(some.binary(max_size=200))

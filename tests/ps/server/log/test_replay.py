@@ -94,13 +94,13 @@ def test_while_a_sink_takes_nothing_changes_and_reads_are_refused_and_time_stand
     work._push()
     work.now += 1000.0
     handler.tick(work.now)
-    assert server.state.refusals.num > 0
+    assert server.refusals.num > 0
     assert (whole_state(server), handler.index) == (before, index)
     sink.why = ""
     work._push()
     handler.tick(work.now + 0.1)
     assert handler.index > index
-    assert not server.state.presence.lost(handler.now())  # nobody could be heard in that time
+    assert not server.state.meetings.presence.lost(handler.now())  # nobody could be heard in that time
 
 
 def test_entries_that_do_not_follow_are_refused() -> None:

@@ -162,7 +162,7 @@ class TestServer:
         assert len(second.send(second.message(Command.BARRIER, body(), once=True))) == 2
         (late,) = first.send(message)  # the copy of a message that has been answered must not wait at a new barrier
         assert_ok(late)
-        assert len(server.state.barriers._meetings) == 0
+        assert len(server.state.meetings.barriers._meetings) == 0
 
     def test_a_time_out_is_answered_by_the_clock_and_repeated(self, server: Server) -> None:
         talk = Talk(server)

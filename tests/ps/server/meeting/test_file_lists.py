@@ -506,7 +506,7 @@ class TestServer:
     def test_malformed_requests_are_refused_and_open_nothing(self, server: Server, wrong: dict[str, object]) -> None:
         body = {"name": "files", "number": 0, "lease": 5.0, "files": ["a"], **wrong}
         assert refusal(Talk(server).ask(Command.FILES, pack(body)))[0] == "WireError"
-        assert len(server.state.files._passes) == 0
+        assert len(server.state.meetings.files._passes) == 0
 
     def test_no_body_and_garbage_are_refused(self, server: Server) -> None:
         talk = Talk(server)

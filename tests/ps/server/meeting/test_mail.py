@@ -296,7 +296,7 @@ class TestServer:
         talk = Talk(server)
         assert refusal(talk.ask(Command.SEND, *arrays))[0] == "WireError"
         assert refusal(talk.ask(Command.TAKE, *arrays[:1], *arrays[:1]))[0] == "WireError"
-        assert server.state.mail.num_bytes == 0
+        assert server.state.meetings.mail.num_bytes == 0
 
     def test_a_sender_that_is_none_of_the_workers_is_refused(self) -> None:
         server = Server(max_table_bytes=1 << 20, num_workers=2)
@@ -310,7 +310,7 @@ class TestServer:
         server = Server(max_table_bytes=1 << 20, num_workers=2)
         reply = Talk(server, worker=0).ask(Command.SEND, to(receiver, 1), Array(0, np.zeros(1, np.uint64)))
         assert refusal(reply)[0] == "WireError"
-        assert server.state.mail.num_bytes == 0
+        assert server.state.meetings.mail.num_bytes == 0
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -336,4 +336,4 @@ class TestClient:
             for (_, (found,)), expected in zip(taken, sent[receiver], strict=True):
                 assert np.array_equal(found, expected)
             assert clients[receiver].take("t", receiver, 15) == []
-        assert sum(server.state.mail.num_bytes for server in servers.servers) == 0
+        assert sum(server.state.meetings.mail.num_bytes for server in servers.servers) == 0

@@ -11,12 +11,12 @@ from support.jobs import Net, Servers, Worker, make_part, roles, sgd, strategy
 from support.messages import lines_naming, names, naming
 
 from torchfleet import __version__
-from torchfleet.api.job.job_claims import claims_of
+from torchfleet.api.job.joining import claims_of
 from torchfleet.base.errors import RoleError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Command, Reply, pack
 from torchfleet.ps.server import commands
-from torchfleet.ps.server.log.other_run import forget_workers
+from torchfleet.ps.server.log.durable_server import forget_workers
 from torchfleet.ps.server.log.state_copy import export_state, import_state
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
@@ -166,7 +166,7 @@ class TestServersOfAScript:
     @pytest.fixture
     def server(self) -> Server:
         made = Server(1 << 20, 2)
-        made.state.place = 1, 2
+        made.state.meetings.place = 1, 2
         for spec in (ROWS, DAYS):
             made.state.add_table(spec.for_shard(1, 2))
         return made
@@ -194,7 +194,7 @@ OTHER = DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 4}).shared_f
 
 def test_workers_of_the_next_run_agree_anew(server: Server) -> None:
     """Those of the last one are lost or have left; one that may yet be heard of is waited for."""
-    heard = server.state.presence._members[0]
+    heard = server.state.meetings.presence._members[0]
     heard.heard -= 2.0  # two signs of life were missed
     assert refusal(join(server, 1, claims(strategy=OTHER)))[0] == "ServerBusy"
     heard.heard -= 4.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchfleet.ps.worker.batch.batch_tensors import num_samples
+from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
 
 IDS = torch.arange(9)
 
@@ -31,4 +31,4 @@ IDS = torch.arange(9)
     ],
 )
 def test_bags_count_where_ids_are_flat(inputs: Any, num: int) -> None:
-    assert num_samples(inputs) == num
+    assert num_samples(inputs, tensors_of(inputs).values()) == num

@@ -101,10 +101,10 @@ class TestRefused:
 
     @pytest.mark.parametrize("name", [name for name in REFUSED if "NaN" in name or "infinity" in name])
     def test_what_is_not_finite_is_not_even_sent(self, client: Client, fleet: Fleet, name: str) -> None:
-        before = [server.state.num_requests for server in fleet.servers]
+        before = [server.state.counters.num_requests for server in fleet.servers]
         with pytest.raises(TableError):
             REFUSED[name][0](client)
-        assert [server.state.num_requests for server in fleet.servers] == before
+        assert [server.state.counters.num_requests for server in fleet.servers] == before
 
     def test_a_client_without_servers_is_refused(self) -> None:
         with pytest.raises(FleetError, match="server"):
@@ -176,9 +176,9 @@ class TestRequests:
         assert client.pull("array", [1, 2]).result().tolist() == [[-3], [-4]]
 
     def test_several_tables_travel_together(self, client: Client, fleet: Fleet) -> None:
-        before = [server.state.num_requests for server in fleet.servers]
+        before = [server.state.counters.num_requests for server in fleet.servers]
         client.push_tables({"rows": (KEYS, ones(40, 2)), "dense": ones(10), "array": (KEYS, ones(40, 1))}).result()
-        after = [server.state.num_requests for server in fleet.servers]
+        after = [server.state.counters.num_requests for server in fleet.servers]
         assert [b - a for a, b in zip(before, after, strict=True)] == [1] * fleet.num_servers
         assert (client.pull("rows", KEYS).result() == 0).all()
         assert (client.pull("array", KEYS).result() == -1).all()

@@ -290,6 +290,20 @@ class TestErrors:
         with pytest.raises(FleetError):
             line.connection.wait(broken)
 
+    @pytest.mark.parametrize("version", [1, wire.VERSION + 1])
+    def test_a_server_of_another_version_ends_the_request_with_both_versions(
+        self, version: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        line = Line(yes)
+        call = line.submit(Command.PUSH)
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "VERSION", version)  # of the reply, which is written here
+            (reply,) = encode(Message(Command.PUSH, call=call.number, client=1))
+        line.connection._take([reply])
+        with pytest.raises(WireError, match=rf"server 3 .*{wire.VERSION}.*{version}"):
+            line.connection.wait(call)
+        assert line.channel.sent_at == [0.0]
+
     def test_a_request_that_cannot_be_encoded_is_out_of_the_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         line = Line(yes, faults=Faults(delay=3.0), patience=Patience(30, 3))
         with monkeypatch.context() as patch:

@@ -131,7 +131,7 @@ class Schedule:
         for server in self.servers:
             rows = server.state.tables[ROWS.number].pull(KEYS, create=False)
             for key, row in zip(KEYS, rows, strict=True):
-                owned = self._client._tables.shard_keys("rows", [key]).of(self.servers.index(server))
+                owned = self._client._tables["rows"].shard_keys([key]).keys[self.servers.index(server)]
                 _expect(row, self._possible(int(key)) if len(owned) else {0.0}, f"key {key} in the end")
             block = server.state.tables[BLOCK.number]
             possible = _with_any_of(self._block, [amount for _, _, amount in self._open])
@@ -195,7 +195,7 @@ def test_an_error_is_repeated_to_a_client_whose_first_reply_was_lost() -> None:
         with pytest.raises(TableError, match="table"):
             client.assign("rows", [1], np.ones((1, 2), np.float32))
     network.deliver_all()
-    assert server.state.num_errors > 20
+    assert server.state.counters.num_errors > 20
 
 
 def num_outcomes(server: Server) -> int:

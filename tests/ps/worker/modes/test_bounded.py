@@ -66,7 +66,7 @@ def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> No
     ended: set[tuple[int, int]] = set()
 
     def others_stand_still(epoch: int) -> bool:
-        held = {request.message.worker for request in servers.servers[0].state.bound.waiting()}
+        held = {request.message.worker for request in servers.servers[0].state.pushes.bound.waiting()}
         return held | {worker for worker, of in ended if of == epoch} >= {0, 1}
 
     def body(part: Part) -> None:
@@ -89,7 +89,7 @@ def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> No
         ages = done.servers.staleness("dense.0", server)
         assert sum(ages.values()) == 2 * sum(num_steps)
         assert max(ages) <= bound
-        assert done.servers.servers[server].state.num_dropped == 0
+        assert done.servers.servers[server].state.pushes.num_dropped == 0
         assert done.servers.table("items", server).step == 2 * sum(num_steps)
 
 

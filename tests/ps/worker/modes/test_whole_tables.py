@@ -33,7 +33,7 @@ import torchfleet as fleet
 from torchfleet.api.current_job import get_worker
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
-from torchfleet.base.role import WORKER, RoleInfo
+from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.ps.kernels.differences import fold_in, share_by_count, take_differences
 from torchfleet.ps.kernels.vector_instructions import padded
 from torchfleet.ps.net.wire import DELTA, Array, Command
@@ -821,10 +821,6 @@ def start(
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), strategy)
     fleet.init_worker(dirname)
     return model, optimizer
-
-
-def test_replica_is_another_name_of_it() -> None:
-    assert fleet.replica is fleet.whole_tables
 
 
 def test_before_init_worker_it_says_what_to_call() -> None:

@@ -14,8 +14,8 @@ from torchfleet.ps.server.meeting.file_lists import FileLists
 from torchfleet.ps.server.meeting.gathering import Gatherings
 from torchfleet.ps.server.meeting.mail import Mail
 from torchfleet.ps.server.state.changes import Changes
-from torchfleet.ps.server.state.schedule import Schedule
 from torchfleet.ps.server.state.sessions import Sessions
+from torchfleet.ps.server.state.work_queue import Schedule
 from torchfleet.ps.tables.settings.clock import Clock
 
 

@@ -122,7 +122,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def set_clock(state: Any, request: Any) -> Any:
         body = long_work.unpack(long_work.only(request), long_work.ClockBody)
-        state.long_requests.pop(body.token, None)
+        state.work.requests.pop(body.token, None)
         return long_work.set_clock(state, request)
 
     patch_command(patch, Command.CLOCK, replace(commands.COMMANDS[Command.CLOCK], run=set_clock))

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.faults.planted import Patch, bug
 
-from torchfleet.api.job import rejoining
+from torchfleet.api.job import joining
 from torchfleet.ps.server import among_workers, waiting
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.server import Server
@@ -53,7 +53,7 @@ def _(patch: Patch) -> None:
     def first_step(client: Any, told: Any, *_: Any) -> int:
         return max(joined.step for joined in told)
 
-    patch(rejoining, "catch_up", first_step)
+    patch(joining, "catch_up", first_step)
 
 
 @bug("sessions: a refusal of a late copy takes the place of what became of the change", KEPT, script=LOST)

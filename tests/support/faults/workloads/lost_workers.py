@@ -17,7 +17,7 @@ import numpy.typing as npt
 from support.faults.history import expect
 from support.faults.setting import Fleet, Setting
 
-from torchfleet.api.job import rejoining
+from torchfleet.api.job import joining
 from torchfleet.base.errors import CountedOut, FleetError, NumberTaken
 from torchfleet.ps.net.wire import DENSE_BACK, SYNC
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec, shard_range
@@ -116,7 +116,7 @@ class LostWorkers:
         told = self._join(life, client)
         signs = self._connect(life, f"signs of {life.name}")
         self.setting.actor(f"signs of {life.name}", lambda: self._give_signs(life, signs))
-        first = rejoining.catch_up(client, told, 1, TIMEOUT)
+        first = joining.catch_up(client, told, 1, TIMEOUT)
         dense = client.pull_dense("block").result().copy()
         for step in range(first, self.num_steps):
             world.sleep(dice.expovariate(1.0))

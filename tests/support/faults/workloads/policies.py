@@ -15,7 +15,7 @@ from support.faults.history import expect
 from support.faults.setting import Fleet, Setting, contents
 from support.faults.workloads.sync_steps import undisturbed
 
-from torchfleet.ps.net.wire import GATHER
+from torchfleet.ps.net.wire import GATHERED
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
@@ -80,7 +80,7 @@ class Policies:
             grads = np.outer(np.array(keys, np.float32), np.array([1.0, -0.5], np.float32)) / np.float32(16)
             pushed = {"aged": (keys, grads), "full": (keys, grads)}
             settings = (2, 1000) if kind == "gather" else ()
-            client.push_tables(pushed, flags=GATHER if settings else 0, settings=settings).result()
+            client.push_tables(pushed, flags=GATHERED if settings else 0, settings=settings).result()
             return None
         pulled = client.pull_tables({"aged": keys, "full": keys}).result()
         return pulled.rows["aged"].tobytes()

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchfleet import __version__
+from torchfleet.base.monitor.freshness import EXACT_AGES
 from torchfleet.base.monitor.prometheus.metric_list import LISTED, Found, Listed, Status
 from torchfleet.base.monitor.prometheus.step_times import BOUNDS, StepTimes
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-# Updates: ends of buckets. Servers count ages one by one below 16, then by powers of two.
-_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 31, 63, 127, 255, 511, 1023)
+_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, *((EXACT_AGES << i) - 1 for i in range(7)))  # updates: ends of buckets
 _KINDS = ("dense", "sparse")
 
 
@@ -82,7 +82,7 @@ class Exposition:
         yield family
 
     def _staleness(self, status: Status) -> Iterator[Metric]:
-        """Ages from 16 on are known by powers of two, so that their sum is not: there is no torchfleet_..._sum."""
+        """Ages from EXACT_AGES on are known by powers of two, so their sum is not: there is no torchfleet_..._sum."""
         from prometheus_client.metrics_core import HistogramMetricFamily
 
         text = "Updates between a value's pull and the push of its gradient, by kind of table."

@@ -50,28 +50,13 @@ def stream_of(documents: Sequence[Document]) -> str:
     return "".join(f"---\n{text_of(document)}" for document in documents)
 
 
-def read_stream(text: str, source: str) -> list[Document]:
-    """The objects of a file. Raises RoleError if it holds something else."""
-    try:
-        found = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
-        raise RoleError(f"{source} is no YAML: {error}") from None
-    for document in found:
-        metadata = document.get("metadata") if isinstance(document, dict) else None
-        if not isinstance(metadata, dict) or not all(
-            isinstance(part, str) for part in (document.get("kind"), document.get("apiVersion"), metadata.get("name"))
-        ):
-            raise RoleError(f"{source}: expected objects of Kubernetes, with apiVersion, kind and metadata.name")
-    return found
-
-
 def write_folder(folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool) -> list[Path]:
     """One file for each object, in a new or empty folder; numbered, for `kubectl apply -f` takes them by name.
 
     Returns the files. Those with keys are readable by their owner only.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RoleError(f"-o {folder}: expected a new or an empty folder; remove the one of before, or name another")
+        raise RoleError(f"-o {folder}: expected a new or an empty folder; remove it, or name another")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, document in enumerate(documents):

@@ -10,11 +10,10 @@ from torchfleet.launch.simulate.inside.actors import Mailbox, Schedule
 from torchfleet.launch.simulate.links import message_seconds
 from torchfleet.launch.simulate.packets import Address, Packet
 from torchfleet.ps.net.keys import KeyFolder
-from torchfleet.ps.net.transport import Handler, Peer
+from torchfleet.ps.net.transport import TICK, Handler, Peer
 from torchfleet.ps.net.wire import Frame, Role
 
 LISTENER = 0  # the mailbox of a server; those of channels follow
-TICK = 0.05  # seconds between two looks at the clock, as in net/sockets.py
 _THERE_AND_BACK = 2
 
 
@@ -95,7 +94,9 @@ class VirtualListener:
                 self._reply(handler.handle(packet.sender, packet.frames, None))
             worked = handler.work()
             now = schedule.now()
-            if worked or now >= next_tick:
+            if worked:
+                self._reply(handler.ready())
+            if now >= next_tick:
                 self._reply(handler.tick(now))
                 next_tick = now + TICK
 

@@ -10,14 +10,17 @@ from pathlib import Path
 from torchfleet.base.errors import FleetError, LogError
 from torchfleet.ps.net.wire import MAX_BODY, unpack
 from torchfleet.ps.server.arrays import only
+from torchfleet.ps.server.kept_pushes import apply_gathered
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
 from torchfleet.ps.server.log.logged_server import LoggedServer
-from torchfleet.ps.server.log.other_run import forget_workers
 from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.meeting.meetings import Meetings
+from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import rows_text
+from torchfleet.ps.server.state.state import Pushes, State
 from torchfleet.ps.server.table_saving import SaveBody
 
 DEFAULT_FSYNC_MS = 10.0
@@ -51,7 +54,7 @@ class DurableServer(LoggedServer):
         self._folder = folder
         self._writer = LogWriter(folder, index, fsync_ms, self.wake)
         self.add_sink(self._writer)
-        self._attempt = server.state.chain.attempt
+        self._attempt = server.state.saves.chain.attempt
         self._most_bytes = _most_bytes(self._writer.segment_bytes)  # of the segment
         if replay is None or begins:
             self._cut()
@@ -59,7 +62,7 @@ class DurableServer(LoggedServer):
 
     def work(self) -> bool | None:
         """As Handler.work. A full save cuts the log, and so does one that has grown by as much as it has copied."""
-        if self._writer.segment_bytes > self._most_bytes or self.server.state.chain.attempt != self._attempt:
+        if self._writer.segment_bytes > self._most_bytes or self.server.state.saves.chain.attempt != self._attempt:
             self._consider_cut()
         return super().work()
 
@@ -91,8 +94,8 @@ class DurableServer(LoggedServer):
 
     def _consider_cut(self) -> None:
         state = self.server.state
-        is_new, self._attempt = state.chain.attempt != self._attempt, state.chain.attempt
-        long = state.long_requests.get(self._attempt) if is_new else None
+        is_new, self._attempt = state.saves.chain.attempt != self._attempt, state.saves.chain.attempt
+        long = state.work.requests.get(self._attempt) if is_new else None
         is_full_save = long is not None and not unpack(only(long.request), SaveBody, MAX_BODY).delta
         if is_full_save or self._writer.segment_bytes > self._most_bytes:
             self._cut()
@@ -127,6 +130,23 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
     rows = rows_text(server.state.tables.values())
     say(f"went on from {folder.path}: {replay.index:,} entries, {rows}, in {time.monotonic() - started:.1f} s")
     return DurableServer(server, folder, durability.fsync_ms, replay, begins=is_other_run)
+
+
+def forget_workers(state: State) -> None:
+    """The log is that of another run: rows and clients stay, workers and their meetings do not.
+
+    As if the tables had been loaded from a saved model: the workers of this run begin with what is there.
+    """
+    apply_gathered(state)  # its pushes were acknowledged
+    before = state.meetings.members
+    members = Members(state.num_workers, before.min_workers, before.on_loss)
+    state.meetings = Meetings(members, place=state.meetings.place)
+    state.pushes = Pushes(num_dropped=state.pushes.num_dropped)
+    state.work.slices.clear()
+    state.work.requests = {token: long for token, long in state.work.requests.items() if long.result is not None}
+    state.is_stopping = False
+    for table in state.tables.values():
+        table.begin_run()
 
 
 def begin_log(server: Server, durability: Durability) -> DurableServer:

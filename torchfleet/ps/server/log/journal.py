@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torchfleet.base.errors import FleetError, LogStuck, ServerBusy
 from torchfleet.ps.net.packed import pack_arrays, peer_bytes
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import BOUNDED, NO_CREATE, Command
 from torchfleet.ps.server.commands import COMMANDS
+from torchfleet.ps.server.layers import Result, Run
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, LongResult, Refused, encode_entry, noted_table
 from torchfleet.ps.server.log.sink import Sink
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.state.state import Answer, LongRequest
+from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
-from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.table import Table
 
 _UNKNOWN = Effects()  # until the change is made
@@ -40,23 +40,23 @@ class Journal:
         self._wall, self._measured_at = 0, -LOOK  # the tables' time, and when it was looked at
         self._known: dict[int, Table] = {}
         self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
-        self._counted: list[RowStore] = []  # those of them that decide
+        self._counted: list[Table] = []  # these tables
 
-    def apply(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
-        """As Recorder.apply. Raises LogStuck while nothing can be promised."""
+    def around(self, inner: Run, request: Request) -> Result:
+        """As Layer.around. Raises LogStuck while nothing can be promised."""
         for sink in self.sinks:
-            if sink.trouble():
-                self._check(request, sink.trouble())
+            if trouble := sink.trouble():
+                self._check(request, trouble)
         if len(self._known) != len(self._server.state.tables):
             self._look_at_tables()
         if not self._is_change(request):
-            return run()
+            return inner(request)
         num_finished, deciding = len(self._server.state.finished), self._counted
         entry = self._begin(Kind.REQUEST, request.arrived, deciding)
         entry.role, entry.peer, entry.frames = request.role, peer_bytes(request.peer), request.frames
         num_errors = 1
         try:
-            result = run()
+            result = inner(request)
             num_errors = int(isinstance(result, FleetError))
             return result
         except ServerBusy:
@@ -72,7 +72,7 @@ class Journal:
             if entry.kind:
                 self.append(entry)
 
-    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> bool:
+    def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
         """As Recorder.advance. While nothing can be promised time stands still, and then that time does not count."""
         if any(sink.trouble() for sink in self.sinks):
             self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
@@ -82,7 +82,7 @@ class Journal:
         num_finished = len(self._server.state.finished)
         entry = self._begin(Kind.TICK, now, self._counted)
         entry.pause = pause
-        is_changed = run(pause)
+        is_changed = run(now, pause)
         entry.effects = self._end(self._counted)
         entry.effects.num_errors = self._num_errors(num_finished)
         if is_changed:
@@ -91,16 +91,16 @@ class Journal:
 
     def work(self, run: Callable[[], bool]) -> bool:
         """As Recorder.work."""
-        state, deciding = self._server.state, self._deciding()
-        front, attempt, num_works = state.long_work[0], state.chain.attempt, len(state.long_work)
-        token, long = next(((t, n) for t, n in state.long_requests.items() if n.work is front), (0, None))
+        state, deciding = self._server.state, list(self._server.state.tables.values())
+        front, attempt, num_works = state.work.slices[0], state.saves.chain.attempt, len(state.work.slices)
+        token, long = next(((t, n) for t, n in state.work.requests.items() if n.work is front), (0, None))
         entry = self._begin(Kind.SLICE, state.now(), deciding)
         worked = run()
         effects = entry.effects = self._end(deciding)
         if long is not None and long.request.message.command == Command.INSPECT:
             return worked
-        effects.token, effects.is_begun = token, state.chain.attempt != attempt
-        if (long is None and len(state.long_work) < num_works) or (long is not None and long.result is not None):
+        effects.token, effects.is_begun = token, state.saves.chain.attempt != attempt
+        if (long is None and len(state.work.slices) < num_works) or (long is not None and long.result is not None):
             effects.result = _result(long)
         if long is not None and long.result is not None:
             long.work = None  # its result is noted once
@@ -132,8 +132,7 @@ class Journal:
     def _look_at_tables(self) -> None:
         self._known = dict(self._server.state.tables)
         self._counting = {number for number, table in self._known.items() if is_counted(table.spec)}
-        counting = (self._known[number] for number in sorted(self._counting))
-        self._counted = [table for table in counting if isinstance(table, RowStore)]
+        self._counted = [self._known[number] for number in sorted(self._counting)]
 
     @staticmethod
     def _check(request: Request, trouble: str) -> None:
@@ -141,27 +140,22 @@ class Journal:
         if request.message.command not in _ALWAYS_ANSWERED:
             raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 
-    def _begin(self, kind: Kind, now: float, deciding: Sequence[RowStore]) -> Entry:
+    def _begin(self, kind: Kind, now: float, deciding: Iterable[Table]) -> Entry:
         if not 0 <= now - self._measured_at < LOOK:
             self._wall, self._measured_at = self._server.state.clock.measured(), now
         self._server.state.clock.freeze(self._wall)
         for table in deciding:
-            table.decisions.begin()
+            table.begin_noting()
         return Entry(kind, wall=self._wall, time=now, effects=_UNKNOWN)
 
-    def _end(self, deciding: Sequence[RowStore]) -> Effects:
+    def _end(self, deciding: Iterable[Table]) -> Effects:
         self._server.state.clock.freeze(None)
         effects = Effects([])
         for table in deciding:
-            noted = table.decisions.end()
+            noted = table.end_noting()
             if noted is not None:
-                noted.gone = table.absent(noted.dropped)
                 effects.tables.append(noted_table(table.spec.number, noted))
         return effects
-
-    def _deciding(self) -> list[RowStore]:
-        """The tables that may decide something in a shrink or a save."""
-        return [table for table in self._server.state.tables.values() if isinstance(table, RowStore)]
 
     def _num_errors(self, start: int) -> int:
         finished = self._server.state.finished

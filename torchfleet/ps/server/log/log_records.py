@@ -14,24 +14,35 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 
+import google_crc32c
+import numpy as np
+
 from torchfleet.base.errors import LogError
-from torchfleet.ps.kernels.checksum import crc32c
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import lengths_in
 
-MAGIC = b"TFL2"
+MAGIC = b"TFL3"  # the last character is the version of the format
 _FIELDS = struct.Struct("<4sIQQI")  # magic, checksum of the frames, their bytes, bytes synced, bytes of the first frame
 _CHECK = struct.Struct("<I")  # of the fields
 PREFIX = _FIELDS.size + _CHECK.size
 ALIGNED = 8  # bytes: numbers in frames lie where kernels can read them
 SECTOR = 512  # bytes that a disk writes whole or not at all
 _SMALL = 1 << 12  # bytes of frames that are copied: a buffer of their own costs more
+_SLICE = 1 << 20  # bytes that are summed at a time: google_crc32c holds the interpreter's lock meanwhile
+
+
+def crc32c(data: Frame, crc: int = 0) -> int:
+    """The CRC-32C of these bytes. `crc`: of the bytes before them."""
+    array = np.frombuffer(data, np.uint8)  # google_crc32c takes no memoryview
+    for at in range(0, len(array), _SLICE):
+        crc = google_crc32c.extend(crc, array[at : at + _SLICE])
+    return crc
 
 
 def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
     """The buffers of a record, to be written one after the other. Large frames are not copied. `num_synced`: bytes of
     the file that are on the disk for good."""
-    buffers: list[Frame] = [b""]
+    buffers: list[Frame] = []
     small: list[Frame] = []
     crc = length = 0
     for frame in entry:
@@ -41,15 +52,14 @@ def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
         if view.nbytes < _SMALL:
             small += (view.tobytes(), bytes(num_padding))
             continue
-        joined, small = b"".join(small), []
-        crc = crc32c(view.cast("B"), crc32c(joined, crc) if joined else crc)
-        buffers += (joined, view, bytes(num_padding))
-    if small:
-        buffers.append(b"".join(small))
-        crc = crc32c(buffers[-1], crc)
+        buffers += (b"".join(small), view)
+        small = [bytes(num_padding)]
+    buffers.append(b"".join(small))
+    buffers = [buffer for buffer in buffers if len(buffer)]
+    for buffer in buffers:
+        crc = crc32c(buffer, crc)
     fields = _FIELDS.pack(MAGIC, crc, length, num_synced, memoryview(entry[0]).nbytes)
-    buffers[0] = fields + _CHECK.pack(zlib.crc32(fields))
-    return [buffer for buffer in buffers if len(buffer)]
+    return [fields + _CHECK.pack(zlib.crc32(fields)), *buffers]
 
 
 class Records:
@@ -70,6 +80,7 @@ class Records:
     def _next(self, at: int) -> list[Frame] | None:
         """The entry at this place, and `end` behind it; None: it was never finished."""
         start = at + PREFIX
+        self._refuse_other_version(self._data[at:start])
         fields = _fields(self._data[at:start])
         if fields is None:
             self._tear(at, start, "its prefix is not one that was written")
@@ -87,6 +98,16 @@ class Records:
             return _split(content, num_first)
         except LogError as error:
             raise self._damaged(at, str(error)) from None
+
+    def _refuse_other_version(self, prefix: memoryview) -> None:
+        if not _is_whole(prefix):
+            return
+        magic = bytes(prefix[: len(MAGIC)])
+        if magic != MAGIC and magic.startswith(MAGIC[:-1]):
+            raise LogError(
+                f"{self._place} is a log of format {magic[-1:].decode('latin-1')}, and this torchfleet reads format "
+                f"{MAGIC[-1:].decode()} only. Go on from the last checkpoint, with another folder for the log."
+            )
 
     def _tear(self, at: int, stop: int, why: str) -> None:
         """The file is as if it ended here. Raises LogError if that is not what a kill or a loss of power leaves."""
@@ -120,10 +141,15 @@ class Records:
 
 def _fields(prefix: memoryview) -> tuple[int, int, int, int] | None:
     """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None: it was not written so."""
-    if len(prefix) < PREFIX or _CHECK.unpack_from(prefix, _FIELDS.size)[0] != zlib.crc32(prefix[: _FIELDS.size]):
+    if not _is_whole(prefix):
         return None
     magic, crc, length, num_synced, num_first = _FIELDS.unpack_from(prefix)
     return (crc, length, num_synced, num_first) if magic == MAGIC else None
+
+
+def _is_whole(prefix: memoryview) -> bool:
+    """Whether the prefix has the checksum of its fields. It lies at the same place in every version of the format."""
+    return len(prefix) == PREFIX and _CHECK.unpack_from(prefix, _FIELDS.size)[0] == zlib.crc32(prefix[: _FIELDS.size])
 
 
 def _is_blank(data: memoryview) -> bool:

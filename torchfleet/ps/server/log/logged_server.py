@@ -13,17 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchfleet.base.errors import FleetError
 from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.wire import Frame, Role
-from torchfleet.ps.server.change_recorder import Unrecorded
 from torchfleet.ps.server.log.journal import Journal
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.ps.server.log.sink import Sink
 from torchfleet.ps.server.log.state_copy import export_state
 from torchfleet.ps.server.server import Server
-
-TICK = 0.05  # seconds between two looks at the clock
 
 Replies = list[tuple[Peer, list[Frame]]]
 
@@ -52,17 +48,16 @@ class LoggedServer:
     ) -> None:
         """`index`, `term`: of the last entry. `begun`: the server's own time, which goes on from there; None: the
         clock's. Time in which the server did not run does not count."""
-        self.server = server
+        self.server, self.refusals = server, server.refusals
         self._journal = Journal(server, sinks, index, term)
         self._clock, self._offset = clock, 0.0 if begun is None else begun - clock()
         self._held: deque[tuple[int, Peer, list[Frame]]] = deque()  # replies, with what must be confirmed first
         self._copies: deque[Copy] = deque()
-        self._ticked = -TICK
         self._bell, self._is_woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
         self._is_handling = False  # a request: at its end it is looked at what is confirmed
-        server.recorder = self._journal
+        server.record(self._journal)
         server.state.now = self.now
-        server.state.presence.pause(self.now())
+        server.state.meetings.presence.pause(self.now())
 
     def now(self) -> float:
         """The server's own time, which a server that takes its place continues."""
@@ -133,29 +128,19 @@ class LoggedServer:
             self._is_handling = False  # before it is looked at what is confirmed: see `wake`
         return self._hold(replies)
 
-    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> Replies:
-        """As Handler.refuse."""
-        return self._hold(self.server.refuse(peer, frames, error))
-
-    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """As Handler.refused."""
-        return self.server.refused(reply, error)
-
-    def note_refusal(self, text: str) -> None:
-        """As Handler.note_refusal."""
-        self.server.note_refusal(text)
+    def ready(self) -> Replies:
+        """As Handler.ready: also those whose entries have been confirmed since."""
+        return self._hold(self.server.ready())
 
     def tick(self, now: float) -> Replies:
         """As Handler.tick."""
-        if now - self._ticked < TICK and not self.server.state.finished:
-            return self._hold([])  # called because something was confirmed: that is all there is to do
-        self._ticked = now
         return self._hold(self.server.tick(now + self._offset))
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """As Handler.rest."""
         for sink in self._journal.sinks:
             sink.flush()
+        return self.server.rest()
 
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
@@ -171,7 +156,7 @@ class LoggedServer:
         """Close all sinks: what they have not confirmed was promised to nobody."""
         for sink in self._journal.sinks:
             sink.close()
-        self.server.recorder = Unrecorded()
+        self.server.record(None)
         os.close(self._bell)
 
     def work(self) -> bool | None:

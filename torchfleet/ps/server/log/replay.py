@@ -12,10 +12,8 @@ from torchfleet.ps.server.arrays import only
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, noted_of
 from torchfleet.ps.server.log.state_copy import StateImport
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.state.long_pulls import LongPulls
 from torchfleet.ps.server.table_saving import SaveBody, begin_save
 from torchfleet.ps.tables.policies.decisions import Noted
-from torchfleet.ps.tables.rowstore import RowStore
 
 
 class Replay:
@@ -61,26 +59,22 @@ class Replay:
         if not self.is_complete:
             raise LogError("the state that entries continue is not complete: pieces of it are missing")
         self._lenient(False)
-        for table in self.server.state.tables.values():
-            if isinstance(table, RowStore):
-                table.decisions.followed = None
 
     def _lenient(self, is_lenient: bool) -> None:
         """What the other server has taken in is taken in here, whatever this machine has left."""
         self.server.state.is_following = is_lenient
-        self.server.state.budgets.is_lenient = self.server.state.spare_memory.is_lenient = is_lenient
+        self.server.state.budgets.is_lenient = is_lenient
 
     def _apply(self, entry: Entry) -> None:
         state = self.server.state
         state.clock.freeze(entry.wall)
-        self._follow(entry.effects)
         try:
+            self._follow(entry.effects)
             self._make(entry)
         finally:
             state.clock.freeze(None)
             for table in state.tables.values():
-                if isinstance(table, RowStore):
-                    table.follow_no_more()
+                table.follow_no_more()
         num_errors = sum(isinstance(result, FleetError) for _, result in state.finished)
         state.finished = []
         if num_errors != entry.effects.num_errors:
@@ -92,15 +86,14 @@ class Replay:
     def _follow(self, effects: Effects) -> None:
         noted = {written.table: noted_of(written) for written in effects.tables}
         for number, table in self.server.state.tables.items():
-            if isinstance(table, RowStore):
-                table.follow(noted.get(number, _NOTHING))
+            table.follow(noted.get(number, _NOTHING))
 
     def _make(self, entry: Entry) -> None:
         if entry.kind == Kind.REQUEST:
             self.server.repeat(
                 Request(decode(entry.frames), away(entry.peer), entry.time, entry.role, frames=entry.frames)
             )
-            self.server.state.long_pulls = LongPulls()  # it changes nothing: who asked asks again
+            self.server.state.work.pulls.clear()  # a pull changes nothing: the client asks again
         elif entry.kind == Kind.REFUSED:
             self._refuse(entry)
         elif entry.kind == Kind.TICK:
@@ -117,12 +110,12 @@ class Replay:
 
     def _slice(self, effects: Effects) -> None:
         """What a slice dropped has been followed; here is what became of its request."""
-        state, long = self.server.state, self.server.state.long_requests.get(effects.token)
+        state, long = self.server.state, self.server.state.work.requests.get(effects.token)
         if long is None:  # on the server's own schedule
-            own = {id(known.work) for known in state.long_requests.values()}
-            scheduled = [work for work in state.long_work if id(work) not in own]
+            own = {id(known.work) for known in state.work.requests.values()}
+            scheduled = [work for work in state.work.slices if id(work) not in own]
             if effects.result is not None and scheduled:
-                state.long_work.remove(scheduled[0])
+                state.work.slices.remove(scheduled[0])
             return
         if effects.is_begun:
             begin_save(state, unpack(only(long.request), SaveBody, MAX_BODY))
@@ -133,7 +126,7 @@ class Replay:
         if effects.result is not None:
             long.result = unpack_answer(effects.result.packed())
             if long.work is not None:
-                state.long_work.remove(long.work)
+                state.work.slices.remove(long.work)
             long.work = None
 
 

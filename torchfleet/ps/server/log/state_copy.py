@@ -16,14 +16,16 @@ import numpy as np
 
 from torchfleet.base.errors import FleetError, LogError
 from torchfleet.ps.net.packed import pack_answer, pack_request, unpack_answer, unpack_request
-from torchfleet.ps.net.wire import Command, Frame
-from torchfleet.ps.server.log.long_requests import resume_long
+from torchfleet.ps.net.wire import MAX_BODY, Command, Frame, unpack
+from torchfleet.ps.server.arrays import only
+from torchfleet.ps.server.long_work import ShrinkBody, chosen_tables, guarded, shrink_due, shrink_in_slices
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state.claims import Agreement
-from torchfleet.ps.server.state.state import LongRequest
-from torchfleet.ps.tables.copied_notes import export_notes, restore_notes, restore_tracking
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.server.state.work_queue import LongRequest
+from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.tables.settings.spec import TableSpec
-from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlice
+from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
 SLICE = 1 << 14  # rows between two requests
 _DTYPES = {"|u1", "<u4", "<u8", "<f4"}
@@ -97,34 +99,34 @@ def _body(server: Server) -> StateBody:
     state = server.state
     kept = {
         token: [pack_request(long.request), pack_answer(long.result), *_progress(long)]
-        for token, long in state.long_requests.items()
+        for token, long in state.work.requests.items()
         if long.request.message.command != Command.INSPECT
     }
     return StateBody(
         server.incarnation,
-        [(table.spec, export_notes(table)) for table in state.tables.values()],
+        [(table.spec, table.export_notes()) for table in state.tables.values()],
         state.num_workers,
-        state.members.min_workers,
-        state.members.on_loss,
-        state.members.export(),
+        state.meetings.members.min_workers,
+        state.meetings.members.on_loss,
+        state.meetings.members.export(),
         state.sessions.export(),
-        state.barriers.export(),
-        state.gatherings.export(),
-        state.mail.export(),
-        state.files.export(),
-        state.presence.export(),
-        state.changes.export(),
-        state.bound.export(),
-        {worker: pack_request(request) for worker, request in state.sync_step.items()},
-        state.num_steps,
-        [pack_request(request) for request in state.gathered],
+        state.meetings.barriers.export(),
+        state.meetings.gatherings.export(),
+        state.meetings.mail.export(),
+        state.meetings.files.export(),
+        state.meetings.presence.export(),
+        state.pushes.changes.export(),
+        state.pushes.bound.export(),
+        {worker: pack_request(request) for worker, request in state.pushes.step.items()},
+        state.pushes.num_steps,
+        [pack_request(request) for request in state.pushes.gathered],
         kept,
-        (state.chain.attempt, state.chain.base),
+        (state.saves.chain.attempt, state.saves.chain.base),
         state.clock.given,
-        state.schedule.export(),
-        state.num_dropped,
-        state.model,
-        state.agreement,
+        state.work.schedule.export(),
+        state.pushes.num_dropped,
+        state.saves.model,
+        state.meetings.agreement,
     )
 
 
@@ -172,7 +174,7 @@ class StateImport:
     def _take_state(self, head: PieceHead, body: StateBody) -> None:
         server, state = self._server, self._server.state
         kept = body.num_workers, body.min_workers, body.on_worker_loss
-        own = state.num_workers, state.members.min_workers, state.members.on_loss
+        own = state.num_workers, state.meetings.members.min_workers, state.meetings.members.on_loss
         if kept != own:
             raise LogError(
                 f"the state is that of a server for {_described(*kept)}, and this one is for {_described(*own)}: go on "
@@ -180,34 +182,34 @@ class StateImport:
             )
         for spec, notes in body.tables:
             state.add_table(spec)
-            restore_notes(state.tables[spec.number], notes)
+            state.tables[spec.number].restore_notes(notes)
             self._notes[spec.number] = notes
         server.incarnation, self.copy = body.incarnation, head.copy
-        state.members.restore(body.members)
+        state.meetings.members.restore(body.members)
         state.sessions.restore(body.sessions)
-        state.barriers.restore(body.barriers)
-        state.gatherings.restore(body.gatherings)
-        state.mail.restore(body.mail)
-        state.files.restore(body.files)
-        state.presence.restore(body.presence)
-        state.changes.restore(body.changes)
-        state.bound.restore(body.bound)
-        state.schedule.restore(body.schedule)
-        state.sync_step = {worker: unpack_request(request) for worker, request in body.sync_step.items()}
-        state.num_steps = body.num_steps
-        state.gathered = [unpack_request(request) for request in body.gathered]
-        state.chain.attempt, state.chain.base = body.chain
+        state.meetings.barriers.restore(body.barriers)
+        state.meetings.gatherings.restore(body.gatherings)
+        state.meetings.mail.restore(body.mail)
+        state.meetings.files.restore(body.files)
+        state.meetings.presence.restore(body.presence)
+        state.pushes.changes.restore(body.changes)
+        state.pushes.bound.restore(body.bound)
+        state.work.schedule.restore(body.schedule)
+        state.pushes.step = {worker: unpack_request(request) for worker, request in body.sync_step.items()}
+        state.pushes.num_steps = body.num_steps
+        state.pushes.gathered = [unpack_request(request) for request in body.gathered]
+        state.saves.chain.attempt, state.saves.chain.base = body.chain
         if body.clock is not None:
             state.clock.set(body.clock)
-        state.num_dropped, state.model = body.num_dropped, body.model
-        state.agreement = body.agreement
+        state.pushes.num_dropped, state.saves.model = body.num_dropped, body.model
+        state.meetings.agreement = body.agreement
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:
         """What was not done begins anew, when there is somebody to do it."""
         for token, (request, answer, due, dropped) in body.long_requests.items():
             long = LongRequest(unpack_request(request), unpack_answer(answer), due=list(due), dropped=dict(dropped))
-            resume_long(self._server.state, token, long)
+            _resume(self._server.state, token, long)
 
     def _take_rows(self, head: PieceHead, frames: Sequence[Frame]) -> None:
         table = self._server.state.tables[head.table]
@@ -222,25 +224,27 @@ class StateImport:
 
     def _end(self) -> None:
         for number, notes in self._notes.items():
-            restore_tracking(self._server.state.tables[number], notes)
+            self._server.state.tables[number].end_copy(notes)
         self.is_complete = True
+
+
+def _resume(state: State, token: int, long: LongRequest) -> None:
+    """Remember it, and unless it is done put its work where the server does it. Raises FleetError if it is none."""
+    state.work.requests[token] = long
+    if long.result is not None:
+        return
+    request = long.request
+    if request.message.command == Command.SAVE:
+        work = save_in_slices(state, long, unpack(only(request), SaveBody, MAX_BODY))
+    elif request.message.command == Command.SHRINK:
+        chosen = chosen_tables(state, unpack(only(request), ShrinkBody, MAX_BODY))
+        work = shrink_in_slices(state, long, chosen)
+    else:
+        work = shrink_due(state, long, long.due)
+    long.work = guarded(state, long, work)
+    state.work.slices.append(long.work)
 
 
 def _described(num_workers: int, min_workers: int, on_loss: str) -> str:
     least = f"{min_workers} to " if min_workers else ""
     return f"{least}{num_workers} workers (on_worker_loss={on_loss})"
-
-
-class OneSlice:
-    """A slice as a saved model, to be read into the table that it comes from."""
-
-    def __init__(self, saved: SavedSlice) -> None:
-        self._saved = saved
-
-    def load_rows(self, table: RowTable) -> None:
-        """As SavedModel.load_rows."""
-        table.load_slice(self._saved)
-
-    def load_block(self, table: BlockTable) -> None:
-        """As SavedModel.load_block."""
-        table.load(0, self._saved.arrays["values"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchfleet.base.errors import CountedOut
-from torchfleet.base.role import GO_ON, LOSS_END, LOSS_WAIT
+from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_WAIT
 
 
 class Members:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from torchfleet.base.errors import NumberTaken, RoleError, ServerBusy, WireError
-from torchfleet.base.role import LOSS_END
+from torchfleet.base.role.role_info import LOSS_END
 
 # Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
 # names it as the cause.

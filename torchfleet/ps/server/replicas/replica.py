@@ -49,6 +49,7 @@ class Replica:
         """Claims the shard if nobody has it and this is its replica 0; else it will follow. Raises
         CoordinatorUnreachable."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
+        self.refusals = server.refusals
         self._clock = clock
         self._took_over: float | None = None
         self._is_active = False
@@ -104,17 +105,13 @@ class Replica:
             return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
         return primary.logged.handle(peer, frames, role)
 
-    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> Replies:
-        """As Handler.refuse."""
-        return self._handler.refuse(peer, frames, error)
-
-    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """As Handler.refused."""
-        return self._server.refused(reply, error)
-
-    def note_refusal(self, text: str) -> None:
-        """As Handler.note_refusal."""
-        self._server.note_refusal(text)
+    def ready(self) -> Replies:
+        """As Handler.ready. What was read before a pause is not told after it, unless no other replica has taken over
+        meanwhile."""
+        primary = self._primary
+        if primary is None or not self._is_active or self.deposed or not primary.is_sure(self._clock()):
+            return []
+        return primary.logged.ready()
 
     def tick(self, now: float) -> Replies:
         """As Handler.tick. Raises FleetError if the state of the shard is lost."""
@@ -130,8 +127,7 @@ class Replica:
         if self._primary.is_deposed:
             self._depose("another replica has taken over")
             return []
-        # What was read before a pause is not told after it, unless nobody has taken over meanwhile.
-        return self._primary.logged.tick(now) if self._primary.is_sure(now) else []
+        return self._primary.logged.tick(now) if self._primary.is_sure(now) else []  # as in `ready`
 
     def work(self) -> bool | None:
         """As Handler.work."""
@@ -143,18 +139,13 @@ class Replica:
             return primary.logged.work() if primary.is_sure(now) else None
         return self._apply_one() if self._follower is not None else None
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """As Handler.rest."""
-        if self._primary is not None:
-            self._primary.logged.rest()
+        return self._primary.logged.rest() if self._primary is not None else self._server.rest()
 
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
         return self._primary.wakes() if self._primary is not None else ()
-
-    @property
-    def _handler(self) -> LoggedServer | Server:
-        return self._primary.logged if self._primary is not None else self._server
 
     @property
     def term(self) -> int:

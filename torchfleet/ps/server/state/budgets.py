@@ -1,7 +1,7 @@
-"""What one client may take of a server: bytes that are kept for it, requests that wait, rows that it creates.
+"""What clients may take of a server: bytes that are kept for one, requests that wait, rows that it creates, memory.
 
-A client is a connection (a peer of the transport). Whatever waits is held in its name until nobody refers to it any
-more: the hold is an object that lives as long as what it counts.
+A client is a connection (a peer of the transport). What waits is held in its name as long as something refers to it:
+the hold is an object that lives as long as what it counts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchfleet.base.errors import FleetError, ServerBusy
+from torchfleet.base.cgroups import memory_left
+from torchfleet.base.errors import FleetError, ServerBusy, TableError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.transport import Peer
+from torchfleet.ps.tables.rows.memory import physical_bytes
 
 # Bytes of one client that wait, and of these and what was answered and is kept (pushes that are gathered, lists). A
 # single request may be larger, if nothing else is held for its client.
@@ -23,6 +25,8 @@ DEFAULT_NEW_ROWS = 10_000_000  # a second; more than a core can make
 BURST = 4.0  # seconds' worth of rows that may be created at once
 GROWTH = 2.0  # seconds for which a client is taken to go on creating rows
 _OVERHEAD = 1024  # bytes of a request beside its arrays
+LOOK = 0.25  # seconds between two looks at the memory that is left
+SHARE, MOST = 1 / 64, 1 << 30  # of all memory, and bytes: so much is not for new rows
 
 
 @dataclass(slots=True)
@@ -59,7 +63,8 @@ class Budgets:
         self._accounts: dict[Peer, Account] = {}
         self._num_bytes = 0
         self._max_new_rows = _given_new_rows() if max_new_rows is None else max_new_rows
-        self.is_lenient = False  # nobody is refused: what was taken elsewhere is only counted here
+        self.memory = SpareMemory()
+        self.is_lenient = False  # no client is refused: what another server has taken in is only counted here
 
     def hold(self, request: Request, more: int = 0, waits: bool = True) -> None:
         """Keep the request, and so many bytes `more` of its answer, in its client's name. `waits`: it is not answered
@@ -95,14 +100,18 @@ class Budgets:
             del self._accounts[peer]
 
     def check_new_rows(self, peer: Peer, now: float) -> None:
-        """Raise ServerBusy if this client has created too many rows in the last seconds."""
+        """Raise ServerBusy if this client has created too many rows in the last seconds, and TableError if there is no
+        memory for new rows."""
+        if self.is_lenient:
+            return
         account = self._accounts.get(peer)
-        if not self.is_lenient and account is not None and account.spent_until > now + BURST:
+        if account is not None and account.spent_until > now + BURST:
             wait = account.spent_until - now - BURST
             raise ServerBusy(
                 f"this client creates more than {self._max_new_rows:,.0f} rows a second. Ask again in {wait:.1f} s, or "
                 f"raise {NEW_ROWS}."
             )
+        self.memory.check(now)
 
     def note_new_rows(self, peer: Peer, num_rows: int, now: float) -> None:
         if num_rows and self._max_new_rows:
@@ -130,6 +139,25 @@ class Budgets:
     def num_bytes(self) -> int:
         """That are held for all clients."""
         return self._num_bytes
+
+
+class SpareMemory:
+    """The memory that is left. Clients cannot create rows to the end of all of it, in whatever number of tables."""
+
+    def __init__(self) -> None:
+        self._reserve = min(MOST, int(physical_bytes() * SHARE))
+        self._looked_at = -LOOK
+        self._left: int | None = None
+
+    def check(self, now: float) -> None:
+        """Raise TableError if there is no memory for new rows. Where the system does not say what is left, there is."""
+        if now - self._looked_at >= LOOK:
+            self._left, self._looked_at = memory_left(), now
+        if self._left is not None and self._left < self._reserve:
+            raise TableError(
+                f"{self._left:,} bytes of memory are left on this machine or in its container, and {self._reserve:,} "
+                "are kept free: no new rows. Use more servers or memory, evict (fleet.shrink), or admit fewer keys."
+            )
 
 
 _NOTHING = Account()

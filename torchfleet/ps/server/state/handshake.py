@@ -20,10 +20,10 @@ def check_claims(state: State, worker: int, num_workers: int, claims: Claims, no
     if not 0 <= claims.server < claims.num_servers:
         raise WireError(f"a server's number is below that of servers, found {claims.server} of {claims.num_servers}")
     _check_server(state, worker, claims)
-    others = state.presence.others(worker, now)
-    if state.agreement is None or others == "gone":
+    others = state.meetings.presence.others(worker, now)
+    if state.meetings.agreement is None or others == "gone":
         return
-    found = _difference(worker, num_workers, claims, state.agreement)
+    found = _difference(worker, num_workers, claims, state.meetings.agreement)
     if found and others == "quiet":
         raise ServerBusy(f"{found} No other worker has given a sign of life lately: asking again until they are lost.")
     if found:
@@ -32,8 +32,8 @@ def check_claims(state: State, worker: int, num_workers: int, claims: Claims, no
 
 def agree(state: State, worker: int, num_workers: int, claims: Claims, now: float) -> None:
     """Keep what the first worker says; the next one's if all are gone that agreed to it."""
-    if state.agreement is None or state.presence.others(worker, now) == "gone":
-        state.agreement = Agreement(worker, num_workers, claims)
+    if state.meetings.agreement is None or state.meetings.presence.others(worker, now) == "gone":
+        state.meetings.agreement = Agreement(worker, num_workers, claims)
 
 
 def _check_server(state: State, worker: int, claims: Claims) -> None:
@@ -42,8 +42,8 @@ def _check_server(state: State, worker: int, claims: Claims) -> None:
             f"worker {worker} has torchfleet {escaped(claims.release)}, and this server {__version__}: install the "
             "same release everywhere."
         )
-    if state.place is not None:
-        server, num_servers = state.place
+    if state.meetings.place is not None:
+        server, num_servers = state.meetings.place
         if claims.num_servers != num_servers:
             raise RoleError(
                 f"worker {worker} has a list of {claims.num_servers} servers, and this server one of {num_servers}: "
@@ -56,7 +56,7 @@ def _check_server(state: State, worker: int, claims: Claims) -> None:
             )
     tables = {table.spec.name: table.spec for table in state.tables.values()}
     # A server that was started by itself has the tables of whoever came; one with a script has those of its model.
-    own = _unlike(claims.tables, tables, both=state.place is not None)
+    own = _unlike(claims.tables, tables, both=state.meetings.place is not None)
     if own:
         raise RoleError(_of_tables(worker, own, "this server has"))
 

@@ -39,7 +39,7 @@ class ServerStatus:
         self._state, self._standing = state, standing
         self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
         self._rates = RecentRates()
-        state.hot_keys.is_on = status_file is not None
+        state.counters.hot_keys.is_on = status_file is not None
 
     def write(self, now: bool = False) -> None:
         """If it is time for it, or at once."""
@@ -50,26 +50,26 @@ class ServerStatus:
 
     def _make(self) -> dict[str, Any]:
         state, standing = self._state, self._standing
-        stats = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
-        rates = self._rates.look({"requests_per_s": state.num_requests})
-        maybe: dict[str, Any] = {"busy": state.load.busy, "hot_keys": state.hot_keys.top() or None}
-        if state.saves.num:
-            maybe["saves"] = dict(vars(state.saves))
+        stats = {table.spec.name: table.described() for table in state.tables.values()}
+        rates = self._rates.look({"requests_per_s": state.counters.num_requests})
+        maybe: dict[str, Any] = {"busy": state.counters.load.busy, "hot_keys": state.counters.hot_keys.top() or None}
+        if state.saves.made.num:
+            maybe["saves"] = dict(vars(state.saves.made))
         if standing is not None:
             maybe |= {"backup": not standing.is_primary, "deposed": bool(standing.deposed)}
         return {
             "role": "server",
-            "requests": state.num_requests,
+            "requests": state.counters.num_requests,
             **rates,
-            "commands": {name_of(command): num for command, num in state.num_by_command.items()},
-            "errors": state.num_errors,
-            "dropped": state.num_dropped,
-            "bytes_in": state.bytes_in,
-            "bytes_out": state.bytes_out,
-            "workers_joined": state.members.num_joined,
-            "workers_lost": state.presence.num_lost,
+            "commands": {name_of(command): num for command, num in state.counters.num_by_command.items()},
+            "errors": state.counters.num_errors,
+            "dropped": state.pushes.num_dropped,
+            "bytes_in": state.counters.bytes_in,
+            "bytes_out": state.counters.bytes_out,
+            "workers_joined": state.meetings.members.num_joined,
+            "workers_lost": state.meetings.presence.num_lost,
             **{name: value for name, value in maybe.items() if value is not None},
-            "rows": {name: table["rows"] for name, table in stats.items() if table["kind"] != "dense"},
+            "rows": {name: table["rows"] for name, table in stats.items() if not table["is_dense"]},
             "tables": dict(sorted(((n, _table(t)) for n, t in stats.items()), key=lambda it: -it[1]["bytes"])[:_FEW]),
             **ages_by_kind(stats.values()),
         }
@@ -81,7 +81,7 @@ def name_of(command: int) -> str:
 
 
 def _table(stats: dict[str, Any]) -> dict[str, Any]:
-    found = {name: stats[name] for name in ("kind", "rows", "bytes")}
+    found = {name: stats[name] for name in ("kind", "is_dense", "rows", "bytes")}
     if "evicted" in stats:
         found |= {"evicted": stats["evicted"], "created": max(0, stats["rows"] + stats["evicted"] - stats["loaded"])}
     return found

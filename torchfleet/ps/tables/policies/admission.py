@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.kernels import key_hashes as kernels
+from torchfleet.ps.kernels.hashing import chosen
 from torchfleet.ps.tables.policies.decisions import Decisions
 from torchfleet.ps.tables.policies.window_sketch import WindowSketch
 from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
@@ -126,7 +126,7 @@ class Admission:
         """
         now = self._clock.now
         if self._entry.probability < 1:
-            keys = keys[kernels.chosen(keys, self._entry.probability)]
+            keys = keys[chosen(keys, self._entry.probability)]
         is_due = np.ones(len(keys), np.bool_)
         if self.sketch is not None:
             is_due = self.sketch.count(keys, now) >= self._entry.window_count

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.kernels.key_hashes import hashes as hashes_of
+from torchfleet.ps.kernels.hashing import hashes as hashes_of
 from torchfleet.ps.kernels.statistics import NEVER
 from torchfleet.ps.tables.policies.decisions import Decisions
 from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows

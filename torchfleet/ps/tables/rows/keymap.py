@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import hashmap, key_search
-from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, OVERFLOW, SALT
+from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, OLD, OVERFLOW, SALT
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
@@ -24,7 +24,8 @@ FIRST_BUCKETS = 64
 SPARE_BUCKETS = 64
 SMALL = 1 << 14  # buckets; below it a map doubles, and is carried over in one go (under a millisecond)
 MOVES_PER_KEY = 2  # buckets carried over per new key: done when the old slots have filled up by 1/16 more
-EASY_KEYS = 1 << 16  # a map of less than a megabyte, which is cheaper than to look which keys of a batch are new
+EASY_KEYS = 1 << 16  # a map of less than a megabyte
+SETTLED_BUCKETS = 1 << 11  # carried over at a time while nothing is asked: a fraction of a millisecond
 KEY_WORDS = 2
 
 
@@ -52,12 +53,11 @@ class KeyMap:
         self._num_buckets = np.ones(2, np.uint64)
         self._slots_memory = [Memory(0), Memory(0)]
         self._slots: list[npt.NDArray[np.uint64]] = [np.zeros(2 * BUCKET, np.uint64), np.zeros(0, np.uint64)]
+        self.num_keys = 0
+        self._grows_at = 0  # keys for which there are not enough buckets
+        self._arrays: tuple[Any, ...] = ()  # as the kernels take them
         self._open(FIRST_BUCKETS)
         self._finish_migration()
-
-    @property
-    def num_keys(self) -> int:
-        return int(self._state[NUM_KEYS])
 
     @property
     def load_factor(self) -> float:
@@ -77,22 +77,31 @@ class KeyMap:
         """How many more keys there is room for."""
         return self.max_rows - self.num_keys
 
-    @property
-    def easy_room(self) -> int:
-        """As many new keys as can be reserved without looking: at worst the map grows a little early."""
-        return max(int(self._num_buckets[NEW]), EASY_KEYS)
+    def reserve_for(self, keys: Keys) -> None:
+        """`reserve` for those of these keys that are new. A map never begins to grow for keys that it has, unless it is
+        so small that to grow is cheaper than to look which are new."""
+        if self.num_keys + len(keys) < self._grows_at:
+            return
+        num_new = len(keys)
+        if num_new > EASY_KEYS or int(self._num_buckets[NEW]) >= SMALL:
+            num_new = self.find(keys, np.empty(num_new, np.int64), 0)
+        self.reserve(min(num_new, self.num_free_rows))
 
-    def check(self, keys: Keys) -> None:
-        """Every key is a good key."""
+    def settle(self) -> bool:
+        """Carry some more over while nothing is asked; False: there is nothing to carry over."""
+        if not self._migrating:
+            return False
+        self._migrate(SETTLED_BUCKETS)
+        return True
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
         """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
         the key are brought into the cache for whoever reads or writes them next."""
-        return int(key_search.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+        return int(key_search.find(*self._arrays, keys, rows, KEY_WORDS + num_words))
 
     def read(self, keys: Keys, rows: Rows, out: npt.NDArray[np.float32]) -> int:
         """As `find`, and out[i] = the first words behind the key of rows[i]; zeros where there is none."""
-        return int(key_search.read(*self._arrays(), keys, rows, KEY_WORDS, out.view(np.uint32)))
+        return int(key_search.read(*self._arrays, keys, rows, KEY_WORDS, out.view(np.uint32)))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
@@ -101,8 +110,9 @@ class KeyMap:
         """
         self.reserve(int((rows < 0).sum()))
         fresh = np.empty(len(keys), np.int64)
-        num_fresh = hashmap.insert_missing(*self._arrays(), self._free_rows, keys, rows, fresh)
+        num_fresh = hashmap.insert_missing(*self._arrays, self._free_rows, keys, rows, fresh)
         self._expect(num_fresh)
+        self.num_keys += int(num_fresh)
         if self._migrating:
             self._migrate(MOVES_PER_KEY * int(num_fresh))
         return fresh[:num_fresh]
@@ -113,13 +123,17 @@ class KeyMap:
         if self._migrating or self._state[NUM_FREE]:
             return False
         arrays = self._slots[NEW], self._num_buckets, self._state, self._words
-        self._expect(int(hashmap.load(*arrays, keys, rows.view(np.uint32))))
+        num_fresh = int(hashmap.load(*arrays, keys, rows.view(np.uint32)))
+        self._expect(num_fresh)
+        self.num_keys += num_fresh
         return True
 
     def erase(self, keys: Keys) -> int:
         """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
         self.recent.forget()
-        return int(hashmap.erase(*self._arrays(), self._free_rows, keys))
+        num_erased = int(hashmap.erase(*self._arrays, self._free_rows, keys))
+        self.num_keys -= num_erased
+        return num_erased
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
         """Keys and row numbers of those of these rows that are in use."""
@@ -145,13 +159,10 @@ class KeyMap:
     def _migrating(self) -> bool:
         return int(self._num_buckets[OLD]) > 1
 
-    def _arrays(self) -> tuple[Any, ...]:
-        return self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
-
     def reserve(self, num: int) -> None:
         """Make room for so many new keys; begins to grow the map if need be. Raises TableError or changes nothing."""
-        needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
-        if needed > int(self._num_buckets[NEW]):
+        if self.num_keys + num >= self._grows_at:
+            needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
             self._finish_migration()
             current = int(self._num_buckets[NEW])
             self._open(max(needed, int(current * (2 if current < SMALL else GROWTH))))
@@ -173,6 +184,11 @@ class KeyMap:
         self._slots[NEW] = memory.array(np.uint64)[: BUCKET * (num_buckets + SPARE_BUCKETS)]
         self._slots_memory[NEW] = memory
         self._num_buckets[NEW] = num_buckets
+        self._grows_at = int(num_buckets * MAX_LOAD * BUCKET)
+        self._note_arrays()
+
+    def _note_arrays(self) -> None:
+        self._arrays = self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
 
     def _migrate(self, num_buckets: int) -> None:
         moved = hashmap.migrate(self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, num_buckets)
@@ -192,6 +208,7 @@ class KeyMap:
         self._slots[OLD], self._slots_memory[OLD] = np.zeros(2 * BUCKET, np.uint64), Memory(0)
         self._num_buckets[OLD] = 1
         self._state[MOVED] = 1
+        self._note_arrays()
 
     @staticmethod
     def _expect(result: int) -> None:

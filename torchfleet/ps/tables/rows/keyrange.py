@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.kernels.key_ranges import all_below, all_of_shard, rows_in_use
+from torchfleet.ps.kernels.partition import all_below, all_of_shard, rows_in_use
 from torchfleet.ps.tables.rows.keymap import Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
@@ -52,9 +52,12 @@ class KeyRange:
     def num_free_rows(self) -> int:
         return self.num_row_numbers - self.num_keys
 
-    @property
-    def easy_room(self) -> int:
-        return self.num_row_numbers
+    def reserve_for(self, keys: Keys) -> None:
+        """As KeyMap.reserve_for: every id of a declared size has its place."""
+
+    def settle(self) -> bool:
+        """Nothing is ever carried over."""
+        return False
 
     def reserve(self, num: int) -> None:
         """Nothing to do: the place of every id is there."""

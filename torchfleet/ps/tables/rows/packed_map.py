@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import packed_buckets, packed_moves
-from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, NUM_KEYS, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
+from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 
@@ -21,7 +21,7 @@ SLACK = 1.25  # so much longer than a growth takes is the time until the next on
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
 LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
-EASY_ROOM = 1 << 15  # keys
+SETTLED_BUCKETS = 1 << 9  # whose rows are moved at a time while nothing is asked: a fraction of a millisecond
 _NUM_HASHES = 1 << 64
 
 
@@ -76,10 +76,8 @@ class PackedMap:
         self._bucket_bytes = 4 * self.width * BUCKET
         self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
         self._has_marks = False
-
-    @property
-    def num_keys(self) -> int:
-        return int(self._state[NUM_KEYS])
+        self.num_keys = 0
+        self._arrays = self._tags, self._words, self._num_buckets, self._state  # as the kernels take them
 
     @property
     def load_factor(self) -> float:
@@ -97,18 +95,20 @@ class PackedMap:
         """How many more keys there is room for."""
         return self.max_rows - self.num_keys
 
-    @property
-    def easy_room(self) -> int:
-        """As many new keys as can be reserved without looking: at worst the map grows a little early."""
-        return max(int(self._num_buckets[NEW]) // 8, EASY_ROOM)
+    def reserve_for(self, keys: Keys) -> None:
+        """As KeyMap.reserve_for. Growth cannot fail, as the address space is there, and waits for new keys."""
 
-    def check(self, keys: Keys) -> None:
-        """Every key is a good key."""
+    def settle(self) -> bool:
+        """Move some more rows while nothing is asked; False: there are none to move."""
+        if not self._migrating:
+            return False
+        self._migrate(SETTLED_BUCKETS)
+        return True
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
         """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
         the key are brought into the cache for whoever reads or writes them next."""
-        return int(packed_buckets.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+        return int(packed_buckets.find(*self._arrays, keys, rows, KEY_WORDS + num_words))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
@@ -119,20 +119,25 @@ class PackedMap:
         self.reserve(num_missing)
         self._migrate(self._pace.num_moves(num_missing))  # first: what is inserted does not move before it is used
         fresh = np.empty(len(keys), np.int64)
-        num_fresh = packed_buckets.insert_missing(*self._arrays(), keys, rows, fresh)
+        num_fresh = packed_buckets.insert_missing(*self._arrays, keys, rows, fresh)
         self._expect(num_fresh)
+        self.num_keys += int(num_fresh)
         return fresh[:num_fresh]
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
         """Whole rows in one pass."""
         self.reserve(len(keys))
         self._migrate(self._pace.num_moves(len(keys)))
-        self._expect(int(packed_buckets.load(*self._arrays(), keys, rows.view(np.uint32))))
+        num_fresh = int(packed_buckets.load(*self._arrays, keys, rows.view(np.uint32)))
+        self._expect(num_fresh)
+        self.num_keys += num_fresh
         return True
 
     def erase(self, keys: Keys) -> int:
         """Take keys out; returns how many of them were there. Other rows may move to fill their places."""
-        return int(packed_moves.erase(*self._arrays_with_marks(), keys))
+        num_erased = int(packed_moves.erase(*self._arrays_with_marks(), keys))
+        self.num_keys -= num_erased
+        return num_erased
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
         """Keys and row numbers of those of these rows that are in use."""
@@ -196,9 +201,6 @@ class PackedMap:
     @property
     def _migrating(self) -> bool:
         return int(self._state[UNMOVED]) > 0
-
-    def _arrays(self) -> tuple[Any, ...]:
-        return self._tags, self._words, self._num_buckets, self._state
 
     def _arrays_with_marks(self) -> tuple[Any, ...]:
         return self._tags, self._marks, self._words, self._num_buckets, self._state

@@ -73,19 +73,20 @@ class Statistics:
         self._words: npt.NDArray[np.uint32] = index.store.view(np.uint32)
         self._places = np.array([first + names.index(name) if name in names else -1 for name in COLUMNS], np.int64)
         self._powers = decay_powers(entry.show_click_decay_rate)
+        self._arrays = index.store, self._words, index.width, self._places  # as the kernels take them
 
     def begin(self, rows: Rows, now: int, tick: int) -> None:
         """Rows that are new. Their first appearance is noted by `appear`."""
-        kernels.begin(*self._arrays(), rows, np.uint32(now), np.uint32(tick))
+        kernels.begin(*self._arrays, rows, np.uint32(now), np.uint32(tick))
 
     def appear(self, rows: Rows, now: int, tick: int) -> None:
         """Rows that were looked up for training; missing ones (negative) are passed over."""
-        kernels.appear(*self._arrays(), rows, np.uint32(now), np.uint32(tick), self._powers)
+        kernels.appear(*self._arrays, rows, np.uint32(now), np.uint32(tick), self._powers)
 
     def add(self, rows: Rows, pushed: npt.NDArray[np.float32]) -> None:
         """Show, click and slot of a step, added to the rows that are there."""
         weights = np.float32(self._entry.nonclick_weight), np.float32(self._entry.click_weight)
-        kernels.add_shows(*self._arrays(), rows, pushed, *weights)
+        kernels.add_shows(*self._arrays, rows, pushed, *weights)
 
     def read(self, rows: Rows) -> Columns:
         """As they are kept."""
@@ -121,9 +122,6 @@ class Statistics:
         if place >= 0:
             memory = self._index.store if name in _FLOATS else self._words
             memory[rows * self._index.width + place] = values
-
-    def _arrays(self) -> tuple[Any, ...]:
-        return self._index.store, self._words, self._index.width, self._places
 
 
 def decay_powers(rate: float) -> npt.NDArray[np.float32]:

@@ -1,126 +1,52 @@
 """What a table is: the description that a client sends and a server builds from. Checked when it is made.
 
-Two registries name what there is: RULES, the optimizers, and KINDS, the kinds of tables. ps/tables fills them whenever
-it, or anything in it, is imported: tables/rules.py has one line per rule, tables/kinds.py one per kind.
+Two registries name what there is: RULES, the optimizers (settings/rule.py), and KINDS, the kinds of tables. Both
+are filled whenever anything of ps/tables is imported: tables/rules has one line per rule, tables/kinds.py one per kind.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Floats, RowRule, Rule, expect
+
+__all__ = [  # those of settings/rule.py too: a table's description comes with its rule
+    "KINDS",
+    "MAX_DIM",
+    "MAX_FLOAT",
+    "MAX_SHARDS",
+    "MAX_SIZE",
+    "RULES",
+    "Floats",
+    "Initializer",
+    "InitializerName",
+    "RowRule",
+    "Rule",
+    "TableKind",
+    "TableSpec",
+    "default_kind",
+    "differences",
+    "kind_named",
+    "shard_range",
+    "table_number",
+]
 
 MAX_DIM = 1 << 16
-MAX_FLOAT = 3.4028234663852886e38  # the largest float32
 InitializerName = Literal["constant", "uniform", "normal", "truncated_normal"]
 MAX_SIZE = 1 << 48
 MAX_SHARDS = 1 << 16
 
-Floats = npt.NDArray[np.float32]
-RULES: dict[str, RowRule] = {}  # by the name that Rule gives
 KINDS: dict[str, TableKind] = {}  # by the name that TableSpec gives
-
-
-def _expect(condition: bool, text: str) -> None:
-    if not condition:
-        raise TableError(text)
-
-
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
-
-    `momentum` and `nesterov` act on dense tables only; a row that is touched now and then has no "every step" at which
-    they could act. `weight_decay` acts on the rows that an update touches, and on all of a dense table. `low` and
-    `high` bound sparse weights after each update.
-    """
-
-    name: str = "sgd"
-    lr: float = 0.01
-    eps: float = 1e-10
-    beta1: float = 0.9
-    beta2: float = 0.999
-    lr_decay: float = 0.0
-    initial_accumulator: float = 0.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    decoupled_decay: bool = False
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __post_init__(self) -> None:
-        _expect(self.name in RULES, f"rule.name must be one of {tuple(RULES)}, found {self.name!r}")
-        for field in ("lr", "eps", "lr_decay", "initial_accumulator", "weight_decay"):
-            _expect(0 <= getattr(self, field) <= MAX_FLOAT, f"rule.{field} must be >= 0, found {getattr(self, field)}")
-        for field in ("beta1", "beta2", "momentum"):
-            _expect(0 <= getattr(self, field) < 1, f"rule.{field} must be in [0, 1), found {getattr(self, field)}")
-        _expect(self.low < self.high, f"rule.low must be below rule.high, found {self.low} and {self.high}")
-        _expect(not self.nesterov or self.momentum > 0, "rule.nesterov needs rule.momentum > 0")
-
-    @property
-    def has_bounds(self) -> bool:
-        return self.low > -math.inf or self.high < math.inf
-
-    @property
-    def row_rule(self) -> RowRule:
-        """What applies it."""
-        return RULES[self.name]
-
-
-class RowRule(ABC):
-    """How one optimizer updates values: its formula, and the state that it keeps behind each value.
-
-    A rule is one object without state of its own; `rule` holds the settings of the table at hand.
-    """
-
-    num_states: int  # numbers of state per value of a sparse row
-    squares: tuple[int, ...] = ()  # which of them are sums of squares, and so never negative
-
-    def num_dense_states(self, rule: Rule) -> int:
-        """Numbers of state per value of a dense block."""
-        return self.num_states
-
-    def initial_state(self, rule: Rule) -> float:
-        """What the state of a new row, and of a new block, is filled with."""
-        return 0.0
-
-    def rate(self, rule: Rule, lr: float, step: int) -> float:
-        """The learning rate of update number `step` (1, 2, ...), where `lr` was asked for."""
-        return lr
-
-    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float] | None:
-        """Bounds on the magnitude of values and of each number of state after one update.
-
-        `held`: the bounds before it; `grad`: one on its gradients. None: not known, and every update is tried first.
-        Rounding may double what is added. Of rows, no later update with the same bounds adds more.
-        """
-        return None
-
-    @abstractmethod
-    def apply_to_rows(
-        self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
-    ) -> None:
-        """Update the rows numbered `at`, all different, by a gradient each; layout is (width, offset) of the store.
-
-        A row is `width` numbers of the store. From `offset` on it holds its values, and then their state.
-        """
-
-    @abstractmethod
-    def apply_to_block(
-        self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int
-    ) -> None:
-        """Update a flat block; `states` has one row of len(weights) per number of state."""
 
 
 class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,14 +57,14 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     b: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect(
+        expect(
             self.name in get_args(InitializerName),
             f"initializer.name must be one of {get_args(InitializerName)}, found {self.name!r}",
         )
         is_finite = math.isfinite(self.a) and math.isfinite(self.b) and self.largest <= MAX_FLOAT
-        _expect(is_finite, f"initializer needs numbers that make finite first values, found {self}")
-        _expect(self.name != "uniform" or self.a <= self.b, f"uniform needs low <= high, found {self.a}, {self.b}")
-        _expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
+        expect(is_finite, f"initializer needs numbers that make finite first values, found {self}")
+        expect(self.name != "uniform" or self.a <= self.b, f"uniform needs low <= high, found {self.a}, {self.b}")
+        expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
 
     @property
     def largest(self) -> float:
@@ -155,6 +81,12 @@ class TableKind:
     make: Callable[[TableSpec, int, Clock], Any]  # (spec, max_bytes, clock) → a tables.table.Table
     has_size: bool  # ids below a declared size, which servers own in turn; else any 64-bit key, by its hash
     is_dense: bool = False  # one flat block; else rows by key
+    samples: Callable[[], Iterable[TableSpec]] | None = None  # tables that use all of its kernels, to warm them up
+
+
+def default_kind(is_dense: bool, has_size: bool) -> str:
+    """The name of the kind for a model's tables, unless it asks for another: the first that was registered."""
+    return next(name for name, kind in KINDS.items() if (kind.is_dense, kind.has_size) == (is_dense, has_size))
 
 
 def kind_named(name: str) -> TableKind:
@@ -165,7 +97,7 @@ def kind_named(name: str) -> TableKind:
     return kind
 
 
-class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A table: `sparse` (rows for any 64-bit key), `array` (rows for ids below size), `dense` (a block of size)."""
 
     name: str
@@ -182,30 +114,31 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
-        _expect(0 < len(self.name) <= 200, f"a table's name has 1 to 200 characters, found {len(self.name)}")
-        _expect(1 <= self.dim <= MAX_DIM, f"dim must be 1 to {MAX_DIM}, found {self.dim}")
-        _expect(0 <= self.seed < 1 << 63, f"seed must be 0 to 2^63 - 1, found {self.seed}")
-        _expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
-        _expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
+        expect(0 < len(self.name) <= 200, f"a table's name has 1 to 200 characters, found {len(self.name)}")
+        expect(1 <= self.dim <= MAX_DIM, f"dim must be 1 to {MAX_DIM}, found {self.dim}")
+        expect(0 <= self.seed < 1 << 63, f"seed must be 0 to 2^63 - 1, found {self.seed}")
+        expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
+        expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
         if kind.has_size:
-            _expect(1 <= self.size <= MAX_SIZE, f"kind='{self.kind}' needs a size of 1 to 2^48, found {self.size}")
+            expect(1 <= self.size <= MAX_SIZE, f"kind='{self.kind}' needs a size of 1 to 2^48, found {self.size}")
         else:
-            _expect(self.size == 0, f"a {self.kind} table has no size: use kind='array' for a declared number of ids")
+            expect(self.size == 0, f"a {self.kind} table has no size: use kind='array' for a declared number of ids")
         if kind.is_dense:
-            _expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
-            _expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
-            _expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
+            expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
+            expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
+            expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
         else:
-            _expect(self.rule.momentum == 0, f"rule.momentum is for dense tables; '{self.name}' is sparse")
+            refused = self.rule.row_rule.refused_on_rows(self.rule)
+            expect(not refused, f"rule.{refused} is for dense tables; '{self.name}' is sparse")
 
     def _check_policies(self) -> None:
         if self.has_size:
-            _expect(self.entry == AdmissionEntry(), f"entry is for tables of any id; '{self.name}' has a declared size")
-            _expect(self.shrink == Shrink(), f"shrink is for tables of any id; '{self.name}' has a declared size")
+            expect(self.entry == AdmissionEntry(), f"entry is for tables of any id; '{self.name}' has a declared size")
+            expect(self.shrink == Shrink(), f"shrink is for tables of any id; '{self.name}' has a declared size")
         if not self.entry.show:
             wanting = sorted((self.entry.names | self.shrink.names) & {"show", "click", "score", "delta"})
-            _expect(
+            expect(
                 not wanting,
                 f"the policies of table '{self.name}' look at {', '.join(wanting)}, which needs "
                 "entry=fleet.ShowClickEntry(show, click) to say from which slots",
@@ -215,21 +148,35 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What one of `num_shards` servers holds of this table."""
         return msgspec.structs.replace(self, shard=shard, num_shards=num_shards)
 
-    @property
+    def in_memory(self, rule: Rule | None = None) -> TableSpec:
+        """A table of the same rows for any id in one process, whole, that lets every id in and drops no row."""
+        return msgspec.structs.replace(
+            self,
+            kind=default_kind(is_dense=False, has_size=False),
+            size=0,
+            rule=rule or self.rule,
+            shard=0,
+            num_shards=1,
+            entry=AdmissionEntry(),
+            shrink=Shrink(),
+        )
+
+    @functools.cached_property
     def number(self) -> int:
+        """How messages name it."""
         return table_number(self.name)
 
-    @property
+    @functools.cached_property
     def is_dense(self) -> bool:
         """One flat block; else rows by key."""
         return KINDS[self.kind].is_dense
 
-    @property
+    @functools.cached_property
     def has_size(self) -> bool:
         """Ids below a declared size; else any 64-bit key."""
         return KINDS[self.kind].has_size
 
-    @property
+    @functools.cached_property
     def num_states(self) -> int:
         """Numbers of optimizer state behind each value."""
         row_rule = self.rule.row_rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,31 +28,39 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
             room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
             if total <= room:  # one piece of memory, and not two that happen to be neighbours
                 return as_keys(first.detach().as_strided((total,), (1,)).numpy())
-    keys = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
-    return keys[0] if len(keys) == 1 else np.concatenate(keys)
+    if len(slots) == 1:
+        return as_keys(first.detach().cpu().numpy())
+    return np.concatenate([as_keys(ids.detach().cpu().numpy()) for ids in slots])
 
 
 def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
-    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
-    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), _version_of(ids)) for ids in slots])
+    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place.
+
+    Tensors of torch.inference_mode have no such count, and their numbers stand for it.
+    """
+    stamp = []
+    for ids in slots:
+        version = ids.cpu().numpy().tobytes() if ids.is_inference() else ids._version
+        stamp.append((ids.data_ptr(), ids.shape, ids.stride(), version))
+    return tuple(stamp)
 
 
-def _version_of(ids: torch.Tensor) -> int | bytes:
-    """torch's count of changes; tensors of torch.inference_mode have none, and their numbers stand for it."""
-    return ids.cpu().numpy().tobytes() if ids.is_inference() else ids._version
-
-
-def num_samples(inputs: Any) -> int:
+def num_samples(inputs: Any, tensors: Iterable[torch.Tensor]) -> int:
     """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length.
 
-    Of a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes them, the number of bags.
+    `tensors`: those of the inputs. Of a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes
+    them, the number of bags.
     """
     told = told_samples(inputs)
     if told is not None:
         return told
-    tensors = [tensor for _, tensor in tensors_of(inputs) if tensor.dim()]
-    bags = (_num_bags(tensor, len(tensors[0])) for tensor in tensors[1:] if tensors[0].dim() == 1)
-    return next(filter(None, bags), len(tensors[0])) if tensors else 0
+    first: torch.Tensor | None = None
+    for tensor in tensors:
+        if first is None and tensor.dim():
+            first = tensor
+        elif first is not None and first.dim() == 1 and (bags := _num_bags(tensor, len(first))):
+            return bags
+    return 0 if first is None else len(first)
 
 
 def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
@@ -91,16 +99,22 @@ def is_no_padding(keys: Keys, padding_idx: int) -> npt.NDArray[np.bool_]:
     return is_real
 
 
-def tensors_of(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a batch, however nested, with the place they stand in."""
+def tensors_of(batch: Any, place: str = "", found: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a batch, however nested, by the place they stand in. They are added to `found`, if it is given."""
+    found = {} if found is None else found
     if isinstance(batch, torch.Tensor):
-        yield place, batch
-    elif isinstance(batch, Mapping):
-        for name, value in batch.items():
-            yield from tensors_of(value, f"{place}.{name}")
-    elif isinstance(batch, (list, tuple)):
-        for i, value in enumerate(batch):
-            yield from tensors_of(value, f"{place}[{i}]")
+        found[place] = batch
+        return found
+    is_named = isinstance(batch, Mapping)
+    if not is_named and not isinstance(batch, (list, tuple)):
+        return found
+    for name, value in batch.items() if is_named else enumerate(batch):
+        at = f"{place}.{name}" if is_named else f"{place}[{name}]"
+        if isinstance(value, torch.Tensor):
+            found[at] = value
+        else:
+            tensors_of(value, at, found)
+    return found
 
 
 def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,12 +67,12 @@ def worth_it(columns: Iterable[Column]) -> set[Block]:
     return {block for block, num in used.items() if 4 * num >= block.width}
 
 
+@dataclass
 class Blocks:
     """The blocks of one batch, each computed when its first column is asked for."""
 
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-        self._done: dict[Block, npt.NDArray[np.int64]] = {}
+    _replay: Replay
+    _done: dict[Block, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def keys(self, column: Column) -> Keys:
         """The keys of a block's columns, sample by sample; any exception if this batch has no such block."""

@@ -161,7 +161,10 @@ class Foresight:
                 continue
             if not isinstance(ids, torch.Tensor) or not ids.is_floating_point():
                 found.setdefault(way.table, []).append((way, ids))
-        return {table: _expected(slots) for table, slots in found.items()}
+        expected: dict[str, Expected] = {}
+        for table, slots in found.items():
+            expected[table] = _expected(slots)
+        return expected
 
     def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str]) -> None:
         """A call has ended. `unforeseen`: tables that were asked for ids that had not been foreseen."""
@@ -235,14 +238,13 @@ def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
 
 
 def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
-    origin = tuple([(way.recipe, way.padding_idx) for way, _ in slots])
-    in_batch = [
-        ids
-        for way, ids in slots
-        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed
-    ]
+    origin, in_batch = [], []
+    for way, ids in slots:
+        origin.append((way.recipe, way.padding_idx))
+        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed:
+            in_batch.append(ids)
     if len(in_batch) == len(slots):
-        return Expected(keys_of(in_batch), stamp_of(in_batch), origin, [])
+        return Expected(keys_of(in_batch), stamp_of(in_batch), tuple(origin), [])
     keys, guesses = [], []
     for way, ids in slots:
         own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
@@ -250,4 +252,4 @@ def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
             own = own if way.recipe.makes_memory else own.copy()
             guesses.append(Guess(way, own))
         keys.append(own if way.padding_idx is None else own[is_no_padding(own, way.padding_idx)])
-    return Expected(keys[0] if len(keys) == 1 else np.concatenate(keys), None, origin, guesses)
+    return Expected(keys[0] if len(keys) == 1 else np.concatenate(keys), None, tuple(origin), guesses)

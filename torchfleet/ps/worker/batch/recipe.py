@@ -66,7 +66,7 @@ class Recipe:
         """Of the tensors that it begins with."""
         return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
 
-    @property
+    @cached_property
     def is_computed(self) -> bool:
         """Whether it is more than a look at the batch's own memory."""
         return not isinstance(self.root, Input)
@@ -94,12 +94,13 @@ class CannotReplay(Exception):
     """This batch is not like the one that was recorded."""
 
 
+@dataclass
 class Replay:
     """Recipes carried out on one batch. What several of them have in common is computed once."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        self._done: dict[int, tuple[Node, Any]] = {}  # by the number of a node, which lives as long as it is in here
+    tensors: Mapping[str, torch.Tensor]
+    # By the number of a node, which lives as long as it is in here.
+    _done: dict[int, tuple[Node, Any]] = field(default_factory=dict)
 
     def ids(self, recipe: Recipe) -> torch.Tensor:
         """The ids; any exception if they cannot be had from this batch."""
@@ -119,7 +120,9 @@ class Replay:
         """None where nothing has changed."""
         sizes: Sizes | None = None
         for place, old in shapes.items():
-            new = self._tensor(place).shape
+            if place not in self.tensors:
+                raise CannotReplay(f"nothing at {place}")
+            new = self.tensors[place].shape
             if new == old:
                 continue
             if len(new) != len(old):
@@ -131,14 +134,11 @@ class Replay:
                     raise CannotReplay(f"a size of {before} became {known[before]} and {now}")
         return sizes
 
-    def _tensor(self, place: str) -> torch.Tensor:
-        tensor = self.tensors.get(place)
-        if tensor is None:
-            raise CannotReplay(f"nothing at {place}")
-        return tensor
-
     def _input(self, node: Input) -> torch.Tensor:
-        part = node.window.on(self._tensor(node.place))
+        tensor = self.tensors.get(node.place)
+        if tensor is None:
+            raise CannotReplay(f"nothing at {node.place}")
+        part = tensor if node.window.sizes is None else node.window.on(tensor)
         if part is None:
             raise CannotReplay(f"another layout at {node.place}")
         return part

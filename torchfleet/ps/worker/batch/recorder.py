@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -196,3 +199,37 @@ def _places(node: Node) -> set[str]:
         in_nests(lambda found: places.update(_places(found)) if isinstance(found, Node) else None, node.args)
         in_nests(lambda found: places.update(_places(found)) if isinstance(found, Node) else None, node.kwargs)
     return places
+
+
+# torch.compile's stance is one for the process: while any owner is about to record a call, calls are not compiled.
+_stance_lock = threading.RLock()  # a garbage collection inside may end an owner
+_owners: set[int] = set()
+_stance: Any = None  # leaving it brings back the one before
+
+
+def hold_compiler(owner: object) -> None:
+    """Calls are not compiled until every owner has let go, or is gone: a recorder sees single functions only.
+
+    Nothing happens where the compiler is not imported.
+    """
+    global _stance
+    with _stance_lock:
+        if "torch._dynamo" in sys.modules and not _owners:
+            _stance = torch.compiler.set_stance("force_eager")
+        if id(owner) not in _owners:
+            _owners.add(id(owner))
+            weakref.finalize(owner, _remove_owner, id(owner))
+
+
+def let_compiler_go(owner: object) -> None:
+    """Compile again, if no other owner holds it; without effect for one that does not."""
+    _remove_owner(id(owner))
+
+
+def _remove_owner(number: int) -> None:
+    global _stance
+    with _stance_lock:
+        _owners.discard(number)
+        if not _owners and _stance is not None:
+            stance, _stance = _stance, None
+            stance.__exit__(None, None, None)

@@ -66,7 +66,7 @@ class SampleCount:
         return None
 
     def _note_call(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        outputs = [tensor for _, tensor in tensors_of(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(output).values() if tensor.requires_grad]
         num, is_counted = self._samples([args, kwargs], outputs), False
 
         def count(gradient: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class SampleCount:
         told = told_samples(inputs)
         if told is not None:
             return told
-        lengths = {len(tensor): place for place, tensor in tensors_of(inputs, "input") if tensor.dim()}
+        lengths = {len(tensor): place for place, tensor in tensors_of(inputs, "input").items() if tensor.dim()}
         for tensor in outputs:
             if tensor.dim() and len(tensor) in lengths:
                 return len(tensor)

@@ -13,11 +13,13 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
 from torchfleet.ps.tables.dense_table import WITH_STATE
-from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
-from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled
-from torchfleet.ps.worker.client.shard import Floats, Keys
-from torchfleet.ps.worker.client.sharded_tables import NO_KEYS, ShardedTables
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled, joined_block
+from torchfleet.ps.worker.client.known_tables import NO_KEYS, KnownTable, KnownTables
+from torchfleet.ps.worker.client.shard import Floats, Keys, Shards, as_keys
 from torchfleet.ps.worker.client.walks import Walks
+
+MAX_PULLED = 1 << 26  # bytes of rows in one request; a server answers with at most twice as many
 
 
 class Client(Walks):
@@ -29,7 +31,7 @@ class Client(Walks):
 
     def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
         super().__init__(channels, **options)
-        self._tables = ShardedTables(self.num_servers)
+        self._tables = KnownTables()
         self._unawaited: deque[Future[Dense]] = deque()
 
     def create_table(self, spec: TableSpec) -> None:
@@ -40,7 +42,7 @@ class Client(Walks):
 
     def attach(self, spec: TableSpec) -> None:
         """Use a table that another client made."""
-        self._tables.attach(spec)
+        self._tables[spec.name] = KnownTable(spec, self.num_servers)
 
     def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
         """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
@@ -52,30 +54,44 @@ class Client(Walks):
     ) -> Future[Pulled]:
         """Rows of several tables in one message per server, or in several messages if they are very many. `in_step`: of
         a step that all workers make together."""
-        parts = self._tables.parts_of(keys, create)
-        if len(parts) > 1:
-            return Future.joined([self._pull_part(part, create, in_step) for part in parts], Pulled.joined)
-        return self._pull_part(keys, create, in_step)
+        shards: dict[str, Shards] = {}
+        num_bytes, counts = 0, False
+        for name, wanted in keys.items():
+            table = self._tables[name]
+            shards[name] = table.shard_keys(wanted)
+            num_bytes += 4 * table.dim * shards[name].num_keys
+            counts = counts or (create and table.counts_pulls)
+        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
+        # A pull that counts appearances is one message: it counts a key once, however often it is in it.
+        if num_bytes > MAX_PULLED and not counts:
+            return self._pull_in_parts(keys, -(-num_bytes // MAX_PULLED), flags)
+        return self._pull(shards, flags, once=counts)
 
-    def _pull_part(self, keys: Mapping[str, npt.ArrayLike], create: bool, in_step: bool) -> Future[Pulled]:
-        tables = self._tables
-        shards = {name: tables.shard_keys(name, wanted) for name, wanted in keys.items()}
-        arrays = [
-            [Array(tables.specs[name].number, sharded.of(server)) for name, sharded in shards.items()]
-            for server in range(self.num_servers)
-        ]
+    def _pull_in_parts(self, keys: Mapping[str, npt.ArrayLike], num: int, flags: int) -> Future[Pulled]:
+        parts = {name: np.array_split(as_keys(wanted), num) for name, wanted in keys.items()}
+        shards = [{name: self._tables[name].shard_keys(own[i]) for name, own in parts.items()} for i in range(num)]
+        return Future.joined([self._pull(own, flags, once=False) for own in shards], Pulled.joined)
+
+    def _pull(self, shards: Mapping[str, Shards], flags: int, once: bool) -> Future[Pulled]:
+        """`once`: a repeat of the request must not count its keys again."""
+        messages: list[list[Array]] = []
+        for server in range(self.num_servers):
+            arrays = []
+            for name, own in shards.items():
+                arrays.append(Array(self._tables[name].number, own.keys[server]))
+            messages.append(arrays)
 
         def finish(replies: list[list[Array]]) -> Pulled:
-            rows = {
-                name: tables.gather_rows(name, sharded, [reply[i].data for reply in replies])
-                for i, (name, sharded) in enumerate(shards.items())
-            }
-            versions = [reply[-1].data.reshape(-1) for reply in replies]
-            return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
+            pulled = Pulled({}, {})
+            for i, (name, own) in enumerate(shards.items()):
+                rows, seen = [], []
+                for reply in replies:
+                    rows.append(reply[i].data)
+                    seen.append(float(reply[-1].data[i, 0]))
+                pulled.rows[name], pulled.versions[name] = self._tables[name].join_rows(own, rows), seen
+            return pulled
 
-        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
-        counts = create and any(tables.counted[name] for name in shards)  # a repeat must not count again
-        return self._ask(Command.PULL, arrays, flags, once=counts, finish=finish)
+        return self._ask(Command.PULL, messages, flags, once=once, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
@@ -90,46 +106,61 @@ class Client(Walks):
         timeout: float | None = None,
         num_samples: float | None = None,
         settings: Sequence[int] = (),
+        are_finite: bool = False,
     ) -> Future[Dense]:
         """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
 
         `num_samples`: how many the gradients come from, by which a mean weights them. `settings`: the numbers that the
-        flags GATHER and BOUNDED need.
-        An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
+        flags GATHERED and BOUNDED need. `are_finite`: the caller has looked for NaN and infinity in them.
+        If nothing waits for a push, its error is raised by the next push or by `flush`. The result holds the dense
         tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
         """
         while self._unawaited and self._unawaited[0].is_done:
             self._await_oldest()
-        given, seen = rates or {}, versions or {}
-        for name, rate in given.items():
-            if not 0 <= rate < np.inf:
-                raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
-        weight = [] if num_samples is None else [float(num_samples)]
-        arrays: list[list[Array]] = []
-        for i in range(self.num_servers):
-            lines = [[given.get(name, np.nan), seen[name][i] if name in seen else np.nan, *weight] for name in grads]
-            arrays.append([Array(0, np.array(lines))])
+        messages = self._push_heads(list(grads), rates or {}, versions or {}, num_samples)
+        dense = []
         for name, block in grads.items():
-            for server, pair in enumerate(self._tables.shard_gradients(name, block)):
-                arrays[server].extend(pair)
+            for message, pair in zip(messages, self._tables[name].shard_gradients(block, are_finite), strict=True):
+                message.extend(pair)
+            if not isinstance(block, tuple):
+                dense.append(name)
         if settings:
-            for message in arrays:
+            for message in messages:
                 message.append(Array(0, np.array(settings, np.uint64)))
-        dense = [name for name, block in grads.items() if not isinstance(block, tuple)]
 
         def finish(replies: list[list[Array]]) -> Dense:
-            return _dense(dense, replies) if flags & DENSE_BACK else Dense()
+            return Dense.joined(dense, replies) if flags & DENSE_BACK else Dense()
 
-        future = self._ask(Command.PUSH, arrays, flags, once=True, timeout=timeout, finish=finish)
+        future = self._ask(Command.PUSH, messages, flags, once=True, timeout=timeout, finish=finish)
         self._unawaited.append(future)
         return future
+
+    def _push_heads(
+        self,
+        names: list[str],
+        rates: Mapping[str, float],
+        versions: Mapping[str, Sequence[float]],
+        num_samples: float | None,
+    ) -> list[list[Array]]:
+        """By server, the first array of a push: for each table its rate, the version that was pulled, the samples."""
+        for name, rate in rates.items():
+            if not 0 <= rate < np.inf:
+                raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
+        heads = []
+        for server in range(self.num_servers):
+            lines = []
+            for name in names:
+                line = [rates.get(name, np.nan), versions[name][server] if name in versions else np.nan]
+                lines.append(line if num_samples is None else [*line, float(num_samples)])
+            heads.append([Array(0, np.array(lines))])
+        return heads
 
     def pull_changed(self, tables: Sequence[str], received: Sequence[int]) -> Future[Changed]:
         """What other workers changed (geo training): rows of sparse tables, whole dense tables.
 
         `received`: per server, the number of the last result that was taken in; zeros to begin with.
         """
-        numbers = [self._tables.spec(name).number for name in tables]
+        numbers = [self._tables[name].number for name in tables]
         arrays = [
             [Array(0, np.array([last], np.uint64)), *(Array(number, NO_KEYS) for number in numbers)]
             for last in received
@@ -147,16 +178,16 @@ class Client(Walks):
 
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
-        spec = self._tables.dense_spec(table)
-        arrays = [[self._whole(spec, server)] for server in range(self.num_servers)]
-        return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
+        arrays = self._whole([table])
+        return self._ask(Command.PULL, arrays, finish=lambda replies: joined_block(replies, 0))
 
     def pull_block(self, table: str) -> tuple[Floats, int]:
         """A dense table with its optimizer's state: a row of values, and one for each kind of state; and its steps."""
-        spec = self._tables.dense_spec(table)
-        num_rows = 1 + spec.num_states
-        ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
-        arrays = [[Array(spec.number, np.array([0, stop - start, WITH_STATE], np.uint64))] for start, stop in ranges]
+        known = self._tables.dense(table)
+        num_rows = 1 + known.spec.num_states
+        arrays = [
+            [Array(known.number, np.array([0, stop - start, WITH_STATE], np.uint64))] for start, stop in known.ranges
+        ]
 
         def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
             blocks = [reply[0].data.reshape(num_rows, -1) for reply in replies]
@@ -167,26 +198,31 @@ class Client(Walks):
 
     def set_block(self, table: str, block: Floats, step: int) -> None:
         """Overwrite a dense table: values and state, as `pull_block` gives them, after so many steps."""
-        number = self._tables.dense_spec(table).number
-        place = Array(number, np.array([0, step, WITH_STATE], np.uint64))
-        rows = [self._tables.shard_block(table, row) for row in block]
+        known = self._tables.dense(table)
+        place = Array(known.number, np.array([0, step, WITH_STATE], np.uint64))
+        rows = [known.shard_block(row) for row in block]
         shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
-        self._ask(Command.SET, [[place, Array(number, shard)] for shard in shards], once=True).result()
+        self._ask(Command.SET, [[place, Array(known.number, shard)] for shard in shards], once=True).result()
 
     def pull_dense_tables(self, tables: Sequence[str], is_bounded: bool = False) -> Future[Dense]:
         """Several whole dense tables with their versions, in one message per server.
 
         `is_bounded`: this worker is going to push gradients of them, and no other one may get too far ahead of it.
         """
-        specs = [self._tables.dense_spec(name) for name in tables]
-        arrays = [[self._whole(spec, server) for spec in specs] for server in range(self.num_servers)]
         flags = VERSIONS | (BOUNDED if is_bounded else 0)
-        return self._ask(Command.PULL, arrays, flags, finish=lambda replies: _dense(tables, replies))
+        return self._ask(Command.PULL, self._whole(tables), flags, finish=lambda replies: Dense.joined(tables, replies))
 
-    def _whole(self, spec: TableSpec, server: int) -> Array:
-        """What asks a server for its whole shard of a dense table."""
-        start, stop = shard_range(spec.size, server, self.num_servers)
-        return Array(spec.number, np.array([0, stop - start], np.uint64))
+    def _whole(self, tables: Sequence[str]) -> list[list[Array]]:
+        """What asks each server for its whole shards of dense tables."""
+        known = [self._tables.dense(name) for name in tables]
+        messages = []
+        for server in range(self.num_servers):
+            arrays = []
+            for table in known:
+                start, stop = table.ranges[server]
+                arrays.append(Array(table.number, np.array([0, stop - start], np.uint64)))
+            messages.append(arrays)
+        return messages
 
     def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a dense table."""
@@ -194,20 +230,20 @@ class Client(Walks):
 
     def set_dense(self, table: str, values: Floats) -> None:
         """Overwrite a dense table."""
-        number = self._tables.dense_spec(table).number
-        first = Array(number, np.zeros(1, np.uint64))
-        shards = self._tables.shard_block(table, values)
-        self._ask(Command.SET, [[first, Array(number, shard)] for shard in shards], once=True).result()
+        known = self._tables.dense(table)
+        first = Array(known.number, np.zeros(1, np.uint64))
+        arrays = [[first, Array(known.number, shard)] for shard in known.shard_block(values)]
+        self._ask(Command.SET, arrays, once=True).result()
 
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
         """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
-        pairs = self._tables.shard_rows(table, keys, values)
+        pairs = self._tables[table].shard_rows(keys, values)
         self._ask(Command.SET, [list(pair) for pair in pairs], once=True).result()
 
     def erase(self, table: str, keys: npt.ArrayLike) -> None:
         """Drop rows; keys without one are passed over."""
-        shards, number = self._tables.shard_keys(table, keys), self._tables.spec(table).number
-        arrays = [[Array(number, shards.of(server))] for server in range(self.num_servers)]
+        known = self._tables[table]
+        arrays = [[Array(known.number, own)] for own in known.shard_keys(keys).keys]
         self._ask(Command.ERASE, arrays, once=True).result()
 
     def flush(self) -> None:
@@ -224,22 +260,3 @@ class Client(Walks):
         oldest = self._unawaited.popleft()
         if not oldest.is_awaited:
             oldest.result()
-
-
-def _dense(tables: Sequence[str], replies: list[list[Array]]) -> Dense:
-    """Dense tables from the servers' shards, and their versions, if those come behind them; nothing if a server sent
-    no values: it has answered a repeat."""
-    num = len(tables)
-    if any(len(reply) < num for reply in replies):
-        return Dense()
-    versions: dict[str, list[float]] = {}
-    if all(len(reply) == num + 1 for reply in replies):
-        seen = [reply[num].data.reshape(-1) for reply in replies]
-        versions = {name: [float(numbers[i]) for numbers in seen] for i, name in enumerate(tables)}
-    return Dense({name: _joined(replies, i) for i, name in enumerate(tables)}, versions)
-
-
-def _joined(replies: list[list[Array]], index: int) -> Floats:
-    """A dense table from its servers' shards."""
-    shards = [reply[index].data.reshape(-1) for reply in replies]
-    return shards[0] if len(shards) == 1 else np.concatenate(shards)

@@ -15,7 +15,21 @@ from torchfleet.base.tracing import span_recorder
 from torchfleet.base.tracing.span_recorder import Request
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.transport import Channel
-from torchfleet.ps.net.wire import ERROR, Array, Command, Frame, Message, Reply, Role, decode_reply, encode, unpack
+from torchfleet.ps.net.wire import (
+    ERROR,
+    VERSION,
+    Array,
+    Command,
+    Frame,
+    Message,
+    Reply,
+    Role,
+    call_of,
+    decode_reply,
+    encode,
+    unpack,
+    version_of,
+)
 
 DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
@@ -23,7 +37,7 @@ BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was to
 MAX_BUSY_PAUSE = 2.0
 FIRST_PAUSE = 2.0  # seconds before a request is sent again to a server that may be away; then twice as long
 TOLD_AT = 3  # attempts after which it is said on the screen that a server is away
-AWAY = 2.0  # seconds without a look at the channel; in what is longer nobody listened, and it is not a server's silence
+AWAY = 2.0  # seconds without a look at the channel; a longer time is this process's own absence, no server's silence
 
 _incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
 
@@ -77,7 +91,7 @@ class Call:
 
 
 class Connection:
-    """A client's side of the talk with one server. Belongs to one thread; whoever waits does the work."""
+    """A client's side of the talk with one server. Belongs to one thread, which does the work while it waits."""
 
     def __init__(
         self,
@@ -111,7 +125,7 @@ class Connection:
                 f"{self.name}: {command.name} after the connection was closed, as fleet.stop_worker() does. Do what "
                 "needs servers before it."
             )
-        while len(self._calls) >= self._window or (once and self._next_sequence - self._floor() >= MAX_AHEAD):
+        while len(self._calls) >= self._window or (once and self._calls and self._is_far_ahead()):
             self._work()
         sequence = self._next_sequence if once else 0
         self._next_sequence += once
@@ -136,19 +150,20 @@ class Connection:
         """The reply, or the error raised. At the latest after the call's time-out."""
         if call.traced is not None and span_recorder.active is not None and not call.is_done:
             with span_recorder.active.waiting(f"wait for {call.traced.name} {self._short_name}"):
-                return self._wait(call)
-        return self._wait(call)
-
-    def _wait(self, call: Call) -> list[Array]:
-        ping: Call | None = None
-        while not call.is_done:
-            self._work()
-            if call.timeout > self._patience.timeout:
-                ping = self._ask_if_alive(ping)
+                self._work_until_done(call)
+        else:
+            self._work_until_done(call)
         if call.error is not None:
             raise call.error
         assert call.reply is not None
         return call.reply
+
+    def _work_until_done(self, call: Call) -> None:
+        ping: Call | None = None
+        while call.reply is None and call.error is None:
+            self._work()
+            if call.timeout > self._patience.timeout and not call.is_done:
+                ping = self._ask_if_alive(ping)
 
     def _ask_if_alive(self, ping: Call | None) -> Call | None:
         """In a wait that other workers may make long: a silent server is asked now and then whether it is there."""
@@ -194,19 +209,29 @@ class Connection:
             self._work()
 
     def _floor(self) -> int:
-        return min((call.sequence for call in self._calls.values() if call.sequence), default=self._next_sequence)
+        """The oldest change without an answer; the next one if all have theirs."""
+        for call in self._calls.values():  # in the order of their sequence
+            if call.sequence:
+                return call.sequence
+        return self._next_sequence
+
+    def _is_far_ahead(self) -> bool:
+        return self._next_sequence - self._floor() >= MAX_AHEAD
 
     def _work(self) -> None:
         """Take in replies: those that are here, or the first that comes before the next deadline."""
         now = self._notice_absence()
-        pause = min((call.resend_at for call in self._calls.values()), default=now) - now
-        frames = self._channel.receive(max(0.0, min(pause, 1.0)))
+        pause = 1.0 if self._calls else 0.0
+        for call in self._calls.values():
+            pause = min(pause, call.resend_at - now)
+        frames = self._channel.receive(max(0.0, pause))
         while frames is not None:
             self._take(frames)
-            frames = self._channel.receive(0.0)
+            frames = self._channel.receive(0.0) if self._calls else None
         if self._replicas is not None and self._replicas.take_move():
             self._send_again(list(self._calls.values()), self._channel.now())  # the primary may know of none of them
-        self._look_at_clock(self._notice_absence())
+        if self._calls:
+            self._look_at_clock(self._notice_absence())
 
     def _notice_absence(self) -> float:
         """The time. What passed while this process was suspended, or computed, was no silence of the server: it could
@@ -225,8 +250,9 @@ class Connection:
     def _take(self, frames: Sequence[Frame]) -> None:
         try:
             reply = decode_reply(frames)
-        except WireError:
-            return  # not a reply we could use; its request is sent again
+        except WireError as error:
+            self._take_unreadable(frames, error)
+            return
         self._heard = self._channel.now()
         call = self._calls.get(reply.call)
         if call is None:
@@ -246,6 +272,12 @@ class Connection:
         else:
             call.reply = reply.arrays
         self._incarnation = self._incarnation or reply.incarnation
+
+    def _take_unreadable(self, frames: Sequence[Frame], error: WireError) -> None:
+        """A server with another version of the protocol ends the call. Else the request is sent again."""
+        call = None if version_of(frames) in (0, VERSION) else self._calls.pop(call_of(frames), None)
+        if call is not None:
+            call.error = WireError(f"{self.name}: {error}")
 
     def _is_busy(self, call: Call, arrays: list[Array]) -> bool:
         """Whether the server takes it later; then it is sent again in a moment, within its time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,11 +19,31 @@ Other = TypeVar("Other")
 class Dense(dict[str, Floats]):
     """Whole dense tables by name; `versions`: per server how many updates each had seen, where that is known."""
 
-    def __init__(
-        self, blocks: Mapping[str, Floats] | None = None, versions: dict[str, list[float]] | None = None
-    ) -> None:
-        super().__init__(blocks or {})
-        self.versions = versions or {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: dict[str, list[float]] = {}
+
+    @classmethod
+    def joined(cls, tables: Sequence[str], replies: list[list[Array]]) -> Dense:
+        """Tables from the servers' shards, and their versions, if those come behind them; nothing if a server sent no
+        values: it has answered a repeat."""
+        found, has_versions = cls(), True
+        for reply in replies:
+            if len(reply) < len(tables):
+                return found
+            has_versions = has_versions and len(reply) == len(tables) + 1
+        for i, name in enumerate(tables):
+            found[name] = joined_block(replies, i)
+            if has_versions:
+                found.versions[name] = [float(reply[-1].data.reshape(-1)[i]) for reply in replies]
+        return found
+
+
+def joined_block(replies: list[list[Array]], index: int) -> Floats:
+    """A dense table from the servers' shards of it, the arrays with this index."""
+    if len(replies) == 1:
+        return replies[0][index].data.reshape(-1)
+    return np.concatenate([reply[index].data.reshape(-1) for reply in replies])
 
 
 @dataclass(slots=True)
@@ -62,22 +82,26 @@ class Changed:
         return Changed(later.numbers, rows, later.is_all)
 
 
+@dataclass(slots=True)
 class Future(Generic[Result]):
-    """Requests under way to all servers they concern."""
+    """Requests under way to all servers they concern; `finish` makes the result of their replies."""
 
-    def __init__(self, waits: Sequence[tuple[Connection, Call]], finish: Callable[[list[list[Array]]], Result]) -> None:
-        self._waits, self._finish = waits, finish
-        self.is_awaited = False
+    _waits: Sequence[tuple[Connection, Call]]
+    _finish: Callable[[list[list[Array]]], Result]
+    is_awaited: bool = False
 
     @property
     def is_done(self) -> bool:
-        """All answers are in. Answers are taken in by whoever waits, so a `result` or another request may be needed."""
+        """All answers are in. A wait for any of them takes them in, so `result` or another request may be needed."""
         return all(call.is_done for _, call in self._waits)
 
     def result(self) -> Result:
         """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
         self.is_awaited = True
-        return self._finish([connection.wait(call) for connection, call in self._waits])
+        replies = []
+        for connection, call in self._waits:
+            replies.append(connection.wait(call))
+        return self._finish(replies)
 
     @classmethod
     def joined(cls, futures: Sequence[Future[Other]], join: Callable[[list[Other]], Result]) -> Future[Result]:
@@ -96,11 +120,11 @@ class Future(Generic[Result]):
         return Future(self._waits, lambda replies: choose(self._finish(replies)))
 
 
+@dataclass(slots=True)
 class Ready:
     """A pull that has its result already."""
 
-    def __init__(self, pulled: Pulled) -> None:
-        self._pulled = pulled
+    _pulled: Pulled
 
     def result(self) -> Pulled:
         return self._pulled

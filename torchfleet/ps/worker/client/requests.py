@@ -60,6 +60,7 @@ class Requests:
             Connection(label, channel, worker, role, self._patience, window, process)
             for label, channel in zip(labels, channels, strict=True)
         ]
+        self.num_servers = len(channels)
 
     @classmethod
     def connect(cls: type[Own], endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Own:
@@ -68,10 +69,6 @@ class Requests:
         names = [f"server {i} ({addresses.shown(endpoint)})" for i, endpoint in enumerate(endpoints)]
         channels = [addresses.connect(endpoint, keys, role, shard) for shard, endpoint in enumerate(endpoints)]
         return cls(channels, names=names, **options)
-
-    @property
-    def num_servers(self) -> int:
-        return len(self._connections)
 
     @property
     def num_retries(self) -> int:
@@ -113,7 +110,7 @@ class Requests:
     ) -> dict[int, bytes]:
         """What every worker brought, by worker, once all that have not left are here: `num_workers` from `first` on."""
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
-        if first:  # left out where a server of before would not know it
+        if first:  # 0 is the server's default
             body["first"] = first
         arrays = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
         keeper = self._connections[0]
@@ -235,11 +232,10 @@ class Requests:
         finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
     ) -> Future[Any]:
         """One message to each server. `arrays`: by server; none of them has any unless given."""
-        by_server = arrays if arrays is not None else [[] for _ in self._connections]
-        waits = [
-            (connection, connection.submit(command, own, flags, once, timeout))
-            for connection, own in zip(self._connections, by_server, strict=True)
-        ]
+        by_server = arrays if arrays is not None else [[]] * self.num_servers
+        waits = []
+        for connection, own in zip(self._connections, by_server, strict=True):
+            waits.append((connection, connection.submit(command, own, flags, once, timeout)))
         return Future(waits, finish)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
+Places = npt.NDArray[np.int64]
 
 
 def as_keys(keys: npt.ArrayLike) -> Keys:
@@ -27,44 +29,45 @@ def as_keys(keys: npt.ArrayLike) -> Keys:
 
 @dataclass(slots=True)
 class Shards:
-    """The keys of one request as shards, each a server's share, one after another. With one server, as they came.
+    """The keys of one request, by server.
 
-    `starts`: where each shard begins, and the end of the last. `places`: where in the request each of `keys` stood.
+    `places`: by server, where in the request its keys stood; None with one server, whose keys are those of the request.
     """
 
-    keys: Keys
-    starts: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64] | None
+    num_keys: int
+    keys: list[Keys]
+    places: list[Places] | None = None
 
-    def of(self, server: int) -> Keys:
-        """A server's shard of the keys."""
-        return self.keys[self.starts[server] : self.starts[server + 1]]
-
-    def split_rows(self, values: Floats) -> Floats:
-        """Rows in the order of the keys as they came → in the order of `keys`."""
+    def split_rows(self, values: Floats) -> list[Floats]:
+        """Rows in the order of the request → by server, in the order of its keys."""
         if self.places is None:
-            return values
-        out = np.empty_like(values)
-        rows.gather(values.reshape(-1), values.shape[1], 0, self.places, out)
-        return out
+            return [values]
+        out, start = np.empty_like(values), 0
+        split = []
+        for places in self.places:
+            own = out[start : start + len(places)]
+            rows.gather(values.reshape(-1), values.shape[1], 0, places, own)
+            split.append(own)
+            start += len(places)
+        return split
 
-    def rows_of(self, values: Floats, server: int) -> Floats:
-        """A server's shard of rows that `split_rows` has put into the order of `keys`."""
-        return values[self.starts[server] : self.starts[server + 1]]
-
-    def place(self, server: int, values: Floats, out: Floats) -> None:
-        """Write one server's rows where their keys stood in the request."""
-        assert self.places is not None
-        places = self.places[self.starts[server] : self.starts[server + 1]]
-        rows.scatter(out.reshape(-1), out.shape[1], 0, places, values)
+    def join_rows(self, replies: list[Floats]) -> Floats:
+        """The servers' rows → in the order of the request."""
+        if self.places is None:
+            return replies[0]
+        joined = np.empty((self.num_keys, replies[0].shape[1]), np.float32)
+        for places, values in zip(self.places, replies, strict=True):
+            rows.scatter(joined.reshape(-1), joined.shape[1], 0, places, values)
+        return joined
 
 
 def shard(spec: TableSpec, keys: Keys, num_servers: int) -> Shards:
     """Group keys by the server that owns them."""
     if num_servers == 1:
-        return Shards(keys, np.array([0, len(keys)]), None)
+        return Shards(len(keys), [keys])
     owners = owners_of(spec, keys, num_servers)
     starts = np.zeros(num_servers + 1, np.int64)
     grouped, places = np.empty_like(keys), np.empty(len(keys), np.int64)
     partition.group_by_owner(keys, owners, starts, grouped, places)
-    return Shards(grouped, starts, places)
+    ranges = list(itertools.pairwise(starts.tolist()))
+    return Shards(len(keys), [grouped[i:j] for i, j in ranges], [places[i:j] for i, j in ranges])

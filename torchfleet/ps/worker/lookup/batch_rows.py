@@ -30,9 +30,9 @@ class BatchRows:
         self.values: Floats = np.empty((0, dim), np.float32)
         self.versions: list[float] = []
         self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
-        self._inverse: Index = np.empty(0, np.int32)
+        self.expected_index: Index = np.empty(0, np.int32)  # of a lookup for exactly the ids that were expected
         self._expected: Keys = self.keys  # as they came, where no stamp tells
-        self._stamp: Stamp | None = None
+        self.stamp: Stamp | None = None  # of the ids that were expected; None: their keys are compared
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._shows: Floats | None = None  # show, click and slot of each key, where the table keeps them
@@ -40,33 +40,21 @@ class BatchRows:
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
         """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
 
-        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already. Without one
-        `keys` are compared, and stay as they are.
+        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is `expected_index`. Without
+        one `keys` are compared, and stay as they are.
         """
-        self.keys, self._inverse, self._places = unique_places(keys)
-        self._expected, self._stamp = (keys if stamp is None else self._expected), stamp
+        self.keys, self.expected_index, self._places = unique_places(keys)
+        self._expected, self.stamp = (keys if stamp is None else self._expected), stamp
 
     def expect_as(self, others: BatchRows) -> None:
         """Begin with the keys of another table's rows, which have just begun."""
-        self.keys, self._inverse, self._places = others.keys, others._inverse, others._places
-        self._expected, self._stamp = others._expected, others._stamp
-
-    def known_index(self, stamp: Stamp | None) -> Index | None:
-        """The index of a lookup for exactly the ids that were expected; None for any other."""
-        return self._inverse if stamp is not None and stamp == self._stamp else None
-
-    @property
-    def has_stamp(self) -> bool:
-        return self._stamp is not None
-
-    def forget_stamp(self) -> None:
-        """The ids that were expected may be freed from now on, and others come to lie in their place."""
-        self._stamp = None
+        self.keys, self.expected_index, self._places = others.keys, others.expected_index, others._places
+        self._expected, self.stamp = others._expected, others.stamp
 
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
         """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
         if len(keys) == len(self._expected) and (keys == self._expected).all():
-            return self._inverse, None
+            return self.expected_index, None
         index = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, index, SALT):
             return index, None

@@ -11,14 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.kernels.merge import sum_by_key
-from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of, tensors_of
+from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of
 from torchfleet.ps.worker.batch.foresight import Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder
@@ -29,9 +28,9 @@ from torchfleet.ps.worker.lookup.sources import PullAhead
 
 
 class Batch:
-    """One batch's tensors, by their place in it, and its rows.
+    """One batch's tensors, by their place in it and in the model's call with it, and its rows.
 
-    Rows that were foreseen are pulled in one go at the first lookup, or before.
+    Rows that were foreseen are pulled in one go at the first lookup, or before. `replay`: of its tensors.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Batch:
         foreseen: dict[str, BatchRows],
         guesses: dict[str, list[Guess]],
     ) -> None:
-        self._tensors, self._replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
+        self.tensors, self.replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
         self.unforeseen: set[str] = set()  # tables that were asked for other ids than those
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
@@ -52,20 +51,6 @@ class Batch:
         self._own = set(map(id, tensors.values()))
         self._pointers: set[int] = set()
         self._served: set[tuple[str, Stamp]] = set()
-        self._inputs: Any = None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By their place in the batch, and in the model's call with it."""
-        if self._inputs is not None:
-            self._tensors.update(tensors_of(self._inputs, "call"))
-            self._inputs = None
-        return self._tensors
-
-    @property
-    def replay(self) -> Replay:
-        """Of its tensors, those of the model's call among them."""
-        return self._replay if self.tensors is self._replay.tensors else Replay(self.tensors)
 
     def note_lookup(self, table: str, slots: Sequence[torch.Tensor], keys: Keys) -> None:
         """Guesses about this table are compared with what is looked up: the keys of one slot after another."""
@@ -81,12 +66,12 @@ class Batch:
         if id(tensor) in self._own:
             return True
         if not self._pointers:
-            self._pointers = {own.untyped_storage().data_ptr() for own in self._tensors.values()}
+            self._pointers = {own.untyped_storage().data_ptr() for own in self.tensors.values()}
         return tensor.untyped_storage().data_ptr() in self._pointers
 
-    def open(self, inputs: Any) -> None:
+    def open(self, inputs: dict[str, torch.Tensor]) -> None:
         """The model's call with these inputs begins."""
-        self._inputs = inputs  # gone through when somebody asks: few models do at every call
+        self.tensors.update(inputs)
         self.is_entered = self.is_open = True
         self.has_grad = torch.is_grad_enabled()
 
@@ -114,8 +99,8 @@ class Batch:
         return True
 
 
-class Thread(threading.local):
-    """What the thread that asks is at."""
+class ThreadState(threading.local):
+    """What the calling thread is at: its batch, and the rows and gradients of its step."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -205,19 +190,27 @@ class Thread(threading.local):
                 pending.setdefault(table, []).append(rows)
         gradients, versions = {}, {}
         for table, batches in pending.items():
-            found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
+            found, seen = [], []
+            for rows in batches:
+                if (gradient := rows.gradients()) is not None:
+                    found.append(gradient)
+                if rows.versions:  # none where no row was pulled
+                    seen.append(rows.versions)
             if found:
-                gradients[table] = _put_together(found, table in wide)
-                known = [rows.versions for rows in batches if rows.versions]  # none where no row was pulled
-                versions[table] = [min(seen) for seen in zip(*known, strict=True)]
+                gradients[table] = found[0] if len(found) == 1 else _put_together(found, table in wide)
+                if seen:
+                    versions[table] = list(map(min, zip(*seen, strict=True)))
         return gradients, versions
 
     def drop_gradients(self, tables: Collection[str]) -> None:
         """A later backward pass through the same graph starts anew."""
+        kept = []
         for table, rows in self.pending:
             if table in tables:
                 rows.drop_gradients()
-        self.pending[:] = [(table, rows) for table, rows in self.pending if table not in tables]
+            else:
+                kept.append((table, rows))
+        self.pending[:] = kept
 
     def end_step(self, tables: Collection[str]) -> None:
         """Rows of these tables, which are going to change, are of no use to the next step."""
@@ -229,15 +222,15 @@ class Thread(threading.local):
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:
         """Rows that a lookup may use as they are, the batch's first, then those of earlier lookups of the step."""
-        batch = self.batch
-        if create:
-            own = [] if batch is None else [batch.rows.get((table, True))]
-            found = [*own, *(there() for there in reversed(self._step.get(table, [])))]
-        elif batch is not None and batch.may_serve(table, slots):
-            found = [batch.rows.get((table, True)), batch.rows.get((table, False))]
-        else:
-            found = []
-        return [rows for rows in found if rows is not None]
+        batch, found = self.batch, []
+        if batch is not None and (create or batch.may_serve(table, slots)):
+            for pulled_for_training in (True,) if create else (True, False):
+                if (rows := batch.rows.get((table, pulled_for_training))) is not None:
+                    found.append(rows)
+        for reference in reversed(self._step.get(table, [])) if create else ():
+            if (rows := reference()) is not None:
+                found.append(rows)
+        return found
 
     def growing(self, table: str, create: bool) -> BatchRows | None:
         """The batch's rows, to which a lookup adds those that it had to pull; None if it is to begin new ones."""
@@ -253,15 +246,13 @@ class Thread(threading.local):
             self._keep_for_step(table, rows)
 
     def _keep_for_step(self, table: str, rows: BatchRows) -> None:
-        rows.forget_stamp()
+        rows.stamp = None  # the ids that were expected may be freed from now on, and others come to lie in their place
         alive = [there for there in self._step.get(table, []) if there() is not None]
         self._step[table] = [*alive, weakref.ref(rows)]
 
 
 def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[Keys, Floats]:
     """Gradients of several lookups or batches; the server sums those that come with a slot, which is no amount."""
-    if len(gradients) == 1:
-        return gradients[0]
     width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode come without show, click and slot
     keys = np.concatenate([keys for keys, _ in gradients])
     grads = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in gradients])

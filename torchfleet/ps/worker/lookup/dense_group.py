@@ -12,7 +12,7 @@ import torch
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.checkpoint.byte_words import num_words, to_bytes, to_words
 from torchfleet.ps.checkpoint.manifest import Parameter
-from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec, default_kind
 from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 
@@ -37,17 +37,24 @@ class DenseGroup:
 
     def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
         """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
-        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
-        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
-        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+        grads = []
+        for parameter in self.parameters:
+            grad = parameter.grad if given is None else given[id(parameter)]
+            if grad is None:
+                grad = torch.zeros_like(parameter)
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+        return _flat(grads)
 
     def write(self, values: Floats, unnoticed: bool = False) -> None:
         """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
         block = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
-        targets = [parameter.data if unnoticed else parameter for parameter in self.parameters]
-        parts = torch.split(block, [target.numel() for target in targets])
+        targets, sizes = [], []
+        for parameter in self.parameters:
+            targets.append(parameter.data if unnoticed else parameter)
+            sizes.append(parameter.numel())
+        parts = list(map(torch.Tensor.view_as, torch.split(block, sizes), targets))
         with torch.no_grad():
-            torch._foreach_copy_(targets, [part.view_as(to) for part, to in zip(parts, targets, strict=True)])
+            torch._foreach_copy_(targets, parts)
 
 
 class Kept(Sequence[torch.Tensor]):
@@ -139,14 +146,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(parts: list[torch.Tensor]) -> Floats:
-    rows = [part.detach().reshape(-1) for part in parts]
-    if not all(part.is_cpu for part in rows):
+    rows, num, is_here = [], 0, True
+    for part in parts:
+        rows.append(part.detach().reshape(-1))
+        num, is_here = num + part.numel(), is_here and part.is_cpu
+    if not is_here:
         moved: Floats = torch.cat(rows).cpu().numpy()
         return moved
     # Into memory of numpy's, which stays with the process: torch may give its own back, page by page, at every step.
-    flat = np.empty(sum(map(len, rows)), np.float32)
+    flat = np.empty(num, np.float32)
     torch.cat(rows, out=torch.from_numpy(flat))
     return flat
+
+
+def block_spec(name: str, size: int, num_servers: int, rule: Rule | None = None) -> TableSpec:
+    """A table for so many numbers side by side."""
+    kind = default_kind(is_dense=True, has_size=True)
+    return TableSpec(name, kind, size=size, rule=rule or Rule(), num_shards=num_servers)
 
 
 def check_buffers(model: torch.nn.Module) -> None:
@@ -168,11 +184,11 @@ def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) ->
     others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in state]
     _check_kept({name: kept[name] for name in (*floats, *others)})
     if floats:
-        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
+        spec = block_spec("dense.fixed", sum(kept[n].numel() for n in floats), num_servers)
         groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
     if others:
         size = sum(num_words(kept[name].nbytes) for name in others)
-        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
+        spec = block_spec("dense.bytes", size, num_servers)
         groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
     return groups
 

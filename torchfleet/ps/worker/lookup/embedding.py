@@ -12,8 +12,14 @@ from torchfleet.base.errors import ModelError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
-from torchfleet.ps.worker.lookup.current_batch import Thread
-from torchfleet.ps.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
+from torchfleet.ps.worker.lookup.current_batch import ThreadState
+from torchfleet.ps.worker.lookup.embedding_settings import (
+    NO_BOUNDS,
+    check_settings,
+    checked_bounds,
+    checked_kind,
+    checked_policies,
+)
 from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
@@ -25,7 +31,7 @@ class Lookups(Protocol):
     """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
 
     @property
-    def thread(self) -> Thread: ...
+    def thread_state(self) -> ThreadState: ...
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -62,6 +68,8 @@ class SparseEmbedding(EmbeddingState):
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
     are left out): docs/states.md.
 
+    `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
+
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
     it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
@@ -83,12 +91,13 @@ class SparseEmbedding(EmbeddingState):
         shrink: Shrink | None = None,
         weight_bounds: tuple[float, float] | None = None,
         state: str | None = None,
+        kind: str | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
-        self.num_embeddings = num_embeddings
+        self.num_embeddings, self.kind = num_embeddings, checked_kind(kind, num_embeddings)
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
@@ -116,7 +125,7 @@ class SparseEmbedding(EmbeddingState):
     def bind(self, engine: Lookups) -> None:
         """For all embeddings of the table, copies included."""
         self.table_rows.engine = engine
-        self.row_weight.pending = engine.thread
+        self.row_weight.pending = engine.thread_state
         _keep_from_compilers()
 
     def batch_rows(self) -> torch.Tensor:
@@ -129,7 +138,7 @@ class SparseEmbedding(EmbeddingState):
         """
         if self._engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
-        rows = self._engine.thread.batch_rows(self.name, self.weight)
+        rows = self._engine.thread_state.batch_rows(self.name, self.weight)
         if rows is None and self.training and torch.is_grad_enabled():
             raise ModelError(
                 f"batch_rows() of table '{self.name}': no row was looked up for training since the last step. Call it "
@@ -140,10 +149,11 @@ class SparseEmbedding(EmbeddingState):
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self._engine is None or self.name is None:
+        engine: Lookups | None = self.table_rows.engine
+        if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
         with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
-            return self._looked_up(self._engine, self.name, ids, offsets, per_sample_weights)
+            return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
     def _looked_up(
         self,
@@ -155,7 +165,8 @@ class SparseEmbedding(EmbeddingState):
     ) -> torch.Tensor:
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
-            self._check_weights(per_sample_weights, None)
+            if per_sample_weights is not None:
+                self._check_weights(per_sample_weights, None)
             out = engine.lookup(table, self.weight, ids, self.padding_idx, create)
             return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
         if offsets is not None:

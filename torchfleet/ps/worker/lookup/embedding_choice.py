@@ -9,7 +9,6 @@ import torch
 
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
-from torchfleet.ps.worker.row_state.tied_weights import tied_elsewhere
 
 TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
 AUTO_BYTES = 1 << 20  # of weights: a dense table travels whole in every step, both ways
@@ -92,8 +91,7 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
 
 def _without_tied(model: torch.nn.Module, wanted: list[TorchEmbedding], choice: Choice) -> Choice:
     """Those of `wanted` that can be told from the layers around them are chosen; the others stay dense."""
-    numbers = {id(module) for module in wanted}
-    tied = tied_elsewhere(model, lambda module: id(module) in numbers)
+    tied = _tied_elsewhere(model, {id(module) for module in wanted})
     paths = {id(module): path for path, module in _torch_embeddings(model)}
     for module in wanted:
         path = paths[id(module)]
@@ -103,6 +101,21 @@ def _without_tied(model: torch.nn.Module, wanted: list[TorchEmbedding], choice: 
         else:
             choice.chosen.append(module)
     return choice
+
+
+def _tied_elsewhere(model: torch.nn.Module, wanted: Collection[int]) -> dict[str, list[str]]:
+    """By the path of an embedding whose id is in `wanted`: the weights of other modules that are the same tensor as its
+    own. Other embeddings in `wanted` do not count: they look up in one table."""
+    holders: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in wanted:
+            for name, parameter in module.named_parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in wanted and id(module.weight) in holders:
+            found[path] = holders[id(module.weight)]
+    return found
 
 
 def _torch_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, TorchEmbedding]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
-from torchfleet.ps.tables.settings.spec import MAX_DIM, MAX_SIZE, Initializer
+from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
 
 Bounds = tuple[float, float]
 NO_BOUNDS: Bounds = (-math.inf, math.inf)
@@ -61,6 +61,16 @@ def checked_policies(
     if num_embeddings is not None and policies != (AdmissionEntry(), Shrink()):
         raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
     return policies
+
+
+def checked_kind(kind: Any, num_embeddings: int | None) -> str | None:
+    """The name of a registered kind of table that has rows, with a size if the layer has one; None for None."""
+    has_size = num_embeddings is not None
+    fits = [name for name, known in KINDS.items() if not known.is_dense and known.has_size == has_size]
+    if kind is not None and kind not in fits:
+        size = "with num_embeddings" if has_size else "without num_embeddings"
+        raise ModelError(f"SparseEmbedding(kind=...): expected one of {fits} {size}, found {kind!r}")
+    return kind  # type: ignore[no-any-return]
 
 
 def checked_bounds(bounds: Any) -> Bounds:

@@ -32,7 +32,7 @@ class Engine(LookingAhead):
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
         out: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
-        return self._given(_beside(out.view(*ids.shape, rows.dim), weight, ids))
+        return self._given(out.view(*ids.shape, rows.dim), weight, ids)
 
     def pooled(
         self,
@@ -50,7 +50,7 @@ class Engine(LookingAhead):
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
-        return self._given(_beside(pooled(weight, rows, index, bags), weight, slots[0]))
+        return self._given(pooled(weight, rows, index, bags), weight, slots[0])
 
     def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """Gradients of all lookups in these tables since the last call, summed per key, and how fresh their rows were.
@@ -59,7 +59,8 @@ class Engine(LookingAhead):
         """
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
-        self.end_recording()  # where parts of the model are called by themselves, no call of it comes
+        if self._is_recording:  # where parts of the model are called by themselves, no call of it comes
+            self.end_recording()
         return taken
 
     def end_step(self) -> None:
@@ -80,8 +81,10 @@ class Engine(LookingAhead):
         )
         rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
 
-    def _given(self, out: torch.Tensor) -> torch.Tensor:
-        """Rows go to the model; what is computed from them is not known ahead."""
+    def _given(self, out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Rows go to the model: to the GPU of a model that is on one, else to where the ids are. What is computed from
+        them is not known ahead."""
+        out = out if weight.is_cuda else out.to(ids.device)
         if self._own.recorder is not None:
             self._own.recorder.refuse(out, ROWS)
         return out
@@ -102,8 +105,8 @@ class Engine(LookingAhead):
         self._receive()
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
-            if rows.has_stamp and (index := rows.known_index(stamp_of(slots))) is not None:
-                return rows, index
+            if rows.stamp is not None and rows.stamp == stamp_of(slots):
+                return rows, rows.expected_index
         keys, batch = keys_of(slots), self._own.batch
         if batch is not None:
             batch.note_lookup(table, slots, keys)
@@ -141,8 +144,3 @@ class Engine(LookingAhead):
             rows = self._new_rows(table)
             self._own.keep(table, rows, create)
         return rows
-
-
-def _beside(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A model on a GPU has its rows there, wherever the ids are; on the CPU, where the ids are."""
-    return out if weight.is_cuda else out.to(ids.device)

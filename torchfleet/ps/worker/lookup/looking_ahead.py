@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +18,10 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
 from torchfleet.ps.worker.batch.foresight import Foresight, Guess
 from torchfleet.ps.worker.batch.recipe import Replay
-from torchfleet.ps.worker.batch.recorder import Recorder
-from torchfleet.ps.worker.batch.uncompiled_calls import hold, let_go
+from torchfleet.ps.worker.batch.recorder import Recorder, hold_compiler, let_compiler_go
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
-from torchfleet.ps.worker.lookup.current_batch import Batch, Thread
+from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
@@ -38,7 +38,7 @@ class LookingAhead:
     ) -> None:
         """`embeddings`: by table. `entries`: of the tables that keep shows, clicks or slots."""
         self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
-        self._own = Thread()
+        self._own = ThreadState()
         self._count = threading.Lock()
         self.foresight = Foresight()
         self.num_lookups = 0
@@ -50,8 +50,8 @@ class LookingAhead:
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
     @property
-    def thread(self) -> Thread:
-        """What the thread that asks is at."""
+    def thread_state(self) -> ThreadState:
+        """What the calling thread is at."""
         return self._own
 
     def use(self, source: Source) -> None:
@@ -73,7 +73,7 @@ class LookingAhead:
                 current = self._own.batch = batch
                 yield item
                 if current is not None and not current.is_entered:  # else its call has counted
-                    self._count_samples(item)
+                    self._count_samples(item, tensors_of(item))
                 if following is None:  # nothing to look ahead to while the last one was in use
                     following = next(iterator, _END)
                     next_batch = self._foresee(following)
@@ -93,22 +93,24 @@ class LookingAhead:
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._plan_recording()
         return [
-            model.register_forward_pre_hook(lambda _, args, kwargs: enter([args, kwargs]), with_kwargs=True),
-            # Called also when the forward pass has failed.
-            model.register_forward_hook(lambda _, args, output: leave(), always_call=True),
+            model.register_forward_pre_hook(enter, with_kwargs=True),
+            model.register_forward_hook(leave, always_call=True),  # also when the forward pass has failed
         ]
 
-    def enter(self, inputs: Any) -> None:
+    def enter(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
-        self._count_samples(inputs)
+        inputs = [args, kwargs]
+        tensors = tensors_of(inputs, "call")
+        self._count_samples(inputs, tensors)
         self._own.begin_call()
         current = self._own.batch
-        if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
-            current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))
+        if current is None or current.is_entered or not any(map(current.holds, tensors.values())):
+            current = self._own.batch = self._expect(tensors)
         elif not self.foresight.ways or current.is_lacking:
-            self.foresight.note_call(current.tensors, dict(tensors_of(inputs, "call")))
-        current.open(inputs)
-        self._own.end_recording()  # of a call that was interrupted
+            self.foresight.note_call(current.tensors, tensors)
+        current.open(tensors)
+        if self._own.recorder is not None:  # of a call that was interrupted
+            self._own.end_recording()
         if self._is_recording:
             self._own.recorder = Recorder(current.tensors)
             self._own.recorder.begin()
@@ -120,9 +122,10 @@ class LookingAhead:
             for table, reason in list(self.foresight.reasons.items())
         ]
 
-    def _leave(self) -> None:
+    def _leave(self, model: torch.nn.Module, args: Sequence[Any], output: Any) -> None:
         """The model's call has ended, or has failed."""
-        self._own.end_recording()
+        if self._own.recorder is not None:
+            self._own.end_recording()
         batch = self._own.batch
         if batch is not None and batch.is_open:
             self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
@@ -133,28 +136,29 @@ class LookingAhead:
         """The next call is not recorded, whatever was planned."""
         if self._is_recording:
             self._is_recording = False
-            let_go(self)
+            let_compiler_go(self)
 
     def _plan_recording(self) -> None:
         """Decide about the next call."""
-        self.end_recording()
-        # Where no optimizer has imported the compiler nobody trains, and it is not worth an import of a second.
+        if self._is_recording:
+            self.end_recording()
+        # Where no optimizer has imported the compiler this process does not train: not worth an import of a second.
         if self._records and "torch._dynamo" in sys.modules and self.foresight.wants_recording():
             self._is_recording = True
-            hold(self)
+            hold_compiler(self)
 
-    def _count_samples(self, inputs: Any) -> None:
+    def _count_samples(self, inputs: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Those that are trained on: evaluation has no gradients, or has put the model into eval mode."""
         if not torch.is_grad_enabled() or (self._followed is not None and not self._followed.training):
             return
-        num = num_samples(inputs)
+        num = num_samples(inputs, tensors.values())
         with self._count:  # several threads count
             self.num_samples += num
 
     def _foresee(self, item: Any) -> Batch | None:
         if item is _END or item is None:
             return None
-        tensors = dict(tensors_of(item, "batch"))
+        tensors = tensors_of(item, "batch")
         tensors |= self.foresight.in_call(tensors)
         batch = self._expect(tensors)
         batch.is_lacking = self.foresight.lacks(tensors)
@@ -186,9 +190,10 @@ class LookingAhead:
         for table, rows in batch.foreseen.items():
             if table not in batch.guesses:
                 self._check_range(table, rows.keys)
-            create = has_grad and any(embedding.training for embedding in self._embeddings[table])
+            create = has_grad and any(map(_is_training, self._embeddings[table]))
             keys.setdefault(create, {})[table] = rows.keys
-        batch.under_way = [(create, self._source.pull(wanted, create)) for create, wanted in keys.items()]
+        for create, wanted in keys.items():
+            batch.under_way.append((create, self._source.pull(wanted, create)))
 
     def _receive(self) -> None:
         """The rows that were foreseen for the current batch are there."""
@@ -214,3 +219,4 @@ class LookingAhead:
 
 
 _END: Any = object()
+_is_training = operator.attrgetter("training")

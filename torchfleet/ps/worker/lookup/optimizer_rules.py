@@ -8,44 +8,27 @@ import msgspec
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.ps.tables.settings.spec import MAX_FLOAT, Rule
+from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Rule
 
-# With the other options of torch's optimizers of these names as they are by default.
-ROW_RULES = {
-    "sgd": Rule("sgd", 0.0),
-    "adagrad": Rule("adagrad", 0.0, eps=1e-10),
-    "adam": Rule("adam", 0.0, 1e-8, 0.9, 0.999),
-}
 _REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The update rule of one param group; an error if servers do not have it."""
+    """The update rule of one param group; an error if servers do not have it.
+
+    An optimizer is the one that it is derived from, where no rule names it itself.
+    """
     for option in _REFUSED:
         if group.get(option):
             raise ModelError(f"{type(optimizer).__name__}({option}=True) is not supported on servers; leave it out")
-    lr = float(group["lr"])
-    if isinstance(optimizer, torch.optim.SGD):
-        if group["dampening"]:
-            raise ModelError(f"SGD(dampening={group['dampening']}) is not supported on servers; leave it 0")
-        return Rule(
-            "sgd", lr, momentum=group["momentum"], nesterov=group["nesterov"], weight_decay=group["weight_decay"]
-        )
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return Rule(
-            "adagrad",
-            lr,
-            eps=group["eps"],
-            lr_decay=group["lr_decay"],
-            initial_accumulator=group["initial_accumulator_value"],
-            weight_decay=group["weight_decay"],
-        )
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam)):
-        return _adam_rule(optimizer, group, lr)
+    for name in (f"{base.__module__}.{base.__qualname__}" for base in type(optimizer).__mro__):
+        for rule, row_rule in RULES.items():
+            if name in row_rule.optimizers:
+                return Rule(rule, float(group["lr"]), **row_rule.settings(name, group))
+    supported = ", ".join(name.rpartition(".")[2] for row_rule in RULES.values() for name in row_rule.optimizers)
     raise ModelError(
-        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "
-        "SparseAdam. In hybrid mode the network may have any optimizer: give the embeddings a param group of their own "
-        "with 'row_rule': 'adagrad' (or sgd, adam)."
+        f"{type(optimizer).__name__} cannot run on servers. Supported: {supported}. In hybrid mode the network may "
+        f"have any optimizer: give the embeddings a param group of their own with a 'row_rule' ({', '.join(RULES)})."
     )
 
 
@@ -53,9 +36,9 @@ def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule
     """The rule of a group's rows: the optimizer's own, or the one that the group names as its "row_rule"; with the
     weight decay that it gives as its "row_weight_decay"."""
     name = group.get("row_rule")
-    if name is not None and name not in ROW_RULES:
-        raise ModelError(f"a param group has row_rule={name!r}; expected one of {', '.join(ROW_RULES)}")
-    rule = rule_of(optimizer, group) if name is None else ROW_RULES[name]
+    if name is not None and name not in RULES:
+        raise ModelError(f"a param group has row_rule={name!r}; expected one of {', '.join(RULES)}")
+    rule = rule_of(optimizer, group) if name is None else Rule(name, 0.0, **RULES[name].row_settings)
     decay = group.get("row_weight_decay", rule.weight_decay)
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= MAX_FLOAT:
         raise ModelError(f"a param group has row_weight_decay={decay!r}; expected a number >= 0")
@@ -69,18 +52,13 @@ def needs_row_decay(rule: Rule, group: dict[str, Any]) -> bool:
 
 def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
     """The rule of a table that keeps what an optimizer of torch does elsewhere: values alone, if servers do not have
-    that optimizer."""
+    that optimizer, or do not know what it calls its state."""
     try:
-        return rule_of(optimizer, group)
+        rule = rule_of(optimizer, group)
     except ModelError:
-        return Rule("sgd", float(group["lr"]))
-
-
-def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float) -> Rule:
-    beta1, beta2 = group["betas"]
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
-    decay = group.get("weight_decay", 0.0)
-    return Rule("adam", lr, group["eps"], float(beta1), float(beta2), weight_decay=decay, decoupled_decay=decoupled)
+        return Rule(lr=float(group["lr"]))
+    is_known = rule.row_rule.num_dense_states(rule) <= len(rule.row_rule.torch_states)
+    return rule if is_known else Rule(lr=rule.lr)
 
 
 def rule_text(rule: Rule) -> str:

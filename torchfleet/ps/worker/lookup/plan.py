@@ -13,7 +13,7 @@ from torchfleet.base.errors import ModelError
 from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
-from torchfleet.ps.worker.lookup.dense_group import DenseGroup, check_buffers, fixed_groups
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup, block_spec, check_buffers, fixed_groups
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.optimizer_rules import kept_rule_of, needs_row_decay, row_rule_of, rule_of, rule_text
 
@@ -49,13 +49,14 @@ class Plan:
 
     def rates(self) -> dict[str, float]:
         """Today's learning rates: schedulers change them in the param groups."""
-        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
-        return {group.spec.name: float(group.group["lr"]) for group in groups}
+        rates: dict[str, float] = {}
+        for group in (*self.dense, *self.sparse.values()):
+            rates[group.spec.name] = float(group.group["lr"])
+        return rates
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
-        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
-        for group in groups:
+        for group in (*self.dense, *self.sparse.values()):
             options = _options(group.group)
             if not group.group.get("params") or self._checked.get(group.spec.name) == options:
                 continue
@@ -76,7 +77,7 @@ class Plan:
             lines.append(
                 (
                     dense.spec.name,
-                    "dense",
+                    dense.spec.kind,
                     f"{dense.spec.size:,}",
                     rule_text(dense.spec.rule),
                     "worker 0",
@@ -85,7 +86,7 @@ class Plan:
                 )
             )
         for name, sparse in self.sparse.items():
-            size = "any id" if sparse.spec.kind == "sparse" else f"{sparse.spec.size:,} ids"
+            size = "any id" if not sparse.spec.has_size else f"{sparse.spec.size:,} ids"
             first = sparse.spec.initializer
             is_given = sparse.modules[0].table_rows.first_values is not None
             start = "worker 0" if is_given else f"{first.name}({first.a:g}, {first.b:g})"
@@ -105,8 +106,11 @@ class Plan:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Those of a param group that may not change, as they are now: some can be changed in place."""
-    fixed = {name: value for name, value in group.items() if name not in ("params", "lr")}
-    return {name: tuple(map(float, value)) if name == "betas" else value for name, value in fixed.items()}
+    options: dict[str, Any] = {}
+    for name, value in group.items():
+        if name not in ("params", "lr"):
+            options[name] = tuple(map(float, value)) if name == "betas" else value
+    return options
 
 
 def make_plan(
@@ -150,7 +154,7 @@ def make_share(
             name = f"dense.{number}"
             while name in embeddings:  # a module's path may look like it
                 name += "'"
-            spec = TableSpec(name, "dense", size=size, rule=dense_rule(optimizer, group), num_shards=num_servers)
+            spec = block_spec(name, size, num_servers, dense_rule(optimizer, group))
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
     return plan
 
@@ -164,7 +168,7 @@ def whole_plan(model: torch.nn.Module, shares: Sequence[Plan], num_servers: int)
     for name, modules in embeddings.items():
         is_planned = any(name in share.sparse for share in shares)
         if not is_planned and not any(module.weight.requires_grad for module in modules):
-            first.sparse[name] = _sparse_group(name, modules, Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
+            first.sparse[name] = _sparse_group(name, modules, Rule(lr=0.0), {"lr": 0.0}, num_servers)
         elif not is_planned:
             held = "the optimizer: give it" if len(shares) == 1 else "any optimizer: give them"
             raise ModelError(f"embedding '{name}' is in no param group of {held} model.parameters()")
@@ -210,7 +214,7 @@ def _add_sparse(
             )
         return
     rule = row_rule_of(optimizer, group)
-    refused = "momentum" if rule.momentum else "weight_decay" if needs_row_decay(rule, group) else ""
+    refused = rule.row_rule.refused_on_rows(rule) or ("weight_decay" if needs_row_decay(rule, group) else "")
     if refused:
         decay = " Or give the group 'row_weight_decay', which acts on the rows that an update touches (0: on none)."
         raise ModelError(
@@ -229,14 +233,9 @@ def _sparse_group(
     for module in modules:
         module.row_weight.is_shown = module.weight is shown
     low, high = first.weight_bounds
-    spec = TableSpec(
-        name,
-        "sparse" if first.num_embeddings is None else "array",
-        dim=first.dim,
-        size=first.num_embeddings or 0,
+    spec = msgspec.structs.replace(
+        first.table_spec(name),
         rule=msgspec.structs.replace(rule, low=low, high=high),
-        initializer=first.initializer,
-        seed=first.seed,
         num_shards=num_servers,
         entry=first.entry,
         shrink=first.shrink,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torchfleet.base.errors import FleetError
@@ -26,16 +27,17 @@ class PullAhead(Protocol):
     def result(self) -> Pulled: ...
 
 
+@dataclass(slots=True)
 class TimedPull:
-    """A pull whose waiting time is noted."""
+    """A pull whose waiting time is added to `seconds["pull"]`."""
 
-    def __init__(self, pull: PullAhead, note: Callable[[float], None]) -> None:
-        self._pull, self._note = pull, note
+    _pull: PullAhead
+    _seconds: dict[str, float]
 
     def result(self) -> Pulled:
         start = time.perf_counter()
         pulled = self._pull.result()
-        self._note(time.perf_counter() - start)
+        self._seconds["pull"] += time.perf_counter() - start
         return pulled
 
 

@@ -59,7 +59,13 @@ class Bounded(Communicator):
         self._take()  # if the model was not called as a whole
         flags = BOUNDED | DENSE_BACK | VERSIONS
         self._under_way = self._client.push_tables(
-            gradients.sections(), gradients.rates, gradients.versions, flags, self._timeout, None, [self._max_staleness]
+            {**gradients.dense, **gradients.sparse},
+            gradients.rates,
+            gradients.versions,
+            flags,
+            self._timeout,
+            settings=[self._max_staleness],
+            are_finite=gradients.are_finite,
         )
         self._is_counted = True
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.base.tracing.span_recorder import Mark
-from torchfleet.ps.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
+from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Dense, Future
@@ -39,9 +39,7 @@ class Gradients:
     num_samples: float | None = None  # what they count for in a mean; None: as much as others
     share: int = 0  # the number of the optimizer whose step it is
     mark: Mark | None = None  # of a step that is traced, where another thread pushes them
-
-    def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
-        return {**self.dense, **self.sparse}
+    are_finite: bool = False  # they have been looked at; sums of them may be too large again
 
     def is_nothing(self) -> bool:
         """Whether no sample had a part in it."""
@@ -50,16 +48,16 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Updates with the mean of `num` pushes, in which gradients of the network older than `max_age` updates have no
-    part. `samples`: what they are weighted by; None: they count alike."""
+    """Updates with the mean of `num` pushes, in which gradients of the network with a staleness above `max_staleness`
+    updates have no part. `samples`: what they are weighted by; None: they count alike."""
 
     num: int
-    max_age: int
+    max_staleness: int
     samples: SampleCount | None = None
 
     @property
     def settings(self) -> tuple[int, int]:
-        return self.num, self.max_age
+        return self.num, self.max_staleness
 
 
 class Communicator(ABC):
@@ -85,7 +83,7 @@ class Communicator(ABC):
         self._own = threading.local()
         self._count = threading.Lock()
         self._seconds = {"pull": 0.0, "push": 0.0, "dense": 0.0}
-        self._num_steps = 0
+        self.num_steps = 0  # that this worker has made so far, of all its threads
         self._versions: dict[str, list[float]] = {}  # of the dense values in the model, as far as they are known
 
     @property
@@ -104,11 +102,6 @@ class Communicator(ABC):
         with self._count:
             self._others.append(client)
         return client
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that this worker has made so far, of all its threads."""
-        return self._num_steps
 
     def leave_thread(self) -> None:
         """A training thread has done its work."""
@@ -132,7 +125,7 @@ class Communicator(ABC):
     def settle(self) -> None:
         """Return when everything that `step` has been given so far has been applied."""
         if self._gathering:
-            self._client.push_tables({}, flags=GATHER, settings=self._gathering.settings).result()
+            self._client.push_tables({}, flags=GATHERED, settings=self._gathering.settings).result()
 
     def end_threads(self) -> None:
         """Several threads have trained, and are over."""
@@ -153,15 +146,15 @@ class Communicator(ABC):
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
         """Rows of several tables, on their way."""
         start = time.perf_counter()
-        pull = TimedPull(self._client.pull_tables(keys, create, self.in_step), self._note_pull)
-        self._note_pull(time.perf_counter() - start)  # in one process, asking is already the work
-        return pull
+        pull = self._client.pull_tables(keys, create, self.in_step)
+        self._seconds["pull"] += time.perf_counter() - start  # in one process, asking is already the work
+        return TimedPull(pull, self._seconds)
 
     def step(self, gradients: Gradients) -> None:
         """One step's gradients are there."""
         start = time.perf_counter()
         with self._count:
-            self._num_steps += gradients.share == 0  # one for all optimizers of a loop
+            self.num_steps += gradients.share == 0  # one for all optimizers of a loop
         # Those of the thread's last call of the model; another thread may have written newer values since.
         gradients.versions.update(getattr(self._own, "versions", None) or self._versions)
         self._own.versions = None
@@ -207,9 +200,9 @@ class Communicator(ABC):
 
     def stats(self) -> dict[str, Any]:
         """Times in milliseconds per step that the training thread waited."""
-        steps = max(1, self._num_steps)
+        steps = max(1, self.num_steps)
         waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
-        return {"steps": self._num_steps, **waits, "retries": self._num_retries, "queue": 0}
+        return {"steps": self.num_steps, **waits, "retries": self._num_retries, "queue": 0}
 
     @property
     def _num_retries(self) -> int:
@@ -223,13 +216,14 @@ class Communicator(ABC):
     def _submit(self, client: Client, gradients: Gradients, flags: int, timeout: float | None = None) -> Future[Dense]:
         """A push on its way, to be gathered with others where that is asked for."""
         return client.push_tables(
-            gradients.sections(),
+            {**gradients.dense, **gradients.sparse},
             gradients.rates,
             gradients.versions,
-            flags | (GATHER if self._gathering else 0),
+            flags | (GATHERED if self._gathering else 0),
             timeout,
             gradients.num_samples,
             self._gathering.settings if self._gathering else (),
+            gradients.are_finite,
         )
 
     def _pull_dense(self, client: Client) -> Dense:
@@ -240,14 +234,13 @@ class Communicator(ABC):
     def _write(self, values: Dense) -> None:
         if self.has_threads and _is_older(values.versions, self._versions):
             return  # another thread's reply came in before this one
-        kept = {name: seen for name, seen in self._versions.items() if name not in values}
-        self._versions = {**kept, **values.versions}  # of values that come without, as in sync mode, none is known
+        versions = dict(self._versions)  # others may be reading it
+        for name in values:
+            versions.pop(name, None)  # of values that come without one, as in sync mode, it is not known
+        self._versions = versions | values.versions
         for group in self._plan.dense:
             if group.spec.name in values:
                 group.write(values[group.spec.name], unnoticed=self.has_threads)
-
-    def _note_pull(self, seconds: float) -> None:
-        self._seconds["pull"] += seconds
 
 
 def _is_older(versions: Mapping[str, list[float]], others: Mapping[str, list[float]]) -> bool:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from torchfleet.base.background import BackgroundThreads
@@ -55,10 +54,7 @@ class Geo(Communicator):
         self.alone = self._alone = threading.RLock()
         self._k_steps, self._num_workers = k_steps, num_workers
         self._step_dense = step_dense
-        self._specs = {
-            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, shard=0, num_shards=1)
-            for name, group in plan.sparse.items()
-        }
+        self._specs = {name: group.spec.in_memory() for name, group in plan.sparse.items()}
         self._local: dict[str, SparseTable] = {}
         self._base: dict[str, SparseTable] = {}
         self._dense_base: dict[str, Floats] = {}
@@ -142,8 +138,8 @@ class Geo(Communicator):
         self._step_dense()
         if not self._back.empty():
             self._take_in(self._wait())
-        if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
-            self._last_step = self._num_steps
+        if self.num_steps - self._last_step >= self._k_steps and not self._under_way:
+            self._last_step = self.num_steps
             self._send()
 
     def flush(self) -> None:

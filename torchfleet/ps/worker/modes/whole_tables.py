@@ -73,10 +73,10 @@ class WholeTables(Communicator):
         """Called after every step, from any thread: starts an exchange when it is time, and never waits."""
         with self._changed:
             self._check()
-            self._num_steps += 1
+            self.num_steps += 1
             is_idle = self._num_wanted == self._num_done
-            if is_idle and 0 < self._steps_between <= self._num_steps - self._last_step:
-                self._last_step = self._num_steps
+            if is_idle and 0 < self._steps_between <= self.num_steps - self._last_step:
+                self._last_step = self.num_steps
                 self._want()
 
     def flush(self) -> None:
@@ -235,7 +235,7 @@ def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
             f"{plan.dense[0].names[0]}"
         )
     for name, group in plan.sparse.items():
-        if group.spec.kind != "array":
+        if not group.spec.has_size:
             raise ModelError(
                 f"fleet.whole_tables() holds whole tables, and '{name}' has no size: give "
                 "SparseEmbedding(num_embeddings=...)"

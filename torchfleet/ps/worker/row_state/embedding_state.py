@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.ps.tables.settings.spec import Initializer, TableSpec
+from torchfleet.ps.tables.settings.spec import Initializer, TableSpec, default_kind
 from torchfleet.ps.worker.row_state.table_rows import TableRows, is_without_rows
 from torchfleet.ps.worker.row_state.whole_rows import WholeRows
 
@@ -26,6 +26,7 @@ class EmbeddingState(torch.nn.Module):
 
     dim: int
     name: str | None
+    kind: str | None = None
     num_embeddings: int | None
     initializer: Initializer
     seed: int
@@ -45,17 +46,20 @@ class EmbeddingState(torch.nn.Module):
         self.table_rows = TableRows(padding_idx)
         self.is_copy = False  # made by copy.deepcopy of a distributed embedding: it reads, and learns nothing
 
+    def table_spec(self, name: str) -> TableSpec:
+        """Its table as far as the layer says: kind, shape and first values."""
+        kind = self.kind or default_kind(is_dense=False, has_size=self.num_embeddings is not None)
+        size = self.num_embeddings or 0
+        return TableSpec(name, kind, self.dim, size, initializer=self.initializer, seed=self.seed)
+
     @property
     def _spec(self) -> TableSpec:
-        """The table as far as its first values go."""
         if self.name is None:
             raise ModelError(
                 "the first values of a SparseEmbedding follow from the name of its table, and it has none yet: give "
                 "it a name, or call fleet.distributed_model first"
             )
-        size = self.num_embeddings
-        kind: Any = "sparse" if size is None else "array"
-        return TableSpec(self.name, kind, self.dim, size or 0, initializer=self.initializer, seed=self.seed)
+        return self.table_spec(self.name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if is_without_rows():

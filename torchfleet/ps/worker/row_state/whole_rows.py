@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,7 +12,6 @@ import torch
 from torchfleet.base.errors import ModelError
 from torchfleet.base.monitor.progress import Progress
 from torchfleet.ps.tables.rows.memory import available_bytes, max_table_bytes
-from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.worker.client.shard import Floats, Keys
@@ -67,17 +65,7 @@ def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool
 
 def first_rows(spec: TableSpec, keys: Keys) -> Floats:
     """What the servers give to these ids when they are first seen: it follows from seed, table and id."""
-    plain = msgspec.structs.replace(
-        spec,
-        kind="sparse",
-        size=0,
-        shard=0,
-        num_shards=1,
-        rule=Rule("sgd", 0.0),
-        entry=AdmissionEntry(),
-        shrink=Shrink(),
-    )
-    return SparseTable(plain, max_table_bytes()).pull(keys)
+    return SparseTable(spec.in_memory(Rule(lr=0.0)), max_table_bytes()).look_up(keys)
 
 
 def _sized(source: RowSource, spec: TableSpec, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:

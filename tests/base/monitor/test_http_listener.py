@@ -1,0 +1,95 @@
+"""The bounds of a listener for HTTP: connections, seconds and bytes of a request; routes, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from torchfleet.base.monitor.http_listener import Bounds, HttpListener, HttpRequest, routes
+
+GET = b"GET /here?x=1 HTTP/1.0\r\n\r\n"
+
+
+def here(request: HttpRequest) -> tuple[int, str, bytes]:
+    return 200, "text/plain", threading.current_thread().name.encode()
+
+
+@contextlib.contextmanager
+def listening(bounds: Bounds) -> Iterator[HttpListener]:
+    listener = HttpListener(("127.0.0.1", 0), routes({"/here": here}), bounds, "the listener")
+    listener.start()
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def client_of(listener: HttpListener) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", listener.server_port), timeout=20)
+
+
+def ask(listener: HttpListener, request: bytes = GET) -> bytes:
+    """The whole reply; what is left of it where the listener ended the connection."""
+    found = b""
+    with client_of(listener) as client, contextlib.suppress(ConnectionError):
+        client.sendall(request)
+        while data := client.recv(4096):
+            found += data
+    return found
+
+
+@pytest.mark.parametrize(("connections", "is_own"), [(1, True), (2, False)])
+def test_one_connection_at_a_time_is_answered_by_the_listener_and_more_by_threads(
+    connections: int, is_own: bool
+) -> None:
+    with listening(Bounds(connections)) as listener:
+        reply = ask(listener)
+    assert reply.startswith(b"HTTP/1.0 200 ")
+    assert reply.endswith(b"\r\n\r\nthe listener") is is_own
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"), [(b"GET / HTTP/1.0\r\n\r\n", 404), (b"PUT /here HTTP/1.0\r\n\r\n", 501)]
+)
+def test_other_paths_and_methods_are_refused(request_: bytes, status: int) -> None:
+    with listening(Bounds()) as listener:
+        assert ask(listener, request_).split()[1] == str(status).encode()
+
+
+def test_a_request_of_too_many_bytes_is_not_answered() -> None:
+    with listening(Bounds(request_bytes=1000)) as listener:
+        long = GET[:-2] + b"X-Long: " + b"x" * 2000 + b"\r\n\r\n"
+        assert b" 200 " not in ask(listener, long)
+        assert b" 200 " in ask(listener)
+
+
+def test_a_request_that_takes_too_long_is_dropped() -> None:
+    with listening(Bounds(connections=1, request_seconds=0.3)) as listener, client_of(listener) as client:
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begun < 15:
+                client.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - begun < 10
+        assert b" 200 " in ask(listener)
+
+
+def test_a_connection_too_many_is_told_so() -> None:
+    with (
+        listening(Bounds(connections=2)) as listener,
+        client_of(listener),
+        client_of(listener),
+        client_of(listener) as third,
+    ):
+        assert b" 503 " in third.recv(100)
+
+
+def test_a_listener_that_was_never_started_closes() -> None:
+    listener = HttpListener(("127.0.0.1", 0), routes({}), Bounds(), "idle")
+    listener.close()
+    assert listener.socket.fileno() == -1

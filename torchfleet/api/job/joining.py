@@ -1,0 +1,81 @@
+"""How a worker joins its job: what it says of it, what its mode allows, and the step with which it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchfleet import __version__
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.role.role_info import LOSS_END, RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.requests import Joined
+
+MAX_VALUE = 1000  # characters: a server takes a few more
+_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another
+
+
+def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_servers: int) -> list[dict[str, Any]]:
+    """What a worker was told of its job, which servers compare with what others were told.
+
+    By server: release, place, strategy and tables, as JOIN carries them.
+    """
+    fields = {name: _value(value) for name, value in strategy.shared_fields().items()}
+    return [
+        {
+            "release": __version__,
+            "server": server,
+            "num_servers": num_servers,
+            "strategy": fields,
+            "tables": [spec.for_shard(server, num_servers) for spec in specs],
+        }
+        for server in range(num_servers)
+    ]
+
+
+def check_releases(client: Client) -> None:
+    """Raise RoleError for a server of another release, which might not read what a worker says of its job."""
+    for number, server in enumerate(client.stats()):
+        found = str(server.get("release"))[:64]
+        if found != __version__:
+            raise RoleError(
+                f"this worker has torchfleet {__version__}, and server {number} has {found!r}: install the same "
+                "release everywhere."
+            )
+
+
+def _value(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, (bool, int, float)) else str(value)[:MAX_VALUE]
+
+
+def check_loss_rule(mode: str, info: RoleInfo) -> None:
+    """Raise RoleError if this mode cannot keep to what was said about lost workers."""
+    if info.is_elastic and mode not in _FREE_MODES:
+        raise RoleError(
+            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(_FREE_MODES)}; "
+            f"this is {mode}. Leave it out, or train in one of these modes."
+        )
+    if info.on_worker_loss != LOSS_END and mode == "hybrid":
+        raise RoleError(
+            f"on_worker_loss={info.on_worker_loss} is for sync, {', '.join(_FREE_MODES)}: in hybrid mode no worker can "
+            "go on without another. Leave it out; --max_restart starts all workers again together."
+        )
+
+
+def catch_up(client: Client, told: Sequence[Joined], num_optimizers: int, timeout: float) -> int:
+    """The step with which this worker begins, the same on all servers.
+
+    From the moment it has joined, each server's step waits for it. Servers may be a step apart: the process of before
+    was killed when only some had its push, or the others went on between two answers. The steps of several optimizers
+    of one loop belong together. What is behind is made without this worker's part.
+    """
+    steps = [joined.step for joined in told]
+    first = -(-max(steps) // num_optimizers) * num_optimizers
+    for step in range(min(steps), first):
+        behind = [server for server, own in enumerate(steps) if own <= step]
+        tell(f"step {step} is made without this worker's part on {len(behind)} of {len(told)} servers")
+        client.skip_step(behind, timeout)
+    return first // num_optimizers

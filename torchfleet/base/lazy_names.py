@@ -1,0 +1,54 @@
+"""Public modules whose names are imported when they are first used, so that a bare server never imports torch.
+
+A public module has a stub file (.pyi) beside it, which lists its names and the modules that define them. Type checkers,
+editors and this module read that one list. Unlike lazy_loader, it takes names that are defined outside of the module's
+own folder: `fleet.nn` has layers of ps/ and collective/, `fleet.data` functions of api/.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of the module `module` in `file`, by the stub beside it.
+
+    Other names raise AttributeError, with the nearest public name. A name is looked up once, and kept in the module.
+    """
+    places = names_of(Path(file).with_suffix(".pyi"))
+    public = sorted(places)
+
+    def get(name: str) -> Any:
+        if name not in places:
+            near = get_close_matches(name, public, n=1)
+            advice = f"; did you mean '{near[0]}'?" if near else "; docs/reference/ lists its names"
+            raise AttributeError(f"{module} has no '{name}'{advice}")
+        found = import_module(places[name])
+        value = found if places[name] == f"{module}.{name}" else getattr(found, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    def names() -> list[str]:
+        """For completion: the public names, not what the module imports, nor modules that happen to be loaded."""
+        return sorted([*public, *(name for name in vars(sys.modules[module]) if name.startswith("__"))])
+
+    return get, names, public
+
+
+def names_of(stub: Path) -> dict[str, str]:
+    """The module of each name that `stub` imports: the one that defines it, or for `from package import module` itself.
+
+    A stub imports by whole names, `from torchfleet.api.saves import save as save`, and sub-modules from torchfleet.
+    """
+    statements = [node for node in ast.parse(stub.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: f"torchfleet.{alias.name}" if node.module == "torchfleet" else str(node.module)
+        for node in statements
+        for alias in node.names
+    }

@@ -1,0 +1,12 @@
+"""The names of fleet.data, once: data/__init__.py reads this file, and so do type checkers and editors."""
+
+from torchfleet.api.datasets import from_arrow as from_arrow, from_parquet as from_parquet, from_ray as from_ray
+from torchfleet.data.file_batches import FileBatches as FileBatches
+from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
+from torchfleet.data.reading.generator import (
+    MultiSlotDataGenerator as MultiSlotDataGenerator,
+    MultiSlotStringDataGenerator as MultiSlotStringDataGenerator,
+)
+from torchfleet.data.reading.parquet import ParquetFormat as ParquetFormat
+from torchfleet.data.reading.string_hash import hash_string as hash_string
+from torchfleet.data.slots import Batch as Batch, Ragged as Ragged, Slot as Slot

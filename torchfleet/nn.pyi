@@ -1,0 +1,24 @@
+"""The names of fleet.nn, once: nn.py reads this file, and so do type checkers and editors."""
+
+from torchfleet.collective.layers.margin_softmax import MarginSoftmax as MarginSoftmax
+from torchfleet.collective.layers.parallel_random import (
+    ParallelDropout as ParallelDropout,
+    ParallelRandom as ParallelRandom,
+    parallel_random as parallel_random,
+)
+from torchfleet.collective.layers.tensor_parallel import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+)
+from torchfleet.ps.worker.lookup.conversion import convert as convert, sparse_embeddings as sparse_embeddings
+from torchfleet.ps.worker.lookup.embedding import (
+    SparseEmbedding as SparseEmbedding,
+    SparseEmbeddingBag as SparseEmbeddingBag,
+)
+from torchfleet.ps.worker.lookup.initializers import (
+    Constant as Constant,
+    Normal as Normal,
+    TruncatedNormal as TruncatedNormal,
+    Uniform as Uniform,
+)

@@ -1,0 +1,160 @@
+"""One server in a process, from its address to its end: with its log, status, metrics and traces.
+
+`python -m torchfleet.server` (main.py) runs one, and so does a training script whose role is server
+(api/job/server_role.py). Neither this nor main.py imports torch.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.tracing.otlp import trace_every
+from torchfleet.base.tracing.process_part import ProcessName
+from torchfleet.base.tracing.profile_folder import folder_of
+from torchfleet.ps.net.addresses import listen
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.transport import ServerSocket
+from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.replicas.replica import Replica
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.server_log import speaker
+from torchfleet.ps.server.server_tracing import ServerTracing
+from torchfleet.ps.server.state.server_status import ServerStatus
+from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which server of the job this is. `index` is None for one that is started by itself, as the only one."""
+
+    index: int | None = None
+    num_servers: int = 1
+    replica: int = 0
+    status_file: str | None = None  # of the launcher
+
+
+class ServerRun:
+    """Call `restore`, `listen`, `warm_up`, `begin_log`, `open_status`, then `serve`.
+
+    The log, if `durability` is given, is restored or begun: `restore` before the tables are filled, `begin_log` after.
+    """
+
+    def __init__(self, server: Server, place: Place, durability: Callable[[], Durability] | None = None) -> None:
+        """`durability`: makes the settings of the log when it is opened; raises FleetError if they are wrong."""
+        self.server, self._place, self._durability = server, place, durability
+        self.say = server.state.say = speaker(place.index)
+        self.listener: ServerSocket | None = None
+        self.durable: DurableServer | None = None
+        self.replica: Replica | None = None
+        self._status: ServerStatus | None = None
+        self._trace_every = 0
+        self._is_ended = False
+
+    @property
+    def handler(self) -> Replica | DurableServer | Server:
+        return self.replica or self.durable or self.server
+
+    @property
+    def lacks_log(self) -> bool:
+        """Whether there is to be a log, and `begin_log` has not been called."""
+        return self._durability is not None and self.durable is None
+
+    def restore(self) -> None:
+        """Go on with what the log has. `durable` stays None if it has nothing."""
+        if self._durability is not None:
+            self.durable = go_on(self.server, self._durability(), self.say)
+
+    def begin_log(self) -> None:
+        """Write a copy of the tables to the log, if there is to be one and it was not restored."""
+        if self._durability is not None and self.durable is None:
+            self.durable = begin_log(self.server, self._durability())
+
+    def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> ServerSocket:
+        self.listener = listen(endpoint, keys, insecure)
+        return self.listener
+
+    def warm_up(self, tell: Callable[[], None] = lambda: None) -> None:
+        """Load the kernels. If they must be compiled, the log says so and `tell` is called."""
+
+        def say() -> None:
+            self.say(COMPILING)
+            tell()
+
+        with telling_compilation(say):
+            warm_up()
+
+    def open_status(self) -> None:
+        """Open the status file and the port of metrics, and read the settings of tracing. Raises FleetError."""
+        place = self._place
+        self._trace_every = trace_every()
+        self._status = ServerStatus(self.server.state, place.index or 0, place.status_file, place.replica, self.replica)
+
+    def serve(self) -> None:
+        """Serve until all workers have left, or `end` is called; then close all of it.
+
+        Raises FleetError if workers have ended, or are silent, that never stopped, or if another replica took over.
+        """
+        assert self.listener is not None
+        assert self._status is not None
+        status, tracing, server = self._status, self._tracing(), self.server
+
+        def is_over() -> bool:
+            server.state.counters.load.look()
+            status.write()
+            tracing.look()
+            return self._is_ended or self.handler.is_stopping
+
+        try:
+            self.listener.serve(self.handler, is_over)
+        finally:
+            if self.replica is not None:
+                self.replica.end()
+            status.write(now=True)
+            status.close()
+            tracing.close()
+            self.close()
+            self.say(f"stopped ({self._why_over()}) after {server.state.counters.num_requests:,} requests")
+        if self.replica is not None and self.replica.deposed:
+            raise FleetError(self.replica.deposed)
+        if server.desertion:
+            raise FleetError(f"{server.desertion}. No worker is left; the server ends.")
+
+    def end(self) -> None:
+        """From a signal handler: finish the request at hand and return from `serve`."""
+        self._is_ended = True
+
+    def end_on(self, *signals: signal.Signals) -> None:
+        """Call `end` when one of `signals` comes. From the main thread only."""
+
+        def end(number: int, frame: FrameType | None) -> None:
+            self.end()
+
+        for found in signals:
+            signal.signal(found, end)
+
+    def close(self) -> None:
+        """Give the address back, and close the log; it is removed if all workers have left as they should."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        if self.durable is not None:
+            server = self.server
+            self.durable.close(is_over=server.is_stopping and not server.desertion and not self._is_ended)
+            self.durable = None
+
+    def _why_over(self) -> str:
+        if self._is_ended or not self.server.state.num_workers:
+            return "told to end"
+        if self.replica is not None and self.replica.deposed:
+            return "another replica has taken over"
+        return "workers are lost" if self.server.desertion else "all workers have left"
+
+    def _tracing(self) -> ServerTracing:
+        place, server = self._place, self.server
+        num_workers = server.state.num_workers
+        name = ProcessName("server", place.index or 0, num_workers, place.num_servers, server.incarnation)
+        return ServerTracing(name, server.traced, folder_of(place.status_file), self._trace_every)

@@ -1,0 +1,44 @@
+"""What rules share: weight decay, coupled and decoupled, and bounds on what an update can reach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from torchfleet.ps.kernels import rows
+from torchfleet.ps.tables.settings.rule import Floats, Rule
+
+_TINY = 1.2e-38  # float32 has fewer digits below it, or none
+
+
+def decays(rule: Rule, rate: float) -> tuple[float, float]:
+    """(what is added to a gradient per weight, what a weight is multiplied with): coupled and decoupled decay."""
+    return (0.0, 1.0 - rate * rule.weight_decay) if rule.decoupled_decay else (rule.weight_decay, 1.0)
+
+
+def decayed(rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float) -> Floats:
+    """The gradients for the rows numbered `at`, with coupled weight decay in them; decoupled decay has been applied.
+
+    Beside the rules: tables without decay, which are most, do without it.
+    """
+    decay, factor = decays(rule, rate)
+    if rule.decoupled_decay:
+        rows.shrink(store, *layout, at, grads.shape[1], factor)
+        return grads
+    out = np.empty_like(grads)
+    rows.add_decay(store, *layout, at, grads, decay, out)
+    return out
+
+
+def decay_bounds(rule: Rule, rate: float, grad: float, value: float) -> tuple[float, float]:
+    """(bound on a gradient with its coupled decay, bound on a value after its decoupled decay)."""
+    coupled, factor = decays(rule, rate)
+    value *= max(1.0, 1.000001 * abs(factor))
+    return grad + coupled * value, value
+
+
+def ratio(rule: Rule, above: float) -> float:
+    """`above` / (√s + eps) at most, whatever s is."""
+    return above / rule.eps if rule.eps > _TINY else math.inf

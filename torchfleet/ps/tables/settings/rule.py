@@ -1,0 +1,150 @@
+"""The optimizers that servers run: the settings of one (Rule), and what each of them declares of itself (RowRule).
+
+RULES names them. A rule is a class in a file of its own in tables/rules, and one line in tables/rules/__init__.py:
+whatever trains, warms up, saves, loads or maps a torch optimizer asks the rule and knows none by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+
+MAX_FLOAT = 3.4028234663852886e38  # the largest float32
+
+Floats = npt.NDArray[np.float32]
+RULES: dict[str, RowRule] = {}  # by the name that Rule gives
+
+
+def expect(condition: bool, text: str) -> None:
+    """Raise TableError with this text unless the condition holds."""
+    if not condition:
+        raise TableError(text)
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
+
+    `momentum` and `nesterov` act where the rule says so: by SGD on dense tables only, as a row that is touched now and
+    then has no "every step" at which they could act. `weight_decay` acts on the rows that an update touches, and on
+    all of a dense table. `low` and `high` bound sparse weights after each update. `options` are (name, value) of
+    settings that only this rule has; one that is not given has the value that the rule declares.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.01
+    eps: float = 1e-10
+    beta1: float = 0.9
+    beta2: float = 0.999
+    lr_decay: float = 0.0
+    initial_accumulator: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decoupled_decay: bool = False
+    low: float = -math.inf
+    high: float = math.inf
+    options: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        expect(self.name in RULES, f"rule.name must be one of {tuple(RULES)}, found {self.name!r}")
+        for field in ("lr", "eps", "lr_decay", "initial_accumulator", "weight_decay"):
+            expect(0 <= getattr(self, field) <= MAX_FLOAT, f"rule.{field} must be >= 0, found {getattr(self, field)}")
+        for field in ("beta1", "beta2", "momentum"):
+            expect(0 <= getattr(self, field) < 1, f"rule.{field} must be in [0, 1), found {getattr(self, field)}")
+        expect(self.low < self.high, f"rule.low must be below rule.high, found {self.low} and {self.high}")
+        expect(not self.nesterov or self.momentum > 0, "rule.nesterov needs rule.momentum > 0")
+        for name, value in self.options:
+            known = self.row_rule.options
+            expect(name in known, f"rule.options of '{self.name}' are {tuple(known)}, found {name!r}")
+            expect(abs(value) <= MAX_FLOAT, f"rule.options {name!r} must be a finite float32, found {value}")
+
+    @property
+    def has_bounds(self) -> bool:
+        return self.low > -math.inf or self.high < math.inf
+
+    @functools.cached_property
+    def row_rule(self) -> RowRule:
+        """What applies it."""
+        return RULES[self.name]
+
+    def option(self, name: str) -> float:
+        """One of the settings that only this rule has."""
+        return dict(self.options).get(name, self.row_rule.options[name])
+
+
+class RowRule(ABC):
+    """How one optimizer updates values: its formula, the state that it keeps behind each value, and the optimizer of
+    torch that it stands for.
+
+    A rule is one object without state of its own; `rule` holds the settings of the table at hand.
+    """
+
+    num_states: int  # numbers of state per value of a sparse row
+    squares: tuple[int, ...] = ()  # which of them are sums of squares, and so never negative
+    options: Mapping[str, float] = {}  # settings that only this rule has, with their defaults: Rule.options
+    row_settings: Mapping[str, Any] = {}  # fields of Rule for rows whose param group gives this rule's name alone
+    optimizers: tuple[str, ...] = ()  # full names of the optimizer classes that it stands for: "torch.optim.sgd.SGD"
+    torch_states: tuple[str, ...] = ()  # the names that these give to the state of a parameter, in the rule's order
+    counts_steps: bool = True  # whether these keep "step" beside them
+    is_linear: bool = False  # updates are sums of gradients: geo training may add differences in their place
+
+    def num_dense_states(self, rule: Rule) -> int:
+        """Numbers of state per value of a dense block."""
+        return self.num_states
+
+    def initial_state(self, rule: Rule) -> float:
+        """What the state of a new row, and of a new block, is filled with."""
+        return 0.0
+
+    def rate(self, rule: Rule, lr: float, step: int) -> float:
+        """The learning rate of update number `step` (1, 2, ...), where `lr` was asked for."""
+        return lr
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float] | None:
+        """Bounds on the magnitude of values and of each number of state after one update.
+
+        `held`: the bounds before it; `grad`: one on its gradients. None: not known, and every update is tried first.
+        Rounding may double what is added. Of rows, no later update with the same bounds adds more.
+        """
+        return None
+
+    def refused_on_rows(self, rule: Rule) -> str:
+        """The field of `rule` that cannot act on rows, which are touched only now and then; empty if there is none."""
+        return "momentum" if rule.momentum else ""
+
+    def settings(self, optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of Rule, but for name and rate, by the param group of an optimizer: the one of `optimizers` that it
+        is, or is derived from. Raises ModelError if the rule cannot do what the group asks for."""
+        return {}
+
+    @abstractmethod
+    def apply_to_rows(
+        self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
+    ) -> None:
+        """Update the rows numbered `at`, all different, by a gradient each; layout is (width, offset) of the store.
+
+        A row is `width` numbers of the store. From `offset` on it holds its values, and then their state.
+        """
+
+    @abstractmethod
+    def apply_to_block(
+        self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int
+    ) -> None:
+        """Update a flat block; `states` has one row of len(weights) per number of state."""
+
+
+def learning_rate(rule: Rule, lr: float | None, step: int) -> float:
+    """The rate of update number `step`, from the one given with the push, else from the table's own."""
+    asked = rule.lr if lr is None else lr
+    if not 0 <= asked <= MAX_FLOAT:
+        raise TableError(f"a learning rate must be a finite float32 number >= 0, found {asked}")
+    return rule.row_rule.rate(rule, asked, step)
