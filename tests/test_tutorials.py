@@ -64,7 +64,7 @@ def test_the_page_of_clusters_writes_what_they_take(folder: Path) -> None:
     kubernetes_validate = imported("kubernetes_validate")
 
     pages.follow(TUTORIALS / "cluster.md", folder)
-    subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True, timeout=10)
+    subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True, timeout=200)
     manifests = [yaml.safe_load(file.read_text()) for file in sorted((folder / "clicks").glob("*.yaml"))]
     assert [manifest["spec"]["completions"] for manifest in manifests if manifest["kind"] == "Job"] == [2, 4]
     for manifest in manifests:

@@ -608,7 +608,7 @@ def test_loading_again_does_not_hold_the_old_samples_meanwhile(tmp_path: Path) -
     """In a process of its own: what other tests have left would be given back, or taken, in the middle."""
     path = tmp_path / "a"
     path.write_text(("256 " + " ".join(["1"] * 256) + "\n") * 20_000)  # 40 MB
-    done = processes.run([sys.executable, "-c", LOADING_AGAIN, str(path)], timeout=60, stderr=subprocess.PIPE)
+    done = processes.run([sys.executable, "-c", LOADING_AGAIN, str(path)], timeout=200, stderr=subprocess.PIPE)
     assert int(done.stdout) < 30 * MiB, done.stderr
 
 

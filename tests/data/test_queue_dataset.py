@@ -466,7 +466,7 @@ else:
 def test_a_script_may_end_in_the_middle(tmp_path: Path, what: str) -> None:
     files = write(tmp_path, [20_000] * 20, id_line)
     command = [sys.executable, "-c", LEAVING, what, *files]
-    done = processes.run(command, cwd=jobs.ROOT, timeout=60, stderr=subprocess.PIPE)
+    done = processes.run(command, cwd=jobs.ROOT, timeout=200, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
 
 

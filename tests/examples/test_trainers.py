@@ -31,7 +31,7 @@ def test_an_example_of_a_trainer_learns(script: str, options: list[str], least: 
         str(tmp_path / "run"),
         *options,
     ]
-    ended = processes.run(command, timeout=110, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(ROOT)))
+    ended = processes.run(command, timeout=200, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(ROOT)))
     assert ended.returncode == 0, ended.stdout
     found = re.search(r"([0-9.]+)% of new \w+ are told apart", ended.stdout)
     assert found, ended.stdout

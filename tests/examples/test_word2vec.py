@@ -174,7 +174,7 @@ class Nursery:
         return [logs[f"workerlog.{i}"] for i in range(workers)]
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=200)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def _is_free(port: int) -> bool:
 
 def page(port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as found:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as found:
             return str(found.read().decode())
     except OSError:
         return ""
@@ -75,7 +75,7 @@ class OwnPrometheus:
         """The values now, by role and index and, if there is one, name, table or command."""
         asked = f"http://127.0.0.1:{self._port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
-            with urllib.request.urlopen(asked, timeout=10) as found:
+            with urllib.request.urlopen(asked, timeout=60) as found:
                 results = json.load(found)["data"]["result"]
         except OSError:
             return {}

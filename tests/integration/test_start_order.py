@@ -70,7 +70,7 @@ def own_hosts(tmp_path: Path) -> tuple[Path, list[str]]:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     command = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
-    if subprocess.run([*command, "true"], capture_output=True, check=False, timeout=20).returncode:
+    if subprocess.run([*command, "true"], capture_output=True, check=False, timeout=200).returncode:
         pytest.skip("a mount namespace of its own is not permitted here")
     return hosts, command
 

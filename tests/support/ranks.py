@@ -70,7 +70,7 @@ class Ranks:
             return [torch.load(Path(folder) / f"result.{i}", weights_only=True) for i in range(size)]
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=200)
 
 
 @contextlib.contextmanager

@@ -315,5 +315,5 @@ def test_a_worker_and_its_network_share_one_metrics_port(monkeypatch: pytest.Mon
     with hybrid(jobs.sgd) as part:
         train(part, BATCHES[:2])
         part.worker.status.write(now=True)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as found:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as found:
             assert 'torchfleet_steps_total{index="0",role="worker"} 2.0' in found.read().decode()

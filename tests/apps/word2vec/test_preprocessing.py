@@ -466,7 +466,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, num_ren
         make(tmp_path, f"in/{name}", "x y x")
     source, dictionary, out = str(tmp_path / "in"), make(tmp_path, "dict", "x 4\ny 2\n"), str(tmp_path / "out")
     arguments = [sys.executable, "-c", STOP_AT, str(num_renamed), source, dictionary, out]
-    assert processes.run(arguments, timeout=60).returncode == -signal.SIGKILL
+    assert processes.run(arguments, timeout=200).returncode == -signal.SIGKILL
     vocabulary = Vocabulary.load(dictionary)
     with pytest.raises(DataError, match=naming(out)):
         Corpus(out, vocabulary)

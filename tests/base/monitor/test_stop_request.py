@@ -18,12 +18,12 @@ SCRIPT = str(SCRIPTS / "asked_to_stop.py")
 
 
 def test_asked_to_end_it_saves_and_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    alone = processes.run([sys.executable, SCRIPT, str(tmp_path / "other")], timeout=60, check=True).stdout
+    alone = processes.run([sys.executable, SCRIPT, str(tmp_path / "other")], timeout=200, check=True).stdout
     with Forked([sys.executable, SCRIPT, str(tmp_path / "model"), "--pause", "0.05"]) as job:
         job.wait_for("training from step 0")
         job.process.send_signal(signal.SIGUSR1)
         assert job.wait(SOON) == REQUEUE
-    again = processes.run([sys.executable, SCRIPT, str(tmp_path / "model")], timeout=60, check=True).stdout
+    again = processes.run([sys.executable, SCRIPT, str(tmp_path / "model")], timeout=200, check=True).stdout
     number = re.search(r"training from step (\d+)", again)
     assert number is not None
     assert 0 < int(number[1]) < 40

@@ -287,8 +287,8 @@ def save_digits(path: Path) -> str:
 
 LESS = 3.5
 """Points on 897 digits, after 900 steps in which a value is sent about once. Two networks that are right on 98 % each
-are wrong on 18 digits, and another order of sums changes on which. If their errors were independent, which they are
-not, their difference would deviate by 6 digits: 0.67 points. 3.5 points are 5.2 times that: once in 10^7 by chance."""
+are wrong on 18 digits, and another order of sums changes on which. If their errors were independent, as they are not,
+their difference would deviate by 6 digits: 0.67 points. 3.5 points are 5.2 times that: once in 10^7 by chance."""
 
 
 @pytest.mark.slow

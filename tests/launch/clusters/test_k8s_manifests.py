@@ -366,7 +366,7 @@ def test_kubectl_takes_these_command_lines(action: str, script: Path, tmp_path: 
     assert main(["--image", "image", "-o", str(folder), str(script)]) == 0
     line = KUBECTL[action].replace("DIR", str(folder)).replace("NAME", "train")
     nowhere = ["--server=http://127.0.0.1:1", "--kubeconfig=/dev/null"]
-    done = subprocess.run([*line.split(), *nowhere], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*line.split(), *nowhere], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert "127.0.0.1:1" in done.stderr
     assert "unknown" not in done.stderr
@@ -377,7 +377,7 @@ def test_kubectl_reads_a_kustomization(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     flags = ("--image", "image", "--name", "ctr", "--namespace", "team", "--format", "kustomize")
     assert main([*flags, "-o", str(folder), str(script)]) == 0
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=200, check=True)
     found = list(yaml.safe_load_all(done.stdout))
     assert {document["metadata"]["namespace"] for document in found} == {"team"}
     assert len(found) == len(list(folder.glob("*.yaml"))) - 1

@@ -82,7 +82,7 @@ def test_a_mistake_ends_it_with_status_2_and_a_script_with_its_own(tmp_path: Pat
     with started(tmp_path, "raise SystemExit(5)") as member:
         assert member.wait(SOON) == 5
     with started(tmp_path, "pass", {**WORKER, "FLEET_GRACE": "soon"}) as member:
-        assert "FLEET_GRACE" in member.communicate(timeout=60)[0]
+        assert "FLEET_GRACE" in member.communicate(timeout=200)[0]
         assert member.returncode == 2
 
 
@@ -141,7 +141,7 @@ def test_a_server_waits_for_its_own_name() -> None:
 
 def answer(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -162,7 +162,7 @@ def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
 def test_all_output_of_a_member_is_json_if_it_is_asked_for(tmp_path: Path) -> None:
     script = "import os, sys; print('hé', os.environ.get('FLEET_LOG_FORMAT')); sys.stderr.write('no end'); sys.exit(3)"
     with started(tmp_path, script, FLEET_LOG_FORMAT="json") as member:
-        output, _ = member.communicate(timeout=60)
+        output, _ = member.communicate(timeout=200)
     found = [json.loads(line) for line in output.splitlines()]
     assert [(line["role"], line["index"], line["text"]) for line in found] == [
         ("worker", 1, "hé None"),

@@ -78,7 +78,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user does, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     line = [sys.executable, "-m", "torchfleet.observe.commands", *arguments]
-    return processes.run(line, stderr=subprocess.PIPE, timeout=60, env=environment)
+    return processes.run(line, stderr=subprocess.PIPE, timeout=200, env=environment)
 
 
 # Export

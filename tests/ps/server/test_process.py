@@ -39,7 +39,7 @@ JOINED = {"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeou
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
 REQUESTS_AFTER_WARM_UP = """
@@ -93,7 +93,7 @@ assert not late, f"compiled when the request was here: {late}"
 
 
 def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return str(answer.read(), "utf-8")
 
 
@@ -121,7 +121,7 @@ class TestStart:
     def test_a_port_in_use_is_a_clear_error(self) -> None:
         with ForkedServer() as first:
             command = [sys.executable, "-m", "torchfleet.server", "--endpoint", first.endpoint]
-            ended = processes.run(command, timeout=30, stderr=subprocess.PIPE)
+            ended = processes.run(command, timeout=200, stderr=subprocess.PIPE)
             assert ended.returncode == 2
             assert names(ended.stderr, first.endpoint, "Address already in use")
             assert "Traceback" not in ended.stderr
@@ -133,7 +133,7 @@ class TestStart:
     )
     def test_an_address_that_is_none_is_a_clear_error(self, endpoint: str) -> None:
         command = [sys.executable, "-m", "torchfleet.server", "--endpoint", endpoint]
-        ended = processes.run(command, timeout=30, stderr=subprocess.PIPE)
+        ended = processes.run(command, timeout=200, stderr=subprocess.PIPE)
         assert ended.returncode == 2
         assert endpoint in ended.stderr
         assert "Traceback" not in ended.stderr

@@ -73,7 +73,7 @@ def test_the_environment_limits_the_tables_of_one_process(monkeypatch: pytest.Mo
 
 def test_a_bare_server_takes_a_size_and_refuses_what_is_none() -> None:
     command = [sys.executable, "-m", "torchfleet.server", "--max_table_bytes", "plenty"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert names(done.stderr, "--max_table_bytes", "8GB")
 
