@@ -11,7 +11,7 @@ def test_every_value_must_be_there_in_any_order() -> None:
 def test_a_value_is_a_whole_word_or_number() -> None:
     for longer in ("160", "116", "0.16", "16.5", "1,600", "16,000", "lr16"):
         assert not names(f"found {longer}", 16)
-    for text in ("16", "found 16.", "(16, 4)", "lr=16", "16 rows"):
+    for text in ("16", "found 16.", "(16, 4)", "lr=16", "16 rows", "16,4"):
         assert names(text, 16)
     assert not names("lr_decay=1, 'alr'", "lr")
     assert names("'lr'=1", "lr")

@@ -167,7 +167,7 @@ class Other(Model):
 
 WRONG: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "missing parameters": (Deeper, "more.bias more.weight hidden.weight"),
-    "a shape": (Wider, r"'hidden\.(weight|bias)'"),
+    "a shape": (Wider, "hidden"),
     "dim": (lambda: Other(words=nn.SparseEmbedding(4, name="words")), "'words' dim=3 dim=4"),
     "a table": (
         lambda: Other(words=nn.SparseEmbedding(3, name="wrods")),

@@ -31,7 +31,7 @@ EXTRAS = {
     "transformers": "transformers",
     "wandb": "wandb",
 }
-OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # other packages bring a part of opentelemetry
+OTLP = "opentelemetry.exporter.otlp.proto.http"  # other packages bring a part of opentelemetry
 
 
 def is_installed(module: str) -> bool:

@@ -27,7 +27,7 @@ def lines_naming(text: str, *values: object) -> list[str]:
 def _whole(value: str) -> str:
     """A pattern that finds `16` in neither `160` nor `1,600` nor `0.16`, and `lr` not in `lr_decay`."""
     before = r"(?<!\w)(?<!\d[.,])" if value[:1].isdigit() else r"(?<!\w)" if _is_word(value[:1]) else ""
-    after = r"(?!\w)(?![.,]\d)" if value[-1:].isdigit() else r"(?!\w)" if _is_word(value[-1:]) else ""
+    after = r"(?!\w|\.\d|,\d{3}(?!\d))" if value[-1:].isdigit() else r"(?!\w)" if _is_word(value[-1:]) else ""
     return before + re.escape(value) + after
 
 

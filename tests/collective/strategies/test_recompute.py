@@ -17,7 +17,6 @@ from support.messages import naming
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.base.errors import ModelError, StrategyError
@@ -488,6 +487,8 @@ def test_replicated_and_sharded_training_is_bit_equal(ranks: Ranks):
 
 def in_a_pipeline(offload: bool) -> dict[str, Any]:
     """Forward and backward passes of micro-batches in turns: inputs are not asked for in the reverse order."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # it brings torch.compile, which takes seconds
+
     with group():
         rank, gradients = dist.get_rank(), []
         for with_it in (False, True):

@@ -289,7 +289,7 @@ def test_the_first_malformed_line_is_named_when_a_later_one_is_found_sooner() ->
     """Numbers that the kernel leaves to Python are looked at after all lines of the chunk."""
     slots = [Slot("f", dtype="float32", dim=1)]
     text = b"1 1\n1 0.1234567890123456789012345\n1 " + b"9" * 60 + b"\n1 1\n1 abc\n"
-    with pytest.raises(DataError, match=naming("part-0", "line 3", "'f'", "float32", "'9{40}...'")):
+    with pytest.raises(DataError, match=naming("part-0", "line 3", "'f'", "float32", f"'{'9' * 40}...'")):
         read(text, slots=slots)
     pieces, source = read(text, slots=slots, skip=True)
     assert samples_of(pieces, slots) == [[[1.0]], [[float(np.float32(0.1234567890123456789))]], [[1.0]]]

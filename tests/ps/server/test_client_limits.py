@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from support.fleets import Fleet, SgdOracle, Talk, assert_ok, keys_of, push_arrays, refusal
-from support.messages import lines_naming, names
+from support.messages import names
 from test_waiting import ROWS, Meeting
 
 from torchfleet.ps.net.wire import NO_CREATE, SYNC, VERSIONS, Array, Command, Role, decode_reply, pack
@@ -91,7 +91,7 @@ class TestTwoProcessesOfOneWorker:
         for command, body in ((Command.BARRIER, barrier), (Command.TAKE, taken)):
             kind, text = refusal(old.ask(command, body, once=command is Command.BARRIER))
             assert kind == "RoleError"
-            assert lines_naming(text, "worker 1", "pid 1")
+            assert names(text, "worker 1", "pid 1")
         assert refusal(old.ask(Command.LEAVE))[0] == "RoleError"
         assert_ok(old.ask(Command.PING))
 
@@ -273,7 +273,7 @@ def test_a_client_creates_so_many_rows_a_second(server: Server, monkeypatch: pyt
     assert len(talk.pull(ROWS, range(5000))) == 5000  # five seconds' worth
     kind, text = refusal(talk.ask(Command.PULL, keys_of(ROWS, [9999])))
     assert kind == "ServerBusy"
-    assert lines_naming(text, "1,000")
+    assert names(text, "1,000")
     talk.pull(ROWS, [1], flags=NO_CREATE)
     other.pull(ROWS, [9999])
     now[0] += 5.0 - budgets.BURST + 0.01

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
-from support.messages import INTERNAL_ERROR, lines_naming, names
+from support.messages import INTERNAL_ERROR, names
 
 from torchfleet.ps.net import wire
 from torchfleet.ps.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode_reply, pack, unpack
@@ -114,7 +114,7 @@ class TestUnknown:
     def test_an_unknown_command_is_answered_with_the_known_ones(self, talk: Talk, command: int) -> None:
         kind, text = refusal(talk.ask(command))
         assert kind == "WireError"
-        assert lines_naming(text, command)
+        assert names(text, command)
         assert all(known.name in text for known in Command)
 
     @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ class TestUnknown:
     ) -> None:
         kind, text = refusal(talk.ask(command, *arrays, once=COMMANDS[command].once))
         assert kind == "TableError"
-        assert lines_naming(text, "'array'", "'dense'", "'other'", "'rows'")
+        assert names(text, "'array'", "'dense'", "'other'", "'rows'")
 
     def test_a_server_without_tables_says_so(self, server: Server) -> None:
         assert refusal(Talk(server).ask(Command.PULL, keys_of(ROWS, [1])))[0] == "TableError"
@@ -170,7 +170,7 @@ class TestTables:
             other = msgspec.structs.replace(ROWS, **changes)
             kind, text = refusal(talk.ask(Command.CREATE_TABLE, pack(other)))
             assert kind == "TableError"
-            assert lines_naming(text, "'rows'", there, asked)
+            assert names(text, "'rows'", there, asked)
 
     def test_a_table_that_does_not_fit_is_refused(self, talk: Talk) -> None:
         before = contents(talk.server)
@@ -261,7 +261,7 @@ class TestPull:
     def test_keys_beyond_an_array_are_refused_and_create_nothing_elsewhere(self, talk: Talk) -> None:
         kind, text = refusal(talk.ask(Command.PULL, keys_of(ROWS, [1]), keys_of(ARRAY, [3, 10])))
         assert kind == "TableError"
-        assert lines_naming(text, "'array'", 0, 9, "num_embeddings", 10)
+        assert names(text, "'array'", 0, 9, "num_embeddings", 10)
         assert contents(talk.server)["rows"][0] == 0
 
     @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.fleets import Talk, assert_ok, push_arrays, refusal
-from support.messages import lines_naming, names
+from support.messages import names
 
 from torchfleet.ps.net.wire import SYNC, Command, Reply, decode_reply, pack, unpack
 from torchfleet.ps.server.server import Server
@@ -69,7 +69,7 @@ def test_those_who_wait_for_a_silent_worker_are_told_its_name(wait: str) -> None
     told = meeting.later(2 * TIMEOUT, silent=(1,))
     assert sorted(worker for worker, _, _ in told) == [0, 2]
     assert {kind for _, kind, _ in told} == {"WorkerMissing"}
-    assert all(lines_naming(text, "worker 1", "pid 101") for _, _, text in told)
+    assert all(names(text, "worker 1", "pid 101") for _, _, text in told)
 
 
 def test_a_silent_worker_for_which_nobody_waits_disturbs_nobody() -> None:
@@ -91,7 +91,7 @@ def test_a_step_ends_at_the_sync_timeout_with_the_names_of_those_who_live_but_do
     assert meeting.later(SYNC_TIMEOUT - 1) == []
     ((worker, kind, text),) = meeting.later(SYNC_TIMEOUT + 1)
     assert (worker, kind) == (2, "WorkerMissing")
-    assert lines_naming(text, "worker 0", 1, 3)
+    assert names(text, "worker 0", 1, 3)
 
 
 @pytest.mark.parametrize("elsewhere", ["barrier", "gather"])
@@ -129,7 +129,7 @@ def test_a_worker_of_another_number_of_workers_is_refused(worker: int, num_worke
     talk = Talk(meeting.server, client=99, worker=worker)
     kind, text = refusal(meeting.join(talk, num_workers=num_workers))
     assert kind == "RoleError"
-    assert lines_naming(text, f"worker {worker}", num_workers, 3 - num_workers)
+    assert names(text, f"worker {worker}", num_workers, 3 - num_workers)
     assert names(text, "FLEET_NUM_WORKERS", "PADDLE_TRAINERS_NUM")
 
 

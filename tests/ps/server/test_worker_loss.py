@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.fleets import Talk, assert_ok, push_arrays, refusal
 from support.logged_work import MemorySink, whole_state
-from support.messages import lines_naming, naming
+from support.messages import names, naming
 
 from torchfleet.base.role.process_settings import loss_of
 from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, decode_reply, pack, unpack
@@ -105,7 +105,7 @@ class TestGoOn:
         (reply,) = job.push(2, 100.0)
         kind, text = refusal(reply)
         assert kind == "CountedOut"
-        assert lines_naming(text, "worker 2", "step 0")
+        assert names(text, "worker 2", "step 0")
         assert refusal(job.join(job.workers[2], again=True))[0] == "CountedOut"
         assert job.value == -3.0
 
@@ -194,8 +194,8 @@ class TestWait:
         (reply,) = job.later(SYNC_TIMEOUT + 1)
         kind, text = refusal(reply)
         assert kind == "WorkerMissing"
-        assert lines_naming(text, 50, "optimizer.step()", "worker 1", 2, 3)
-        assert lines_naming(text, "worker 1", "pid 101")
+        assert names(text, 50, "optimizer.step()", "worker 1", 2, 3)
+        assert names(text, "worker 1", "pid 101")
 
 
 class TestElastic:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, in_threads, refusal
-from support.messages import lines_naming, names, naming
+from support.messages import names, naming
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import BarrierError, FleetError
@@ -174,7 +174,7 @@ class TestServer:
         (again,) = talk.send(message)
         kind, text = refusal(again)
         assert kind == "BarrierError"
-        assert lines_naming(text, "worker 1", 2)
+        assert names(text, "worker 1", 2)
 
     def test_leaving_lets_the_others_go(self, server: Server) -> None:
         first, second = Talk(server, client=1, worker=0), Talk(server, client=2, worker=1)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, in_threads, refusal
-from support.messages import lines_naming, names, naming
+from support.messages import names, naming
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import BarrierError, FleetError, TableError
@@ -264,7 +264,7 @@ class TestServer:
         assert replies, "the repeat waits for those who are missing, once more from the beginning"
         kind, text = refusal(replies[0])
         assert kind == "BarrierError"
-        assert lines_naming(text, "worker 1", 2)
+        assert names(text, "worker 1", 2)
 
     def test_leaving_lets_the_others_go_without_its_bytes(self, server: Server) -> None:
         first, second = Talk(server, client=1, worker=0), Talk(server, client=2, worker=1)

@@ -158,6 +158,28 @@ def test_keys_are_found_inserted_and_erased_on_both_sides_of_every_growth(kind):
     assert min(during.values()) > 100
 
 
+@pytest.mark.parametrize("kind", MAPS)
+def test_a_growth_is_carried_on_while_nothing_is_asked(kind):
+    small = mock.patch.object(keymap, "SMALL", 1), mock.patch.object(packed_map, "SMALL", 1)
+    slow = mock.patch.object(keymap, "MOVES_PER_KEY", 0), moves(0)
+    slices = mock.patch.object(keymap, "SETTLED_BUCKETS", 4), mock.patch.object(packed_map, "SETTLED_BUCKETS", 4)
+    twin = Twin(kind)
+    assert not twin.index.settle()
+    with small[0], small[1], slow[0], slow[1], slices[0], slices[1]:
+        while not twin.index._migrating:
+            twin.insert(list(range(twin.next_number, twin.next_number + 50)))
+        num_slices = 0
+        while twin.index.settle():
+            num_slices += 1
+            twin.check()
+            twin.insert([10**6 + num_slices])
+            twin.erase([num_slices])
+            twin.find(list(range(0, 10**6, 9973)))
+    assert num_slices > 1
+    assert not twin.index._migrating
+    twin.check()
+
+
 def test_memory_that_a_growth_has_left_is_given_back_and_no_row_with_it():
     released = []
     release = Memory.release

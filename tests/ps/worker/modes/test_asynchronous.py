@@ -521,8 +521,8 @@ def test_a_gradient_that_is_not_a_number_is_an_error_that_names_where_it_is(mode
             step(part, torch.tensor([1]))
             time.sleep(0.005)
 
-    found = "parameter 'w'" if where == "dense" else "table 'rows' for id 1"
-    with pytest.raises(TableError, match=naming("step 1", "NaN", found)):
+    found = ["'w'"] if where == "dense" else ["'rows'", "id 1"]
+    with pytest.raises(TableError, match=naming("step 1", "NaN", *found)):
         train_on()
     assert not torch.isnan(torch.from_numpy(servers.table("dense.0").get(0, 4))).any()
 
