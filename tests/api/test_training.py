@@ -726,7 +726,8 @@ def click_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", THREADED)
 def test_several_threads_learn(tmp_path: Path, mode: str) -> None:
-    """Untrained, the loss is 0.69; local training on as many rows comes to about 0.50."""
+    """Untrained, the loss is 0.69; local training on as many rows comes to about 0.50. The order in which threads make
+    their steps moves that by thousandths: the bound is in the middle, which chance does not reach."""
     files = [click_file(tmp_path, seed, 1500) for seed in (1, 2)]
     rule = fleet_optimizer("sgd", lr=2.0) if mode == "geo" else fleet_optimizer("adam", lr=0.02)
     with job(jobs.Clicks(), rule, mode=mode, num_servers=2) as part:
@@ -735,7 +736,7 @@ def test_several_threads_learn(tmp_path: Path, mode: str) -> None:
         for _ in range(2):
             fleet.train_from_dataset(part.model, data, part.optimizer, click_loss, thread=3, print_period=0)
         part.flush()
-        assert jobs.click_scores(part.model)[0] < 0.58
+        assert jobs.click_scores(part.model)[0] < 0.6
 
 
 @pytest.mark.parametrize("mode", THREADED)

@@ -292,8 +292,9 @@ def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, m
     more = ("--mode", mode, "--batch_size", 50, "--epochs", 2)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    # The better of two epochs: on cores that others use, gradients of a first epoch this short come late.
-    assert 0.63 < max(test_aucs(logs[0])) < 0.95
+    # Untrained: 0.5, deviating by 0.024 on these 800 rows. Workers at their own pace come to about 0.7; the order
+    # of their steps moves that by a hundredth or two. A bound that is six times as far away is not crossed by chance.
+    assert 0.58 < max(test_aucs(logs[0])) < 0.95
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = str(SCRIPTS / "durable_job.py")
 ROOT = str(Path(__file__).parents[2])
-TIMEOUT = 3.0  # FLEET_WORKER_TIMEOUT of these jobs
+TIMEOUT = 5.0  # FLEET_WORKER_TIMEOUT of these jobs
 JOB = ("--server_num", "1", "--worker_num", "2")
 
 
@@ -86,7 +86,7 @@ class Elastic:
             "FLEET_NUM_WORKERS": "4",
             "FLEET_MIN_WORKERS": "2",
             "FLEET_SERVER_ENDPOINTS": self.place,
-            "FLEET_WORKER_TIMEOUT": "2",
+            "FLEET_WORKER_TIMEOUT": str(TIMEOUT),
         }
         return self._stack.enter_context(Forked([sys.executable, TINY, "--mode", "async", *arguments], **variables))
 

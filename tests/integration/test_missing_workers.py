@@ -18,7 +18,7 @@ from torchfleet.launch.roles import free_ports
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 2.0  # FLEET_WORKER_TIMEOUT of these jobs
+TIMEOUT = 5.0  # FLEET_WORKER_TIMEOUT of these jobs
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
 

@@ -54,11 +54,10 @@ def test_a_worker_that_never_comes_is_named_at_the_end() -> None:
     place = f"127.0.0.1:{free_ports(1)[0]}"
     own = {"FLEET_NUM_WORKERS": "3", "FLEET_SERVER_ENDPOINTS": place, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": "1"}
     options = ("--endpoint", f"tcp://{place}", "--num_workers", "3")
-    with (
-        Forked([sys.executable, "-m", "torchfleet.server", *options]) as server,
-        Forked([sys.executable, TINY], FLEET_START_TIMEOUT="6", **own) as worker,
-    ):
-        assert worker.wait(START) != 0
+    with Forked([sys.executable, "-m", "torchfleet.server", *options]) as server:
+        server.wait_for(f"tcp://{place}")  # it listens
+        with Forked([sys.executable, TINY], FLEET_START_TIMEOUT="6", **own) as worker:
+            assert worker.wait(START) != 0
         assert lines_naming(worker.output, 6, "FLEET_START_TIMEOUT", "worker 0", "worker 2", 3), worker.output
         server.process.terminate()
         server.wait(SOON)
