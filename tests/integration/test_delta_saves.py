@@ -606,31 +606,6 @@ def test_a_file_of_any_link_that_is_damaged_is_named(folder: str) -> None:
     assert_loads(folder, tables)
 
 
-def test_a_model_from_before_there_were_deltas_is_loaded(folder: str) -> None:
-    """Manifest version 1: no token, no chain, no policies, no kinds of files."""
-    specs = [PLAIN, IDS, DENSE]
-    traffic, tables = Traffic(9, specs), begin(specs, 2)
-    traffic.run(tables.client, 10)
-    tables.save(folder)
-    path = Path(folder, "manifest.json")
-    manifest = json.loads(path.read_text())["manifest"]
-    kept = ("save", "number", "kind", "num_servers", "tables", "parts", "format")
-    old = {**{name: manifest[name] for name in kept}, "version": 1}
-    old["tables"] = [{k: v for k, v in table.items() if k not in ("entry", "shrink")} for table in old["tables"]]
-    old["parts"] = [{k: v for k, v in part.items() if k != "kind"} for part in old["parts"]]
-    body = json.dumps(old, indent=1).encode()
-    path.write_bytes(b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body))
-    Path(folder, "donefile.jsonl").unlink()
-    assert_loads(folder, tables, specs)
-    tables = begin(specs, 3, folder)
-    traffic.run(tables.client, 5)
-    refuses(tables, folder)
-    tables.save(folder)
-    traffic.run(tables.client, 5)
-    tables.save(folder, "delta")
-    assert_loads(folder, tables, specs)
-
-
 def test_counters_of_another_window_are_left_out_and_rows_are_not(folder: str) -> None:
     tables = begin([WINDOW], 2)
     for _ in range(3):
