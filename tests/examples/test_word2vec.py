@@ -500,7 +500,7 @@ def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
     logs = nursery.train(
         tmp_path / "log", *options, *little, "--init_model", trained.model, "--save", tmp_path / "model"
     )
-    # An untrained model has 4.16, this one 2.3; what a worker prints is of its last words, which differ from run to run.
+    # An untrained model has 4.16, this one 2.3; a worker prints that of its last words, which differ from run to run.
     assert last_loss(logs[0]) < last_loss(trained.output) + 0.8
     back = run(
         *("train.py", *trained.arguments, *little, "--init_model", tmp_path / "model", "--questions", trained.questions)
