@@ -305,7 +305,7 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters())
 
-    with pytest.raises(ModelError, match=naming("RMSprop", "'row_rule'", "'adagrad'")):
+    with pytest.raises(ModelError, match=naming("RMSprop", "row_rule", "adagrad")):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 
