@@ -292,8 +292,8 @@ def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, m
     more = ("--mode", mode, "--batch_size", 50, "--epochs", 2)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    # Untrained: 0.5, deviating by 0.024 on these 800 rows. Workers at their own pace come to about 0.7; the order
-    # of their steps moves that by a hundredth or two. A bound that is six times as far away is not crossed by chance.
+    # Untrained: 0.5, deviating by 0.02 on these 800 rows. Workers at their own pace: five runs on overloaded cores gave
+    # 0.713 to 0.728, a deviation of 0.007. The bound is 19 of these away, which is no matter of chance.
     assert 0.58 < max(test_aucs(logs[0])) < 0.95
 
 

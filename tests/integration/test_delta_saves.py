@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.grids import first_of
 from support.messages import naming
 from support.policy_fleets import Direct, Tables
 from support.policy_oracle import DAY, HOUR
@@ -245,7 +246,7 @@ def traffic_between_slices(tables: Tables, between: Callable[[Client], None]) ->
     tables.client = calm
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_of([1, 0, 2]))
 def test_what_changes_during_a_save_is_in_the_next(seed: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows appear, change, go and come back between the slices. What is loaded of a row is something that it was since
     the save began; a row that was there throughout is there; and the next delta makes all of it exact."""

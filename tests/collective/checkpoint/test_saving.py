@@ -31,6 +31,8 @@ from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.observe.commands import command
 
+pytestmark = pytest.mark.xdist_group("collective_saving")  # what ranks make for all tests is made once
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "stage 1": sharded(1),
