@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from examples.ctr_dnn.prepare import generated
-from examples.ctr_dnn.to_parquet import write_file
 
 READER = Path(__file__).parent.parent / "examples" / "ctr_dnn" / "reader.py"
 
@@ -34,6 +33,8 @@ def write_multislot(folder: Path, raw: list[str]) -> list[str]:
 
 def write_parquet(folder: Path, raw: list[str]) -> list[str]:
     """The same rows as examples/ctr_dnn/to_parquet.py writes them: 13 numbers, 26 hashed ids, the label."""
+    from examples.ctr_dnn.to_parquet import write_file
+
     paths = [folder / f"columns-{i}.parquet" for i in range(len(raw))]
     for source, path in zip(raw, paths, strict=True):
         write_file(source, path, log_scale=False)

@@ -12,8 +12,11 @@ import pytest
 from support.fleets import Fleet, in_process
 from support.processes import preloaded
 from support.ranks import Ranks, nursery
+from support.searches import load_profile
 
 from torchfleet.ps.server.server import Server
+
+load_profile()  # before a file of tests is imported: settings of single tests build on it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from support.messages import naming
 
 from torchfleet.base.errors import CheckpointError, FleetError, RoleError, StrategyError, TableError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
-from torchfleet.ps.tables.settings import expressions
+from torchfleet.base.strategy import textformat
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 NUM = 400
@@ -34,14 +34,13 @@ def test_no_decoder_raises_what_it_does_not_declare(targets: dict[str, Target]) 
 
 
 def test_the_search_finds_a_fault_behind_branches() -> None:
-    """A reader that fails for good conditions with a `not` in them only."""
+    """A reader that fails for good texts with a message inside another only."""
 
     def run(data: bytes) -> None:
-        text = data.decode("latin-1")
-        expressions.parse(text, ("show",))
-        assert "not" not in text
+        fields = textformat.parse(data.decode("latin-1"))
+        assert not any(isinstance(value, dict) for values in fields.values() for value in values)
 
-    search = Search(Target("broken", run, [b"log(show) < 1"], [expressions], [b"not ", b" and ", b"("]))
+    search = Search(Target("broken", run, [b"amp: true"], [textformat], [b"{", b"}", b" [", b"]"]))
     assert [what.partition(" at ")[0] for what in search.go_on(5000).faults] == ["AssertionError"]
 
 

@@ -79,7 +79,7 @@ def test_the_script_and_the_tables_name_what_torchfleet_has(page: Path) -> None:
 def test_the_script_runs_in_one_process(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script(page))
     environment: dict[str, Any] = clean_environment(PYTHONPATH=str(ROOT))
-    done = processes.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, timeout=100)
+    done = processes.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout
 
 

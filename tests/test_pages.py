@@ -14,7 +14,6 @@ import pytest
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
-FIRST_SCREEN = 45  # lines
 PAGES = sorted(
     page
     for page in (
@@ -133,14 +132,6 @@ def test_the_way_of_a_step_names_what_the_code_has() -> None:
 def test_the_index_lists_every_page_of_the_documents() -> None:
     listed = {(DOCS / path).resolve() for path, _ in links(DOCS / "README.md")}
     assert [name_of(page) for page in DOCS.rglob("*.md") if page not in {*listed, DOCS / "README.md"}] == []
-
-
-def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:
-    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:FIRST_SCREEN])
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for command in ("demo", "test"):
-        assert re.search(rf"^make {command}\b", screen, re.MULTILINE)
-        assert command in targets
 
 
 def test_the_checks_see_what_is_missing(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_prints_and_ends_as_a_new_process_does(name: str) -> None:
     command = [sys.executable, "-c", COMMANDS[name], "some", "arguments"]
-    new = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    forked = processes.run(command, stderr=subprocess.PIPE, timeout=30)
+    with processes.interruptible():
+        new = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    forked = processes.run(command, stderr=subprocess.PIPE, timeout=200)
     assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
 
@@ -40,7 +41,7 @@ def test_scripts_and_modules_find_what_lies_beside_them(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     (tmp_path / "script.py").write_text("import beside, sys\nprint(beside.NAME, __name__, __file__, sys.argv[1:])\n")
     for command in ([str(tmp_path / "script.py"), "a"], ["-m", "script", "a"]):
-        done = processes.run([sys.executable, *command], cwd=tmp_path, timeout=30)
+        done = processes.run([sys.executable, *command], cwd=tmp_path, timeout=200)
         assert done.stdout == f"beside __main__ {tmp_path}/script.py ['a']\n", done.stdout
 
 
@@ -73,6 +74,6 @@ def test_it_ends_with_the_process_that_started_it() -> None:
 def test_a_nursery_that_has_imported_more_is_used_where_it_is_asked_for() -> None:
     command = [sys.executable, "-c", "import sys; print('mailbox' in sys.modules)"]
     with processes.preloaded("mailbox"):
-        inside = processes.run(command, timeout=30)
-    outside = processes.run(command, timeout=30)
+        inside = processes.run(command, timeout=200)
+    outside = processes.run(command, timeout=200)
     assert (inside.stdout, outside.stdout) == ("True\n", "False\n")

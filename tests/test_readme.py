@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_block_of_python_runs_as_it_is(number: int, tmp_path: Path) -> None:
     (tmp_path / "pasted.py").write_text(SCRIPTS[number])
     environment = clean_environment(PYTHONPATH=str(ROOT))
-    done = processes.run([sys.executable, "pasted.py"], cwd=tmp_path, env=environment, timeout=100)
+    done = processes.run([sys.executable, "pasted.py"], cwd=tmp_path, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout
 
 

@@ -149,7 +149,7 @@ def test_the_wheel_has_the_package_and_no_tests(tmp_path: Path) -> None:
     (source / "tests").mkdir()
     (source / "tests" / "__init__.py").touch()
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
-    done = subprocess.run([*command, tmp_path, source], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, tmp_path, source], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert problems(wheel, package_files()) == []

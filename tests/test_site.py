@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.extras import needing
 from support.paths import ROOT
 
 import torchfleet
@@ -22,7 +23,8 @@ import torchfleet
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 
-with_all_packages = pytest.mark.xdist_group("lightning")  # which takes seconds to import
+with_lightning = pytest.mark.xdist_group("lightning")  # which takes seconds to import
+with_all_packages = needing("lightning", "transformers", "accelerate")
 
 
 class Loader(yaml.SafeLoader):
@@ -106,6 +108,7 @@ def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
     assert sorted(settings()["hooks"]) == sorted(f"docs/hooks/{file.name}" for file in (DOCS / "hooks").glob("*.py"))
 
 
+@with_lightning
 @with_all_packages
 def test_the_reference_has_every_public_name() -> None:
     named = {name for page in REFERENCE.glob("*.md") for name in described(page)}
@@ -130,6 +133,7 @@ def test_every_function_of_fleet_says_what_it_does_and_what_its_arguments_are() 
     assert missing == {}
 
 
+@with_lightning
 @with_all_packages
 @pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.name)
 def test_every_name_of_the_reference_exists(page: Path) -> None:

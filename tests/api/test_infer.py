@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from support import jobs
+from support.extras import Late
 from support.messages import naming
 from support.paths import SCRIPTS
 from support.scripts.resuming import NUM_ITEMS, Model, batch_of, make_optimizer, train
@@ -21,6 +21,8 @@ from torchfleet import nn
 from torchfleet.api import current_job, infer
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.role.role_info import SERVER, RoleInfo
+
+safetensors = Late("safetensors.numpy")
 
 pytestmark = pytest.mark.xdist_group("inference_model")  # its fixtures are made once
 
@@ -139,9 +141,9 @@ def test_a_save_for_prediction_holds_no_state_and_is_smaller(saved: tuple[str, t
     for table in ("items", "words", "dense.0"):
         assert small[table] < 0.75 * full[table], table
     for path in Path(saved[0], "small").rglob("words*.safetensors"):
-        assert safetensors.numpy.load_file(path)["rows"].shape[1] == 3
+        assert safetensors.load_file(path)["rows"].shape[1] == 3
     for path in Path(saved[0], "full").rglob("words*.safetensors"):
-        assert safetensors.numpy.load_file(path)["rows"].shape[1] == 9
+        assert safetensors.load_file(path)["rows"].shape[1] == 9
 
 
 class Deeper(Model):

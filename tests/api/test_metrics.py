@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import naming
 
 from torchfleet import metrics
@@ -24,7 +24,7 @@ from torchfleet.base.errors import FleetError
 oracle = Late("sklearn.metrics")
 
 Floats = npt.NDArray[np.float64]
-SMALL = settings(max_examples=60, deadline=None)
+SMALL = settings(max_examples=60)
 
 
 def pairwise_auc(scores: Floats, labels: npt.NDArray[Any]) -> float:

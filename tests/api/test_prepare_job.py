@@ -71,7 +71,7 @@ def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path
     """A real interpreter: what it does at its end after an error is what counts here."""
     command = [sys.executable, SCRIPT, "--model", str(tmp_path), "--fail"]
     environment = clean_environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 1
     assert "this script fails" in done.stderr
     assert "samples" not in done.stdout

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import imported, needs
 from support.jobs import Net, fleet_optimizer, make_batch, one_worker, plain_optimizers, plain_step
 
 import torchfleet
@@ -121,8 +122,8 @@ def test_rows_of_any_ids_learn_and_ids_without_a_row_do_not() -> None:
 
 
 def test_the_whole_model_is_exported_by_torch_and_to_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    needs("onnx", "onnxscript")
+    onnxruntime = imported("onnxruntime")
     with one_worker(Slots(), SGD) as part:
         train(part)
         plain = torchfleet.to_plain(part.model).eval()

@@ -497,7 +497,7 @@ def test_looking_ahead_does_not_wait_for_a_batch_that_another_thread_took(tmp_pa
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(batches.ready()), daemon=True)
         thread.start()
-        thread.join(1.0)
+        thread.join(jobs.SECONDS / 2)
         waited = thread.is_alive()
     finally:
         taken.set()
@@ -562,7 +562,7 @@ class Together:
 
     def __call__(self) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
-            self._barrier.wait(0.5)
+            self._barrier.wait(jobs.SECONDS)
             self.num_met += 1
 
 
@@ -688,7 +688,7 @@ def test_after_half_async_threads_the_model_has_the_servers_dense_parameters(tmp
         def late_write(values: Any, unnoticed: bool = False) -> None:
             is_second = np.count_nonzero(values) == 2
             if not is_second:
-                second_written.wait(2.0)
+                second_written.wait(jobs.SECONDS / 2)
             write(values, unnoticed)
             if is_second:
                 second_written.set()
@@ -726,7 +726,8 @@ def click_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", THREADED)
 def test_several_threads_learn(tmp_path: Path, mode: str) -> None:
-    """Untrained, the loss is 0.69; local training on as many rows comes to about 0.50."""
+    """Untrained, the loss is 0.69; local training on as many rows comes to about 0.50. The order in which threads make
+    their steps moves that by thousandths: the bound is in the middle, which chance does not reach."""
     files = [click_file(tmp_path, seed, 1500) for seed in (1, 2)]
     rule = fleet_optimizer("sgd", lr=2.0) if mode == "geo" else fleet_optimizer("adam", lr=0.02)
     with job(jobs.Clicks(), rule, mode=mode, num_servers=2) as part:
@@ -735,7 +736,7 @@ def test_several_threads_learn(tmp_path: Path, mode: str) -> None:
         for _ in range(2):
             fleet.train_from_dataset(part.model, data, part.optimizer, click_loss, thread=3, print_period=0)
         part.flush()
-        assert jobs.click_scores(part.model)[0] < 0.58
+        assert jobs.click_scores(part.model)[0] < 0.6
 
 
 @pytest.mark.parametrize("mode", THREADED)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.messages import naming
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
@@ -17,7 +18,10 @@ import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError, StrategyError
 
-pytestmark = pytest.mark.xdist_group("transformers")  # imported once, which takes seconds
+pytestmark = [
+    needing("transformers", "accelerate"),
+    pytest.mark.xdist_group("transformers"),  # imported once, which takes seconds
+]
 
 SCRIPT = ROOT / "tests" / "support" / "scripts" / "fleet_trainer_job.py"
 PATIENCE = 110.0  # seconds of ranks that all import transformers

@@ -10,7 +10,7 @@ from support.messages import naming
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import DataError, FleetError
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def fail(error: BaseException) -> None:

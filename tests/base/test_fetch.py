@@ -159,7 +159,7 @@ def test_training_does_not_wait_for_a_slow_handler(part: jobs.Part, data: Any, t
         if number == NUM - 1:
             last.set()
 
-    handler = Recorder({"n": "number"}, then=lambda: in_time.append(last.wait(10)))
+    handler = Recorder({"n": "number"}, then=lambda: in_time.append(last.wait(jobs.SECONDS)))
     assert train(part, data, handler, at, thread=thread).steps == NUM
     assert all(in_time)
     assert len(in_time) >= 2
@@ -169,8 +169,7 @@ def test_the_time_of_a_pass_is_that_of_training_and_not_of_the_handler(part: job
     handler = Recorder({"n": "number"}, period_secs=3600, then=lambda: time.sleep(0.6))
     started = time.monotonic()
     result = train(part, data, handler)
-    assert time.monotonic() - started >= 0.6
-    assert result.seconds < 0.5
+    assert result.seconds <= time.monotonic() - started - 0.6
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, SystemExit])
@@ -185,7 +184,7 @@ def test_what_a_handler_raises_is_shown_and_training_goes_on(
     def at(number: int) -> None:
         if 0 < number < 3:
             handler.called.clear()
-            assert handler.called.wait(5.0), "it is called again after it has failed"
+            assert handler.called.wait(jobs.SECONDS), "it is called again after it has failed"
 
     assert train(part, data, handler, at).steps == NUM
     assert len(handler.calls) >= 3

@@ -50,4 +50,4 @@ assert "torch" in sys.modules and vars(fleet)["save"] is sys.modules["torchfleet
 fleet.nn.SparseEmbedding, fleet.data.from_arrow
 assert "torchfleet.collective.layers.tensor_parallel" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -12,13 +12,12 @@ from support.paths import ROOT
 from benchmarks import abuse
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("attacks", [["gathers"], pytest.param(["leave", "gathers"], marks=pytest.mark.long)], ids=len)
 def test_a_server_outlives_attacks_and_holds_little_of_them(attacks: list[str]) -> None:
     """No figure of speed: other tests run beside this one. Real interpreters, because memory is looked at."""
     options = ["--seconds", "1", "--json", "--only", ",".join(attacks), "--keys_per_pull", "1000"]
     command = [sys.executable, "-m", "benchmarks.abuse", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=90)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=200)
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["survived"]
     assert set(found["attacks"]) == set(attacks)

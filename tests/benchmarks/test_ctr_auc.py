@@ -61,7 +61,6 @@ def test_a_broken_rule_is_the_exit_status(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # five processes start, one job after another
 @pytest.mark.parametrize("modes", [["local", "sync"], pytest.param(ctr_auc.MODES, marks=pytest.mark.long)], ids=len)
 def test_a_quick_run_holds_that_sync_is_local(modes: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.ctr_auc", "--quick", "--json", "--modes", *modes]

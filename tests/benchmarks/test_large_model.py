@@ -25,7 +25,7 @@ def test_a_small_model_trains_on_the_cpu() -> None:
     options = ["--parameters", "2e6", "--dtype", "float32", "--length", "16", "--steps", "3", "--json"]
     command = [sys.executable, "-m", "benchmarks.large_model", *options]
     environment = {**clean_environment(), "FLEET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = processes.run(command, cwd=ROOT, env=environment, timeout=100)
+    done = processes.run(command, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert found["losses"] == sorted(found["losses"], reverse=True)

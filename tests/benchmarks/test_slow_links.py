@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support import processes
+from support.extras import needs
 from support.messages import naming
 from support.paths import ROOT
 from support.ranks import Ranks
+from support.scripts.launching import SOON, START
 
 from benchmarks import dgc_accuracy, dgc_accuracy_worker, slow_links
 from benchmarks.links import Link, LinkError, link
@@ -83,8 +86,9 @@ class TestLinks:
             "--strategies",
             "plain",
         ]
-        job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        mine, deadline = f"fleet-{job.pid:x}", time.monotonic() + 60
+        with processes.interruptible():
+            job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        mine, deadline = f"fleet-{job.pid:x}", time.monotonic() + START
         try:
             while not workers(job.pid):
                 assert time.monotonic() < deadline
@@ -93,11 +97,11 @@ class TestLinks:
             started = workers(job.pid)
             assert any(name.startswith(mine) for name in existing())
             job.send_signal(how)
-            assert job.wait(30) != 0
+            assert job.wait(SOON) != 0
         finally:
             job.kill()
-            job.wait(10)
-        _, left = psutil.wait_procs(started, timeout=5)
+            job.wait(SOON)
+        _, left = psutil.wait_procs(started, timeout=60)
         assert not left
         assert not any(name.startswith(mine) for name in existing())
 
@@ -206,13 +210,13 @@ class TestAccuracy:
         assert train["ids"].max() < dgc_accuracy.HASH_SIZE
 
     def test_digits_keep_every_fifth_image_back(self) -> None:
-        pytest.importorskip("sklearn")
+        needs("sklearn")
         train, test = dgc_accuracy.digits()
         assert (len(train["label"]), len(test["label"])) == (1438, 359)
         assert float(np.max(train["dense"])) == 1.0
 
     def test_dense_and_compressed_runs_are_compared(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("sklearn")
+        needs("sklearn")
         found: dict[str, Any] = {}
 
         def forked(commands: list[list[str]], seconds: float) -> list[dict[str, Any]]:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import Late, imported, needing
+from support.messages import naming
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+import torchfleet as fleet
+from torchfleet.base.errors import DataError
+from torchfleet.data.dataset import Dataset
 
-from support.messages import naming  # noqa: E402
-
-import torchfleet as fleet  # noqa: E402
-from torchfleet.base.errors import DataError  # noqa: E402
-from torchfleet.data.dataset import Dataset  # noqa: E402
+pytestmark = needing("pyarrow")
+pa, pq = Late("pyarrow"), Late("pyarrow.parquet")
 
 SLOTS = [fleet.Slot("x", "float32", 3), fleet.Slot("ids"), fleet.Slot("w", "float32"), fleet.Slot("label", dim=1)]
 
@@ -118,26 +118,28 @@ def test_slots_follow_from_the_types_of_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "slot", "values"),
+    ("make", "slot", "values"),
     [
-        (pa.array([1, 2], pa.int8()), fleet.Slot("c", dim=1), [[1], [2]]),
-        (pa.array([True, False]), fleet.Slot("c", dim=1), [[1], [0]]),
-        (pa.array([2**64 - 1, 5], pa.uint64()), fleet.Slot("c", dim=1), [[-1], [5]]),
-        (pa.array([0.5, 1.5]), fleet.Slot("c", "float32", 1), [[0.5], [1.5]]),
-        (pa.array([1, 2]), fleet.Slot("c", "float32", 1), [[1.0], [2.0]]),
-        (pa.array([7, 7, 9]).dictionary_encode(), fleet.Slot("c", dim=1), [[7], [7], [9]]),
-        (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32())), fleet.Slot("c", dim=2), [[1, 2], [3, 4]]),
-        (pa.array([[1], [2, 3]], pa.large_list(pa.int64())), fleet.Slot("c"), [[1], [2, 3]]),
-        (pa.array([4, 5]), fleet.Slot("c"), [[4], [5]]),
-        (pa.array([[1], None, [2, 3]], pa.list_(pa.int64())), fleet.Slot("c"), [[1], [], [2, 3]]),
-        (pa.array([9, 1, 2, 3], pa.int64()).slice(1, 2), fleet.Slot("c", dim=1), [[1], [2]]),
-        (pa.array([[0], [1, 2], [3]], pa.list_(pa.int64())).slice(1), fleet.Slot("c"), [[1, 2], [3]]),
-        (pa.array([], pa.int64()), fleet.Slot("c", dim=1), []),
-        (pa.array([[], []], pa.list_(pa.float32())), fleet.Slot("c", "float32"), [[], []]),
+        (lambda: pa.array([1, 2], pa.int8()), fleet.Slot("c", dim=1), [[1], [2]]),
+        (lambda: pa.array([True, False]), fleet.Slot("c", dim=1), [[1], [0]]),
+        (lambda: pa.array([2**64 - 1, 5], pa.uint64()), fleet.Slot("c", dim=1), [[-1], [5]]),
+        (lambda: pa.array([0.5, 1.5]), fleet.Slot("c", "float32", 1), [[0.5], [1.5]]),
+        (lambda: pa.array([1, 2]), fleet.Slot("c", "float32", 1), [[1.0], [2.0]]),
+        (lambda: pa.array([7, 7, 9]).dictionary_encode(), fleet.Slot("c", dim=1), [[7], [7], [9]]),
+        (lambda: pa.array([[1, 2], [3, 4]], pa.list_(pa.int32())), fleet.Slot("c", dim=2), [[1, 2], [3, 4]]),
+        (lambda: pa.array([[1], [2, 3]], pa.large_list(pa.int64())), fleet.Slot("c"), [[1], [2, 3]]),
+        (lambda: pa.array([4, 5]), fleet.Slot("c"), [[4], [5]]),
+        (lambda: pa.array([[1], None, [2, 3]], pa.list_(pa.int64())), fleet.Slot("c"), [[1], [], [2, 3]]),
+        (lambda: pa.array([9, 1, 2, 3], pa.int64()).slice(1, 2), fleet.Slot("c", dim=1), [[1], [2]]),
+        (lambda: pa.array([[0], [1, 2], [3]], pa.list_(pa.int64())).slice(1), fleet.Slot("c"), [[1, 2], [3]]),
+        (lambda: pa.array([], pa.int64()), fleet.Slot("c", dim=1), []),
+        (lambda: pa.array([[], []], pa.list_(pa.float32())), fleet.Slot("c", "float32"), [[], []]),
     ],
 )
-def test_types_of_columns_that_a_slot_takes(array: Any, slot: fleet.Slot, values: list[list[float]]) -> None:
-    dataset = fleet.data.from_arrow([pa.record_batch([array], ["c"])], 10, [slot])
+def test_types_of_columns_that_a_slot_takes(
+    make: Callable[[], Any], slot: fleet.Slot, values: list[list[float]]
+) -> None:
+    dataset = fleet.data.from_arrow([pa.record_batch([make()], ["c"])], 10, [slot])
     assert [sample[0] for sample in samples(dataset)] == values
 
 
@@ -148,45 +150,45 @@ def test_nulls_are_read_as_the_number_that_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "slot", "text"),
+    ("make", "slot", "text"),
     [
-        (pa.array(["a"]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found string"),
-        (pa.array([0.5]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found double"),
-        (pa.array([["a"]]), fleet.Slot("c", "float32"), "expected numbers for slot 'c' (float32), found list<"),
+        (lambda: pa.array(["a"]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found string"),
+        (lambda: pa.array([0.5]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found double"),
+        (lambda: pa.array([["a"]]), fleet.Slot("c", "float32"), "expected numbers for slot 'c' (float32), found list<"),
         (
-            pa.array(["a"]).dictionary_encode(),
+            lambda: pa.array(["a"]).dictionary_encode(),
             fleet.Slot("c"),
             "integers for slot 'c' (int64), found dictionary",
         ),
         (
-            pa.array([1, None]),
+            lambda: pa.array([1, None]),
             fleet.Slot("c", dim=1),
             "'c', row 101: expected integers for slot 'c', found a null",
         ),
         (
-            pa.array([[1, None]]),
+            lambda: pa.array([[1, None]]),
             fleet.Slot("c"),
             "'c': expected integers for slot 'c', found a null. fill_null=0",
         ),
         (
-            pa.array([[1, 2], [3]]),
+            lambda: pa.array([[1, 2], [3]]),
             fleet.Slot("c", dim=2),
             "'c', row 101: expected 2 values for slot 'c', found 1",
         ),
-        (pa.array([1]), fleet.Slot("c", dim=2), "expected lists of 2 values for slot 'c', found int64"),
+        (lambda: pa.array([1]), fleet.Slot("c", dim=2), "expected lists of 2 values for slot 'c', found int64"),
         (
-            pa.array([float("nan")]),
+            lambda: pa.array([float("nan")]),
             fleet.Slot("c", "float32", 1),
             "finite numbers for slot 'c', found nan or inf",
         ),
-        (pa.array([1]), fleet.Slot("other"), "expected a column 'other' for slot 'other', found c"),
+        (lambda: pa.array([1]), fleet.Slot("other"), "expected a column 'other' for slot 'other', found c"),
     ],
 )
-def test_wrong_columns_are_named(array: Any, slot: fleet.Slot, text: str) -> None:
+def test_wrong_columns_are_named(make: Callable[[], Any], slot: fleet.Slot, text: str) -> None:
     good = {"int64": pa.int64(), "float32": pa.float32()}[slot.dtype]
     first = pa.array([[1] * (slot.dim or 1)] * 100, pa.list_(good)) if slot.dim != 1 else pa.array([1] * 100, good)
     batches = [pa.record_batch([column], ["c" if slot.name == "c" else slot.name]) for column in (first,)]
-    batches.append(pa.record_batch([array], ["c"]))
+    batches.append(pa.record_batch([make()], ["c"]))
     with pytest.raises(DataError) as caught:
         samples(fleet.data.from_arrow(batches, 50, [slot]))
     assert text in str(caught.value)
@@ -242,7 +244,7 @@ def test_folders_urls_and_lists_of_parquet_files(tmp_path: Path, give: Callable[
 
 
 def test_a_pyarrow_dataset_is_read_with_its_own_filters(tmp_path: Path) -> None:
-    ds = pytest.importorskip("pyarrow.dataset")
+    ds = imported("pyarrow.dataset")
     list(_pieces(tmp_path))
     source = ds.dataset(tmp_path)
     found = samples(fleet.data.from_arrow(source.scanner(filter=ds.field("label") == 1), 64, SLOTS))

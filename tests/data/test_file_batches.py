@@ -27,7 +27,7 @@ from torchfleet.base.errors import DataError
 from torchfleet.data import feed as feed_module
 from torchfleet.data.queue_dataset import QueueDataset
 
-SECONDS = 20.0
+SECONDS = 60.0
 SLOTS = [fleet.Slot("id", dim=1), fleet.Slot("words"), fleet.Slot("x", dtype="float32", dim=2)]
 
 
@@ -82,7 +82,7 @@ def saved(batch: Any) -> Any:
     return torch.load(stream, weights_only=False)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 30), max_size=5), batch_size=st.integers(1, 40), drop_last=st.booleans())
 def test_batches_are_those_of_a_queue_dataset(sizes: list[int], batch_size: int, drop_last: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ from torchfleet.data.sample_store import Store
 from torchfleet.data.slots import SampleLayout
 from torchfleet.ps.tables.rows.memory import RELEASE, Memory
 
-SECONDS = 10.0
+SECONDS = 60.0
 SLOTS = [
     fleet.Slot("id", dim=1),
     fleet.Slot("words"),
@@ -125,7 +125,7 @@ def assert_uniform(counts: np.ndarray) -> None:
 # Loading and iterating
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=7),
     batch_size=st.integers(1, 50),
@@ -291,7 +291,7 @@ def test_one_worker_alone_shuffles_globally_as_locally(tmp_path: Path) -> None:
 # slots_shuffle
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=3),
     names=st.lists(st.sampled_from([slot.name for slot in SLOTS]), unique=True),
@@ -608,7 +608,7 @@ def test_loading_again_does_not_hold_the_old_samples_meanwhile(tmp_path: Path) -
     """In a process of its own: what other tests have left would be given back, or taken, in the middle."""
     path = tmp_path / "a"
     path.write_text(("256 " + " ".join(["1"] * 256) + "\n") * 20_000)  # 40 MB
-    done = processes.run([sys.executable, "-c", LOADING_AGAIN, str(path)], timeout=60, stderr=subprocess.PIPE)
+    done = processes.run([sys.executable, "-c", LOADING_AGAIN, str(path)], timeout=200, stderr=subprocess.PIPE)
     assert int(done.stdout) < 30 * MiB, done.stderr
 
 
@@ -633,7 +633,7 @@ def test_samples_that_do_not_fit_are_an_error_that_says_what_to_do(monkeypatch: 
     assert store.num == 60
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 5 * RELEASE), max_size=6))
 def test_memory_is_given_back_from_the_front_and_never_beyond(cuts: list[int]) -> None:
     memory = Memory(5 * RELEASE)

@@ -34,7 +34,7 @@ from torchfleet.data.dataset import Dataset
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.data.queue_dataset import QueueDataset
 
-SECONDS = 10.0
+SECONDS = 60.0
 SLOTS = [
     fleet.Slot("id", dim=1),
     fleet.Slot("words"),
@@ -127,7 +127,7 @@ def dataset_of(files: Sequence[str], **options: Any) -> QueueDataset:
 # Samples and batches
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=6),
     batch_size=st.integers(1, 50),
@@ -368,7 +368,6 @@ def test_a_pipe_command_that_fails_in_the_middle_is_an_error_with_all_it_says(tm
 
 @pytest.mark.parametrize("command", [None, "cat", "cat; sleep 1000 & sleep 1000 | cat"])
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.timeout(60)
 def test_abandoning_a_pass_leaves_no_thread_and_no_process(
     tmp_path: Path, command: str | None, compressed: bool
 ) -> None:
@@ -385,30 +384,27 @@ def test_abandoning_a_pass_leaves_no_thread_and_no_process(
     jobs.wait_until(lambda: threading.active_count() == before, "all threads have ended", SECONDS)
 
 
-@pytest.mark.timeout(30)
 def test_leaving_a_pass_does_not_wait_for_a_pipe_command_that_says_nothing(tmp_path: Path) -> None:
     """All that is there has been read, and the command thinks on: whoever leaves need not wait for it."""
-    dataset = dataset_of(write(tmp_path, [30], id_line), batch_size=10, pipe_command="cat; sleep 8")
+    dataset = dataset_of(write(tmp_path, [30], id_line), batch_size=10, pipe_command="cat; sleep 200")
     batches = iter(dataset)
     assert ids(itertools.islice(batches, 3)) == list(range(30))
     start = time.monotonic()
     batches.close()
-    assert time.monotonic() - start < 4, "closing waits until the command ends by itself"
+    assert time.monotonic() - start < 100, "closing waits until the command ends by itself"
     assert children() == []
 
 
-@pytest.mark.timeout(30)
 def test_an_error_does_not_wait_for_another_threads_pipe_command(tmp_path: Path) -> None:
     files = write(tmp_path, [3, 3], id_line)
-    command = "case $(readlink /proc/$$/fd/0) in *part-0) exit 3;; *) sleep 8;; esac"
+    command = "case $(readlink /proc/$$/fd/0) in *part-0) exit 3;; *) sleep 200;; esac"
     start = time.monotonic()
     with pytest.raises(DataError, match="part-0"):
         list(dataset_of(files, thread_num=2, pipe_command=command))
-    assert time.monotonic() - start < 4, "the error waits until the other command ends by itself"
+    assert time.monotonic() - start < 100, "the error waits until the other command ends by itself"
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.timeout(30)
 def test_a_malformed_line_from_a_pipe_ends_the_command_even_while_the_error_is_kept(
     tmp_path: Path, compressed: bool
 ) -> None:
@@ -470,7 +466,7 @@ else:
 def test_a_script_may_end_in_the_middle(tmp_path: Path, what: str) -> None:
     files = write(tmp_path, [20_000] * 20, id_line)
     command = [sys.executable, "-c", LEAVING, what, *files]
-    done = processes.run(command, cwd=jobs.ROOT, timeout=60, stderr=subprocess.PIPE)
+    done = processes.run(command, cwd=jobs.ROOT, timeout=200, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
 
 

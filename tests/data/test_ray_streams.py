@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import naming
 
 import torchfleet as fleet
@@ -19,7 +19,7 @@ from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
 
 ray = Late("ray")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
+pytestmark = pytest.mark.xdist_group("ray_data")
 
 NUM = 600
 

@@ -36,7 +36,7 @@ from torchfleet.ps.net.wire import Role
 from torchfleet.ps.server.meeting import mail
 from torchfleet.ps.worker.peers import Workers
 
-SECONDS = 10.0
+SECONDS = 60.0
 ID = [Slot("id", dim=1)]
 MIXED = [Slot("id", dim=1), Slot("words"), Slot("x", dtype="float32", dim=1), Slot("marks", dtype="float32")]
 Parcel = list[np.ndarray]
@@ -198,7 +198,7 @@ def real_workers(servers: Fleet, num: int, timeout: float = SECONDS) -> Callable
 # What comes out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     numbers=st.lists(st.integers(0, 40), min_size=2, max_size=5),
     seed=st.none() | st.integers(0, 1 << 40),
@@ -306,7 +306,7 @@ def test_the_old_store_is_empty_afterwards() -> None:
 # Dealing
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(numbers=st.lists(st.integers(0, 10**7), min_size=1, max_size=20), seed=st.integers(0, 1000))
 def test_what_is_dealt_adds_up(numbers: list[int], seed: int) -> None:
     flows = deal(np.array(numbers), np.random.default_rng(seed))
@@ -464,7 +464,7 @@ WORDS = st.integers(0, 6) | st.sampled_from([1 << 31, (1 << 32) - 1, (1 << 31) -
 STARTS = st.integers(-3, 12) | st.sampled_from([1 << 62, (1 << 63) - 1, -(1 << 63), 1 << 32, -(1 << 32)])
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), slots=st.sampled_from(LAYOUTS), num=st.integers(0, 5))
 def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
     data: st.DataObject, slots: list[Slot], num: int

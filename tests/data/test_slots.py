@@ -93,7 +93,7 @@ def samples_of(slots: list[Slot], max_size: int = 6) -> st.SearchStrategy[list[S
 # Batches against a plain-Python oracle
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_batch_of_several_pieces_holds_their_samples_in_order(data: st.DataObject) -> None:
     slots = data.draw(layouts())
@@ -164,7 +164,7 @@ def test_batches_do_not_share_memory_with_their_rows_or_each_other() -> None:
 # Rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_picked_rows_are_those_rows_in_that_order(data: st.DataObject) -> None:
     slots = data.draw(layouts())
@@ -177,7 +177,7 @@ def test_picked_rows_are_those_rows_in_that_order(data: st.DataObject) -> None:
     assert picked.starts.tolist() == expected.starts.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_rows_of_another_length_than_their_counts_say_are_found(data: st.DataObject) -> None:
     slots = data.draw(layouts())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late, needing
 from torch.nn import functional as F
 
 import torchfleet as fleet
@@ -18,7 +18,10 @@ from torchfleet.base.errors import ModelError
 
 oracle = Late("sklearn.metrics")
 
-pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
+pytestmark = [
+    needing("deepctr_torch", "sklearn"),
+    pytest.mark.xdist_group("deepctr"),  # imported once, which takes seconds
+]
 
 LARGEST, BATCH, STEPS, WORKERS = 500, 64, 6, 2
 MODELS: dict[str, dict[str, Any]] = {
@@ -154,9 +157,12 @@ def test_async_training_by_two_workers_is_as_good_as_torch_from_another_seed() -
         train(model, adagrad(model), shuffled(seed, slice(None), 2 * BATCH))
         return auc(model)
 
+    turns = jobs.Turns(WORKERS)
+
     def body(part: jobs.Part) -> float:
-        train(part.model, part.optimizer, shuffled(0, slice(part.index, None, WORKERS), BATCH))
-        part.flush()
+        for batch in shuffled(0, slice(part.index, None, WORKERS), BATCH):
+            with turns.of(part):
+                train(part.model, part.optimizer, [batch])
         part.barrier()
         part.flush()  # the network as it is now that both are done
         return auc(part.model)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import torchfleet as fleet
 
 pytestmark = [
+    needing("lightning"),
     pytest.mark.xdist_group("lightning"),  # imported once, which takes seconds
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.example_scripts import WORKERS, by_a_fleet, click_loss, number, plain, printed, train_plain
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import names, naming
 from support.paths import REAL_DATA
 
@@ -74,7 +74,9 @@ def test_wide_and_deep_is_trained_from_a_dataset_in_three_modes(tmp_path: Path) 
         "geo": by_a_fleet(tmp_path, "wide_deep/train_dataset.py", "--mode", "geo", *flags),
     }
     aucs = {mode: number(r"AUC ([0-9.]+) on the held-out rows of all workers", text) for mode, text in found.items()}
-    assert min(aucs.values()) > 0.62, aucs  # of 800 rows: by chance 0.5 ± 0.02
+    # Untrained: 0.5, deviating by 0.02 on these 800 rows. All modes come to 0.66 or more; the order of steps moves
+    # that by a hundredth in async and geo. A bound that is nine times as far away is not crossed by chance.
+    assert min(aucs.values()) > 0.57, aucs
     assert names(found["sync"], "epoch 1", "7,200")
     assert names(found["geo"], "epoch 1", "3,600")
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.messages import lines_naming
 from support.paths import ROOT
-from support.scripts.launching import Forked, clean_environment, forked_fleetrun
+from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.base.storage import Storage
@@ -49,7 +50,7 @@ def run(script: str, *arguments: object) -> str:
 def ended(script: str, *arguments: object) -> tuple[int, str]:
     """Exit status and output of an example in a process of its own."""
     with Forked([sys.executable, str(EXAMPLE / script), *map(str, arguments)]) as job:
-        return job.wait(60), job.output
+        return job.wait(SOON), job.output
 
 
 def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
@@ -221,6 +222,7 @@ def test_all_readers_give_the_same(few: Path) -> None:
     assert found["generator"] == pytest.approx(found["fast"], abs=1e-6)
 
 
+@needing("pyarrow")
 def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     """The rows as the fast reader makes them, written and read as columns: the same training."""
     folder = data.parent / "parquet"
@@ -237,7 +239,7 @@ def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: 
         (copied / path.name).write_bytes(path.read_bytes())
     command = [sys.executable, str(copied / "train.py"), "--data", str(few), *QUICK, "--reader", "pipe"]
     with Forked(command) as job:
-        assert job.wait(60) == 0, job.output
+        assert job.wait(SOON) == 0, job.output
     assert len(test_aucs(job.output)) == 1
 
 
@@ -290,8 +292,9 @@ def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, m
     more = ("--mode", mode, "--batch_size", 50, "--epochs", 2)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    # The better of two epochs: on cores that others use, gradients of a first epoch this short come late.
-    assert 0.63 < max(test_aucs(logs[0])) < 0.95
+    # Untrained: 0.5, deviating by 0.024 on these 800 rows. Workers at their own pace come to about 0.7; the order
+    # of their steps moves that by a hundredth or two. A bound that is six times as far away is not crossed by chance.
+    assert 0.58 < max(test_aucs(logs[0])) < 0.95
 
 
 @pytest.mark.slow

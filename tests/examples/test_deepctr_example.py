@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from support import jobs, processes
-from support.messages import names
+from support.extras import needing
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 
-pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
+pytestmark = [
+    needing("deepctr_torch", "sklearn"),
+    pytest.mark.xdist_group("deepctr"),  # imported once, which takes seconds
+]
 
 SCRIPT = ROOT / "examples" / "deepctr" / "train.py"
 ROWS = ["--rows", "4000", "--batch_size", "64"]
@@ -53,9 +56,6 @@ def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
     heavy = processes.preloaded("sklearn.metrics")  # not deepctr_torch itself: its import starts a thread
     with heavy, forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), *ROWS) as job:
         assert job.wait(PATIENCE) == 0, job.output
-    assert auc(job.output) > 0.75
-
-
-def test_lines_that_torchfleet_adds_are_as_few_as_the_readme_says() -> None:
-    marked = len(re.findall(r"# fleet\b", SCRIPT.read_text())) - 1  # once in the explanation
-    assert names((SCRIPT.parent / "README.md").read_text(), marked)
+    # Untrained: 0.5. Workers at their own pace come to about 0.78; the order of their steps moves that by 0.01. A
+    # bound that is ten times as far away is not crossed by chance.
+    assert auc(job.output) > 0.65

@@ -15,7 +15,7 @@ from support.example_scripts import (
     printed,
     train_plain,
 )
-from support.late_imports import Late
+from support.extras import Late
 
 from examples.columns import auc, predicted, split
 from examples.din.model import DIN, Attention

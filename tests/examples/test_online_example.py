@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.extras import needs
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
@@ -136,7 +137,7 @@ def test_rows_come_late_and_go(here: Path, six_hours: tuple[Path, str]) -> None:
 
 
 def test_a_plot_of_all_hours(here: Path, six_hours: tuple[Path, str]) -> None:
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     text = run("train.py", "--hours", 2, *SMALL, "--plot", "auc.png")
     assert lines_naming(text, "AUC", 2, "auc.png")
     assert (here / "auc.png").read_bytes().startswith(b"\x89PNG")

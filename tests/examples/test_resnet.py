@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import imported
 from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.ranks import Ranks
@@ -126,7 +127,7 @@ class TestData:
             data.datasets(str(folder), 0, 0, size=8)
 
     def test_a_picture_is_read_as_an_array_is(self, folder: Path) -> None:
-        pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+        pillow = imported("PIL.Image")
         array = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
         np.save(folder / "val" / "cat" / "1.npy", array)
         pillow.fromarray(array).save(folder / "val" / "cat" / "2.png")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import processes
+from support.extras import needing
 from support.paths import ROOT
 from support.scripts.launching import clean_environment
 
@@ -15,7 +16,12 @@ from support.scripts.launching import clean_environment
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "least"),
-    [("with_lightning.py", [], 70.0), ("with_transformers.py", ["--epochs", "3", "--merge", "2"], 80.0)],
+    [
+        pytest.param("with_lightning.py", [], 70.0, marks=needing("lightning")),
+        pytest.param(
+            "with_transformers.py", ["--epochs", "3", "--merge", "2"], 80.0, marks=needing("transformers", "accelerate")
+        ),
+    ],
 )
 def test_an_example_of_a_trainer_learns(script: str, options: list[str], least: float, tmp_path: Path) -> None:
     command = [
@@ -25,7 +31,7 @@ def test_an_example_of_a_trainer_learns(script: str, options: list[str], least: 
         str(tmp_path / "run"),
         *options,
     ]
-    ended = processes.run(command, timeout=110, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(ROOT)))
+    ended = processes.run(command, timeout=200, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(ROOT)))
     assert ended.returncode == 0, ended.stdout
     found = re.search(r"([0-9.]+)% of new \w+ are told apart", ended.stdout)
     assert found, ended.stdout

@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 import torch
 from support import jobs, processes
+from support.extras import imported
 from support.messages import lines_naming, names
 from support.paths import ROOT
-from support.scripts.launching import Forked, clean_environment, forked_fleetrun
+from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
 from torchfleet.apps.word2vec.vectors import WordVectors
 from torchfleet.apps.word2vec.vocabulary import Vocabulary
@@ -173,7 +174,7 @@ class Nursery:
         return [logs[f"workerlog.{i}"] for i in range(workers)]
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -511,7 +512,7 @@ def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
 
 
 def test_saved_vectors_are_the_same_in_every_format_and_in_gensim(trained: Trained) -> None:
-    gensim = pytest.importorskip("gensim.models")
+    gensim = imported("gensim.models")
     by_text = gensim.KeyedVectors.load_word2vec_format(str(trained.text))
     by_binary = gensim.KeyedVectors.load_word2vec_format(str(trained.binary), binary=True)
     saved = WordVectors.load_checkpoint(trained.model, Vocabulary.load(trained.dictionary))
@@ -707,5 +708,5 @@ def test_a_mistake_is_named_in_one_line_before_training(
 
 def test_a_mistake_ends_the_process_with_status_1_and_one_line(tmp_path: Path) -> None:
     with Forked([sys.executable, str(EXAMPLE / "train.py"), "--text", str(tmp_path / "nowhere")]) as job:
-        assert job.wait(60) == 1
+        assert job.wait(SOON) == 1
     assert job.output == f"train.py: --text {tmp_path}/nowhere: No such file or directory\n"

@@ -216,7 +216,6 @@ def test_two_workers_in_sync_equal_plain_torch_and_each_other_whatever_the_order
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_fleet_of_processes_equals_threads_to_the_bit(tmp_path: Path) -> None:
     """Two servers and two workers, two days with statistics, eviction on a schedule and a chain of saves."""
     launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path / "log"), "--server_num", "2", "--worker_num", "2"]

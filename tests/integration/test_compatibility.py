@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from support.conversation import Exchange, Wire, answers, converse
+from support.extras import Late
 from support.jobs import clean_facade
 from support.paths import SUPPORT
 from support.recorded_model import STEPS, Model, batch_of
@@ -27,6 +27,8 @@ from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
+
+safetensors = Late("safetensors.numpy")
 
 RECORDED = SUPPORT / "recorded"
 CLOSE = 1e-6  # other processors round a multiplication and addition in one step: the record was made on x86-64
@@ -170,7 +172,7 @@ def test_every_file_of_a_recorded_save_fits_its_checksum(name: str, capsys: pyte
 def test_a_recorded_collective_save_is_read_to_the_bit(tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     assert fleet_command(["export", str(RECORDED / "collective"), "--out", str(out)]) == 0
-    found, before = load_file(out), load_file(RECORDED / "collective.safetensors")
+    found, before = safetensors.load_file(out), safetensors.load_file(RECORDED / "collective.safetensors")
     assert found.keys() == before.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(found[name], tensor)

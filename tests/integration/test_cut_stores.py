@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support import jobs
 from support.cut_store import CutStore, Operations
+from support.extras import needs
 from support.fake_webhdfs import FakeHdfs, fake_webhdfs
 from support.messages import naming
 from support.one_number import Model, held, set_all
@@ -191,7 +192,7 @@ class TestWebHdfs:
 
     @pytest.fixture
     def hdfs(self) -> Iterator[FakeHdfs]:
-        pytest.importorskip("requests", reason="fsspec's webhdfs needs requests: pip install 'torchfleet[dev]'")
+        needs("requests")  # which fsspec's webhdfs uses
         with fake_webhdfs() as made:
             yield made
 

@@ -257,11 +257,12 @@ def test_what_changes_during_a_save_is_in_the_next(seed: int, folder: str, monke
     history: dict[str, dict[int, list[Any]]] = {}
 
     def note() -> None:
-        for name in ("kept", "plain", "ids"):
-            for key, row in tables.rows(name).items():
+        there = {name: tables.rows(name) for name in ("kept", "plain", "ids")}
+        for name, rows in there.items():
+            for key, row in rows.items():
                 row.pop("delta", None)
                 history.setdefault(name, {}).setdefault(key, []).append(row)
-        lasting.append({name: set(tables.rows(name)) for name in ("kept", "plain", "ids")})
+        lasting.append({name: set(rows) for name, rows in there.items()})
 
     def between(client: Client) -> None:
         for _ in range(int(rng.integers(0, 3))):

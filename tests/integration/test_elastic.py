@@ -23,7 +23,7 @@ def run(folder: Path, name: str, *options: object, launch: tuple[str, ...] = ("-
     log = ("--log_dir", str(folder / f"log_{name}"))
     command = [sys.executable, "-m", "torchfleet.launch", *launch, *log, str(SCRIPT)]
     arguments = [str(one) for one in (folder / f"model_{name}", folder / f"losses_{name}", *options)]
-    done = processes.run([*command, *arguments], timeout=100)
+    done = processes.run([*command, *arguments], timeout=200)
     assert done.returncode == 0, done.stdout
     return str(done.stdout)
 
@@ -78,6 +78,6 @@ def test_two_launchers_form_one_job(tmp_path: Path, undisturbed: list[tuple[int,
         )
         for i in range(2)
     ]
-    texts = [node.communicate(timeout=100)[0] for node in nodes]
+    texts = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert losses(tmp_path, "two") == undisturbed[:4]

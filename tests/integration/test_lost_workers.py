@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from support.messages import lines_naming
 from support.paths import SCRIPTS
-from support.scripts.launching import START, TINY, Forked, Started, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, START, TINY, Forked, Started, forked_fleetrun, run_dir, wait_until
 
 from torchfleet.launch.roles import free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = str(SCRIPTS / "durable_job.py")
 ROOT = str(Path(__file__).parents[2])
-TIMEOUT = 3.0  # FLEET_WORKER_TIMEOUT of these jobs
+TIMEOUT = 5.0  # FLEET_WORKER_TIMEOUT of these jobs
 JOB = ("--server_num", "1", "--worker_num", "2")
 
 
@@ -86,7 +86,7 @@ class Elastic:
             "FLEET_NUM_WORKERS": "4",
             "FLEET_MIN_WORKERS": "2",
             "FLEET_SERVER_ENDPOINTS": self.place,
-            "FLEET_WORKER_TIMEOUT": "2",
+            "FLEET_WORKER_TIMEOUT": str(TIMEOUT),
         }
         return self._stack.enter_context(Forked([sys.executable, TINY, "--mode", "async", *arguments], **variables))
 
@@ -111,7 +111,7 @@ def test_elastic_workers_come_and_go_and_the_last_one_ends_the_job(tmp_path: Pat
         assert late.wait() == 0, late.output
         # As the servers said with the last sign of life: perhaps before the loss.
         assert re.search(r"worker 3 of [23] ends with loss", late.output), late.output
-        assert job.server.wait(60) == 0, job.server.output
+        assert job.server.wait(SOON) == 0, job.server.output
 
 
 @pytest.mark.parametrize(("mode", "text"), [("sync", "this is sync")])

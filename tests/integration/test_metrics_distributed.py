@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import Late
 from support.jobs import clean_facade
-from support.late_imports import Late
 from support.messages import naming
 from support.scripts import meeting
 from support.scripts.launching import forked_fleetrun

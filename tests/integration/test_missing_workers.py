@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 from support.messages import lines_naming, names, naming
-from support.scripts.launching import START, TINY, Forked, Started, seconds, soon, wait_until
+from support.scripts.launching import SOON, START, TINY, Forked, Started, wait_until
 
 from torchfleet.launch.roles import free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
-TIMEOUT = 2.0  # FLEET_WORKER_TIMEOUT of these jobs
+TIMEOUT = 5.0  # FLEET_WORKER_TIMEOUT of these jobs
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
 
@@ -56,9 +56,7 @@ def wait_for_training(*workers: Started) -> None:
 
 def assert_ends_with(process: Started, *texts: str) -> None:
     """It fails soon, with these words and without a doubt about the server, which is well."""
-    with seconds() as taken:
-        assert process.wait(40) != 0
-        assert taken() < soon() + 3 * TIMEOUT, process.output
+    assert process.wait(SOON) != 0
     for text in texts:
         assert re.search(text, process.output), process.output
     assert "ServerUnreachable" not in process.output
@@ -75,7 +73,7 @@ def test_a_killed_worker_is_named_to_the_one_that_waits_and_a_second_of_its_numb
     assert first.process.poll() is None
     os.kill(second.process.pid, signal.SIGKILL)
     assert_ends_with(first, rf"worker 1 \(\S+, pid {second.process.pid}\)", r"optimizer\.step")
-    assert server.wait(40) == 1
+    assert server.wait(SOON) == 1
     assert re.search("no worker", server.output, re.IGNORECASE)
 
 
@@ -118,9 +116,9 @@ def test_a_stopped_async_worker_disturbs_nobody_and_goes_on_when_it_is_continued
     os.kill(second.process.pid, signal.SIGSTOP)
     try:
         assert first.wait(START) == 0
-        wait_until(lambda: f"pid {second.process.pid}) is lost: no sign of life" in server.output, 20, "word of it")
+        wait_until(lambda: f"pid {second.process.pid}) is lost: no sign of life" in server.output, SOON, "word of it")
         assert server.process.poll() is None
     finally:
         os.kill(second.process.pid, signal.SIGCONT)
     assert second.wait(START) == 0
-    assert server.wait(20) == 0
+    assert server.wait(SOON) == 0

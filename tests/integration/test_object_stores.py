@@ -12,12 +12,11 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
-from support.late_imports import Late
+from support.extras import Late, imported
 from support.messages import naming
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
@@ -35,7 +34,7 @@ from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.manifest import read_manifest
 
-s3fs, moto = Late("s3fs"), Late("moto.server")
+s3fs, moto, pq = Late("s3fs"), Late("moto.server"), Late("pyarrow.parquet")
 
 BUCKET = "models"
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)
@@ -179,7 +178,6 @@ def test_a_process_killed_in_the_middle_of_its_last_upload_leaves_the_old_model(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> None:
     """Three steps are saved there; servers and a worker, as processes, load them and go on: as six without a break."""
 
@@ -257,7 +255,7 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(part: jobs.Part,
 def test_a_collective_model_is_saved_loaded_inspected_and_exported(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load
+    load = imported("safetensors.torch").load
 
     for epoch in (1, 2):
         model, loaded = Net(), Net()

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extras import Late, needing
 from support.messages import names
-from support.scripts.launching import Started, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, Started, forked_fleetrun, run_dir, wait_until
 from support.scripts.watched import BATCH, STEPS
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchfleet.launch.roles import free_ports
 from torchfleet.observe.watch.history import HistoryReader
+
+pytestmark = needing("tensorboard", "prometheus_client")
+reading = Late("tensorboard.backend.event_processing.event_accumulator")
 
 SCRIPT = str(Path(__file__).parents[1] / "support/scripts/watched.py")
 PATIENCE = 60.0
@@ -44,7 +47,7 @@ def _is_free(port: int) -> bool:
 
 def page(port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as found:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as found:
             return str(found.read().decode())
     except OSError:
         return ""
@@ -72,7 +75,7 @@ class OwnPrometheus:
         """The values now, by role and index and, if there is one, name, table or command."""
         asked = f"http://127.0.0.1:{self._port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
-            with urllib.request.urlopen(asked, timeout=10) as found:
+            with urllib.request.urlopen(asked, timeout=60) as found:
                 results = json.load(found)["data"]["result"]
         except OSError:
             return {}
@@ -109,7 +112,7 @@ def check_events(folder: Path, kept: dict[str, list[dict[str, Any]]], tag: str, 
         known = [one for one in own if field in one["status"].get("metrics", {})]
         if not known:
             continue
-        read = EventAccumulator(str(folder / key), size_guidance={"scalars": 0}).Reload()
+        read = reading.EventAccumulator(str(folder / key), size_guidance={"scalars": 0}).Reload()
         expected = [(one["time"], one["status"]["steps"], one["status"]["metrics"][field]) for one in known]
         found = [(round(one.wall_time, 3), one.step, one.value) for one in read.Scalars(tag)]
         assert found == [(time, step, pytest.approx(value, rel=1e-6)) for time, step, value in expected]
@@ -145,7 +148,7 @@ def test_a_fleet_is_scraped_by_prometheus_read_by_tensorboard_and_logs_json(tmp_
             lambda: scraper.ask("torchfleet_steps_total") == dict.fromkeys(workers, float(STEPS)), PATIENCE, "all steps"
         )
         wait_until(lambda: len(scraper.ask("torchfleet_metric")) == 4, PATIENCE, "metrics")
-        wait_until(lambda: scraper.ask("up == 1") != {} and len(scraper.ask("torchfleet_build_info")) == 3, 20, "up")
+        wait_until(lambda: scraper.ask("up == 1") != {} and len(scraper.ask("torchfleet_build_info")) == 3, SOON, "up")
         assert scraper.ask("torchfleet_samples_total") == dict.fromkeys(workers, float(STEPS * BATCH))
         assert scraper.ask("torchfleet_step_seconds_count") == dict.fromkeys(workers, STEPS - 1.0)
         assert scraper.ask('torchfleet_metric{name="index"}') == {

@@ -163,7 +163,6 @@ def test_an_interruption_changes_nothing(rule: str, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_two_jobs_of_real_processes_equal_one(tmp_path: Path) -> None:
     def fleetrun(servers: int, *options: str) -> str:
         launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path / "log"), "--server_num", str(servers)]

@@ -93,7 +93,6 @@ def num_operations(part: jobs.Part, folder: str) -> list[str]:
         return disk.done
 
 
-@pytest.mark.timeout(120)
 def test_a_kill_at_any_operation_leaves_the_last_complete_model(part: jobs.Part, tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
     set_all(part, 1)

@@ -190,7 +190,6 @@ def exchange(fleet: Fleet, index: int, num: int, timeout: float = 20.0) -> Excha
     return Workers(fleet.client(worker=index), index, num, timeout).exchange("t")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_workers_that_all_send_more_than_the_servers_can_keep_come_to_an_end(
     monkeypatch: pytest.MonkeyPatch, num_servers: int
@@ -220,7 +219,6 @@ def test_workers_that_all_send_more_than_the_servers_can_keep_come_to_an_end(
         assert sum(server.state.meetings.mail.num_bytes for server in fleet.servers) == 0
 
 
-@pytest.mark.timeout(30)
 def test_a_receiver_that_takes_nothing_is_named_in_time(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail, "MAX_BYTES", 100)
     own = exchange(fleet, 0, 3, timeout=0.3)
@@ -229,14 +227,12 @@ def test_a_receiver_that_takes_nothing_is_named_in_time(fleet: Fleet, monkeypatc
         own.send(2, [np.zeros(12, np.uint64)], lambda parcel: None)
 
 
-@pytest.mark.timeout(30)
 def test_parcels_that_never_come_are_an_error_in_time(fleet: Fleet) -> None:
     own = exchange(fleet, 0, 2, timeout=0.3)
     with pytest.raises(FleetError, match=naming("0.3")):
         own.take_until(lambda: False, lambda parcel: None)
 
 
-@pytest.mark.timeout(30)
 def test_thousands_of_small_parcels_reach_a_worker_that_is_slow_to_take(fleet: Fleet) -> None:
     sender, receiver = exchange(fleet, 0, 2), exchange(fleet, 1, 2, timeout=2.0)
     got: list[int] = []
@@ -278,7 +274,6 @@ class Together(InMemoryDataset):
         return self._make()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("seed", [None, 7], ids=["no seed", "one seed"])
 def test_a_global_shuffle_can_be_made_again_and_again(tmp_path: Path, seed: int | None) -> None:
     """With the same seed every time, too: it says in which order, not that it is the same exchange."""

@@ -346,7 +346,6 @@ class TestKeys:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path) -> None:
     arguments = ("--server_num", "2", "--worker_num", "2", TINY, "--note", "all's well", "--steps", "3")
     with forked_fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
@@ -400,7 +399,6 @@ def _check_tables(log: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     assert status_of("--keygen", str(tmp_path / "keys")) == 0
     servers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))

@@ -16,5 +16,5 @@ def test_a_reader_that_leaves_early_ends_a_dry_run_without_a_traceback() -> None
     os.close(read)
     command = [sys.executable, "-m", "torchfleet.launch", "--dry_run", TINY]
     with open(write, "w") as nobody:
-        done = processes.run(command, timeout=60, stdout=nobody, stderr=subprocess.PIPE, env=clean_environment())
+        done = processes.run(command, timeout=200, stdout=nobody, stderr=subprocess.PIPE, env=clean_environment())
     assert (done.returncode, done.stderr) == (1, "")

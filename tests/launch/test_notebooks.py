@@ -14,17 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jupyter_client.launcher
-import jupyter_client.manager
-import nbformat
 import psutil
 import pytest
-from nbclient import NotebookClient
 from support import processes
+from support.extras import Late, needing
 from support.paths import ROOT
-from support.scripts.launching import clean_environment, wait_until
+from support.scripts.launching import SOON, clean_environment, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+nbclient, nbformat = Late("nbclient"), Late("nbformat")
+manager = Late("jupyter_client.manager")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    needing("nbclient", "nbformat", "ipykernel", "jupyter_client", "cloudpickle"),
+]
 
 MARK = "TORCHFLEET_TEST_NOTEBOOK"  # in the environment of a kernel, and of all that it starts
 PATIENCE = 240.0  # seconds for a cell that starts a fleet, on few cores
@@ -36,7 +39,7 @@ def kernel_environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture
 def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jupyter_client.launcher, "Popen", processes.Popen)
+    monkeypatch.setattr("jupyter_client.launcher.Popen", processes.Popen)
 
 
 @pytest.mark.parametrize("name", ["one_process", "fleet_from_a_cell"])
@@ -44,7 +47,7 @@ def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "examples are kept without outputs"
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute(env=kernel_environment())
@@ -67,7 +70,7 @@ class Kernel:
     def __init__(self, folder: Path) -> None:
         self._mark = uuid.uuid4().hex
         environment = kernel_environment(**{MARK: self._mark})
-        self.manager, self.client = jupyter_client.manager.start_new_kernel(cwd=str(folder), env=environment)
+        self.manager, self.client = manager.start_new_kernel(cwd=str(folder), env=environment)
         self.pid = int(self.manager.provisioner.pid)
 
     def run(self, code: str) -> tuple[str, str]:
@@ -233,4 +236,4 @@ def test_a_fleet_ends_with_its_kernel(tmp_path: Path) -> None:
         kernel.begin("fleet.notebook.run(waits)", "[worker 0] waiting")
         assert len(kernel.started()) >= 2
         os.kill(kernel.pid, 9)
-        wait_until(lambda: not kernel.started(), 30.0, "end of the processes")
+        wait_until(lambda: not kernel.started(), SOON, "end of the processes")

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-SECONDS = 30.0
+SECONDS = 60.0
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
 
 

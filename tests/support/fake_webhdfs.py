@@ -34,6 +34,7 @@ class FakeHdfs(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: FakeHdfs
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a reply is written in two parts, of which the second would wait 40 ms
 
     def _run(self) -> None:
         address = urlsplit(self.path)

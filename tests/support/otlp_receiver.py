@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from support.extras import OTLP, imported, needs
 
 
 @dataclass
@@ -25,13 +25,15 @@ class Received:
 @contextmanager
 def receiver() -> Iterator[Received]:
     """Listens on loopback."""
+    needs(OTLP)
+    request = imported("opentelemetry.proto.collector.trace.v1.trace_service_pb2").ExportTraceServiceRequest
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             data = gzip.decompress(data) if self.headers.get("Content-Encoding") == "gzip" else data
             received.hold.wait(30)
-            for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
+            for resource in request.FromString(data).resource_spans:
                 who = {each.key: value_of(each.value) for each in resource.resource.attributes}
                 received.spans += [(who, span) for scope in resource.scope_spans for span in scope.spans]
             self.send_response(200 if self.path == "/v1/traces" else 404)

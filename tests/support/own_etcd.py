@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from support.scripts.launching import wait_until
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.base.errors import FleetError
 from torchfleet.launch.roles import free_ports
@@ -37,11 +37,11 @@ def started_etcd(*options: str, access: Access = _PLAIN) -> Iterator[str]:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            wait_until(lambda: _answers(places[0], access), 30, "answer of etcd")
+            wait_until(lambda: _answers(places[0], access), SOON, "answer of etcd")
             yield places[0]
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(SOON)
 
 
 def _answers(place: str, access: Access) -> bool:

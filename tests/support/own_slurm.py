@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.paths import ROOT
-from support.scripts.launching import clean_environment, wait_until
+from support.scripts.launching import SOON, clean_environment, wait_until
 
 from torchfleet.launch.roles import free_ports
 
@@ -110,7 +110,7 @@ class Slurm:
         with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
             self.run(["scancel", "--signal=KILL", "--full", "--me"], self._folder, timeout=10)
             self.run(["scancel", "--me"], self._folder, timeout=10)
-            wait_until(lambda: not self.run(["squeue", "-h"], self._folder).stdout, 20, "empty queue")
+            wait_until(lambda: not self.run(["squeue", "-h"], self._folder).stdout, SOON, "empty queue")
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:

@@ -24,7 +24,7 @@ from torchfleet.ps.worker.lookup.plan import Plan, SparseGroup
 from torchfleet.ps.worker.model_saving import Kind, save_model
 
 MAX_TABLE_BYTES = 1 << 24
-SECONDS = 30.0
+SECONDS = 60.0
 
 Contents = dict[int, dict[str, Any]]  # by key
 

@@ -23,7 +23,7 @@ import psutil
 from support import nursery
 from support.paths import ROOT
 
-SECONDS = 100.0  # that the nursery may take to import everything, on busy cores
+SECONDS = 250.0  # that the nursery may take to import everything, on busy cores
 _nurseries: dict[tuple[str, ...], socket.socket] = {}  # by what they have imported
 
 
@@ -146,6 +146,20 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """What is started within it with `subprocess` takes SIGINT, also where these tests were started without it, as by
+    `make test &` in a script: a signal that is ignored stays so in all processes below."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:

@@ -6,8 +6,11 @@ import contextlib
 import os
 import random
 import socket
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
@@ -15,6 +18,7 @@ from torchfleet.launch.job_spec import Task
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
 PORTS = range(10240, 32000)  # below those that systems give to outgoing connections
+_CLAIMED = 120.0  # seconds for which no other job of this user is given the same port: its server may still be starting
 
 
 @dataclass(frozen=True)
@@ -139,19 +143,33 @@ def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> l
     """`num` different ports that are free at the moment: the first of PORTS, from number `begin` or a random one on.
 
     Not those that the system would choose: it gives them to outgoing connections, too, before a server listens, or
-    while it is started again. Raises RoleError if there are too few.
+    while it is started again. Nor those that this user's processes got here in the last minutes and do not listen on
+    yet. Raises RoleError if there are too few.
     """
     begin = random.SystemRandom().randrange(len(PORTS)) if begin is None else begin
     found: list[int] = []
     for number in range(len(PORTS)):
+        port = PORTS[(begin + number) % len(PORTS)]
         with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((host, PORTS[(begin + number) % len(PORTS)]))
-            found.append(probe.getsockname()[1])
+            probe.bind((host, port))
+            if _claim(port):
+                found.append(port)
         if len(found) == num:
             return found
     raise RoleError(
         f"expected {num} free ports of {PORTS.start} to {PORTS.stop - 1} on this machine, found {len(found)}"
     )
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process of this user has claimed the port within the last _CLAIMED seconds."""
+    claim = Path(tempfile.gettempdir()) / f"torchfleet-ports-{os.getuid()}" / str(port)
+    with contextlib.suppress(OSError):  # where claims cannot be written, a port that is free will do
+        claim.parent.mkdir(mode=0o700, exist_ok=True)
+        if claim.exists() and time.time() - claim.stat().st_mtime < _CLAIMED:
+            return False
+        claim.touch()
+    return True
 
 
 def own_addresses() -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extras import imported, is_installed
 from support.messages import lines_naming, naming
 
 import torchfleet as fleet
@@ -160,7 +160,7 @@ def test_passes_over_a_dataset_are_reported(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_has_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    wandb = imported("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_CONSOLE", "off")
@@ -213,9 +213,9 @@ def _name(item: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["file", "sqlite"])
 def test_mlflow_has_every_number(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    if kind == "sqlite" and importlib.util.find_spec("sqlalchemy") is None:
-        pytest.skip("mlflow-skinny has no databases: sqlalchemy is not installed")
+    mlflow = imported("mlflow")
+    if kind == "sqlite" and not is_installed("sqlalchemy"):
+        pytest.skip("needs mlflow with databases: mlflow-skinny brings no sqlalchemy")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     place = f"file://{tmp_path}/runs" if kind == "file" else f"sqlite:///{tmp_path}/runs.db"
     callback = fleet.callbacks.MlflowCallback("ctr", run_name="first", tracking_uri=place, tags={"team": "a"})
@@ -232,7 +232,7 @@ def test_mlflow_has_every_number(kind: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_tensorboard_from_a_script_has_every_number(tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reading = imported("tensorboard.backend.event_processing.event_accumulator")
     losses = train(fleet.callbacks.TensorBoardCallback(str(tmp_path / "events")))
     found = reading.EventAccumulator(str(tmp_path / "events")).Reload()
     assert [(point.step, point.value) for point in found.Scalars("loss")] == [

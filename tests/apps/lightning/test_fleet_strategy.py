@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.messages import naming
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
@@ -19,6 +20,7 @@ from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 
 pytestmark = [
+    needing("lightning"),
     pytest.mark.xdist_group("lightning"),  # imported once, which takes seconds
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),

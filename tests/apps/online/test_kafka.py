@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 from support import jobs
+from support.extras import imported, needs
 from support.messages import lines_naming, naming
 from support.scripts.online_parts import Tiny, step
 
@@ -35,7 +36,7 @@ HOUR = 1_794_726_000  # 2026-11-15, 07:00
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[str]:
-    library = pytest.importorskip("confluent_kafka")
+    library = imported("confluent_kafka")
     cluster = library.Producer({"bootstrap.servers": "unused", "test.mock.num.brokers": 1, "log_level": 0})
     (broker,) = cluster.list_topics(timeout=10).brokers.values()
     yield f"{broker.host}:{broker.port}"
@@ -255,7 +256,7 @@ def test_a_topic_that_is_not_there_and_one_that_was_made_anew_are_named(topic: T
 
 
 def test_brokers_that_do_not_answer_are_named() -> None:
-    pytest.importorskip("confluent_kafka")
+    needs("confluent_kafka")
     source = KafkaSource("clicks", "127.0.0.1:1", timeout=0.5, config={"log_level": 0})
     with pytest.raises(DataError, match=naming("clicks", "127.0.0.1:1")):
         source.next(None)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.extras import Late
 from support.fleets import in_process
-from support.late_imports import Late
 from support.messages import names, naming
 from support.paths import ROOT
 from support.scripts.saved_models import save

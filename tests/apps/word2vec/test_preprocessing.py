@@ -130,7 +130,7 @@ def dictionary_of(text: bytes, min_count: int) -> bytes:
     return b"".join(b"%b %d\n" % (word, -num) for num, word in sorted(kept + [(-rare, b"<UNK>")] * bool(rare)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.sampled_from(["a", "b", "ab", "<UNK>", "é", "word\x1c", "\x85"]), max_size=20), max_size=6),
     st.sampled_from([" ", "\t", " \n", "\r\n", "\v", "\f "]),
@@ -384,7 +384,7 @@ def nearest_cuts(lines: list[int], num_files: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(cuts)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
 def test_parts_are_even_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, lines: list[int], num_files: int, num_inputs: int
@@ -466,7 +466,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, num_ren
         make(tmp_path, f"in/{name}", "x y x")
     source, dictionary, out = str(tmp_path / "in"), make(tmp_path, "dict", "x 4\ny 2\n"), str(tmp_path / "out")
     arguments = [sys.executable, "-c", STOP_AT, str(num_renamed), source, dictionary, out]
-    assert processes.run(arguments, timeout=60).returncode == -signal.SIGKILL
+    assert processes.run(arguments, timeout=200).returncode == -signal.SIGKILL
     vocabulary = Vocabulary.load(dictionary)
     with pytest.raises(DataError, match=naming(out)):
         Corpus(out, vocabulary)

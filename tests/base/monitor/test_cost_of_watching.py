@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import needing
 from support.fleets import Talk
 
 import torchfleet as fleet
@@ -71,6 +72,7 @@ def calls_of_training(monkeypatch: pytest.MonkeyPatch) -> float:
     return found
 
 
+@needing("prometheus_client")
 def test_a_watched_step_calls_a_handful_of_functions_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLEET_ROLE", "TRAINING_ROLE", "FLEET_STATUS_FILE", "FLEET_METRICS_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -266,7 +266,7 @@ if os.fork() == 0:
 os.wait()
 """
     environment = {**os.environ, "FLEET_STATUS_FILE": str(tmp_path / "status")}
-    done = processes.run([sys.executable, "-c", script], timeout=60, env=environment)
+    done = processes.run([sys.executable, "-c", script], timeout=200, env=environment)
     assert done.returncode == 0, done.stdout
     told = json.loads((tmp_path / "status").read_text())
     assert (told["steps"], told["samples"]) == (50, 200)

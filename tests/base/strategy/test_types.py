@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mypy import api
+from support.extras import imported
 
 import torchfleet
 
@@ -50,7 +50,7 @@ def said_by_mypy(path: Path, cache: Path) -> dict[int, str]:
     base = Path(torchfleet.__file__).parent / "base"
     files = [path, base / "errors.py", *(base / "strategy").glob("*.py")]
     options = ["--strict", "--follow-imports=skip", "--config-file=", f"--cache-dir={cache}", "--no-error-summary"]
-    text, errors, _ = api.run([*options, *map(str, files)])
+    text, errors, _ = imported("mypy.api").run([*options, *map(str, files)])
     assert not errors
     found: dict[int, str] = {}
     for line, said in re.findall(rf"^{re.escape(str(path))}:(\d+): \w+: (.*)$", text, re.MULTILINE):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import imported
 from support.messages import lines_naming, names
 from support.ranks import Ranks
 from support.sharded_models import CLOSE, OPTIMIZERS, Net, Tied, batches, chain, of_case, sharded, share, start, whole
@@ -482,7 +483,7 @@ def test_torch_reads_the_files_by_its_own_reader(saved: list[dict[str, Any]], fo
 def test_an_exported_model_is_one_file_for_safetensors(
     saved: list[dict[str, Any]], folder: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load_file
+    load_file = imported("safetensors.torch").load_file
 
     model = Net()
     load_parameters(f"{folder}/{strategy}", model)

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from support.extras import imported
 from support.messages import names, naming
 from support.sharded_models import Net, Tied
 
@@ -216,25 +217,23 @@ def test_pieces_that_do_not_fit_together_are_no_save() -> None:
 
 
 def test_kinds_of_tensors_and_tied_ones_are_exported(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, load_model
-
+    safetensors = imported("safetensors.torch")
     odd, tied = Odd(), Tied()
     save(str(tmp_path / "odd"), odd, None, [], ALONE)
     save(str(tmp_path / "tied"), tied, None, [], ALONE)
     assert export(str(tmp_path / "odd"), str(tmp_path / "odd.safetensors")) == len(odd.state_dict())
-    for name, value in load_file(tmp_path / "odd.safetensors").items():
+    for name, value in safetensors.load_file(tmp_path / "odd.safetensors").items():
         assert value.dtype == odd.state_dict()[name].dtype
         assert torch.equal(bits(value), bits(odd.state_dict()[name])), name
     assert export(str(tmp_path / "tied"), str(tmp_path / "tied.safetensors")) == len(tied.state_dict()) - 1
     other = Tied()
-    load_model(other, tmp_path / "tied.safetensors")
+    safetensors.load_model(other, tmp_path / "tied.safetensors")
     assert torch.equal(other.outputs[0].weight, tied.embedding.weight)
 
 
 @pytest.mark.parametrize("place", ["memory://exported.safetensors", "memory://x/y.safetensors", "file://{folder}/z"])
 def test_a_collective_model_is_exported_to_any_path_that_fsspec_opens(place: str, tmp_path: Path) -> None:
-    from safetensors.torch import load
-
+    load = imported("safetensors.torch").load
     folder, _ = saved_net(tmp_path)
     path = place.format(folder=tmp_path)
     assert command.main(["export", folder, "--out", path]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from support.messages import naming
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.base.errors import ModelError, StrategyError
@@ -421,7 +421,10 @@ def test_a_transposed_input_keeps_its_layout():
 
 @pytest.mark.gpu
 def test_on_a_gpu_results_are_equal_and_memory_falls():
-    device, results, peaks = torch.device("cuda", 0), [], []
+    """Peaks are counted above what was there before the pass: parameters, what the test keeps, and what is not yet
+    collected of the net before. Of 16 kept inputs the first is `x` itself, which stays; of the other 15 at most two are
+    on the GPU at a time. 13 are not, and one may go for the allocator's rounding."""
+    device, results, grown = torch.device("cuda", 0), [], []
     for offload in (None, Offload(device)):
         torch.manual_seed(1)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16))).to(device)
@@ -430,12 +433,14 @@ def test_on_a_gpu_results_are_equal_and_memory_falls():
         for _ in range(4):
             x = torch.randn(16384, 1024, device=device, generator=torch.Generator(device).manual_seed(2))
             net.zero_grad()
+            gc.collect()  # none in the middle of the pass, where it would change what is counted
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             net(x).square().mean().backward()
-        peaks.append(torch.cuda.max_memory_allocated())
+        grown.append(torch.cuda.max_memory_allocated() - before)
         results.append([parameter.grad.clone() for parameter in net.parameters()])
     assert all(torch.equal(gradient, other) for gradient, other in zip(*results, strict=True))
-    assert peaks[0] - peaks[1] > 10 * 16384 * 1024 * 4, "of 16 inputs at least ten are not there"
+    assert grown[0] - grown[1] > 12 * x.nbytes
 
 
 # Together with torch's own ways to distribute a model
@@ -482,6 +487,8 @@ def test_replicated_and_sharded_training_is_bit_equal(ranks: Ranks):
 
 def in_a_pipeline(offload: bool) -> dict[str, Any]:
     """Forward and backward passes of micro-batches in turns: inputs are not asked for in the reverse order."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # it brings torch.compile, which takes seconds
+
     with group():
         rank, gradients = dist.get_rank(), []
         for with_it in (False, True):

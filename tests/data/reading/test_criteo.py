@@ -128,7 +128,7 @@ def test_the_seed_of_the_hash_is_0_unless_said_otherwise() -> None:
     assert fleet.hash_string("abc") == fleet.hash_string("abc", seed=0) != fleet.hash_string("abc", seed=1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=40)), st.integers(0, 2**64 - 1))
 @example("", 0)
 @example(b"\x00", 0)
@@ -138,7 +138,7 @@ def test_the_string_hash_is_the_documented_one(text: str | bytes, seed: int) -> 
     assert fleet.hash_string(text, seed) == fleet.hash_string(data, seed) == documented_hash(data, seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(0, 2**64 - 1))
 def test_the_kernel_hashes_as_python_does(texts: list[bytes], seed: int) -> None:
     data = np.frombuffer(b"".join(texts) + b"\xff" * 8, np.uint8)
@@ -162,7 +162,7 @@ def test_bytes_that_are_no_utf8_hash_as_they_are_in_a_line_of_a_generator() -> N
 # Rows
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(rows(), max_size=4),
     st.sampled_from([b"\n", b"\r\n"]),
@@ -249,7 +249,7 @@ def test_a_malformed_row_is_named_with_its_column(line: bytes, values: str, num_
     assert source.skipped.first == str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.integers(1, 64))
 def test_any_bytes_are_rows_or_malformed_lines_and_none_is_lost(data: bytes, size: int) -> None:
     batch, source = read(data, size, skip=True)

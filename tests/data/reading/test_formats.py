@@ -93,7 +93,7 @@ def lines(draw: st.DrawFn) -> str:
 # Good lines
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(lines(), max_size=6), st.sampled_from(["\n", "\r\n"]), st.booleans(), st.integers(1, 200))
 def test_lines_are_read_as_plain_python_reads_them_wherever_they_are_cut(
     good: list[str], ending: str, ends: bool, size: int
@@ -258,7 +258,7 @@ def test_strange_bytes_are_shown_as_they_are(line: bytes, found: str) -> None:
     assert names(refusal(line), "part-0", "line 1", "'ids'", found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_any_bytes_are_samples_or_malformed_lines_and_none_is_lost(data: bytes, size: int) -> None:
     pieces, source = read(data, size, skip=True)
@@ -266,7 +266,7 @@ def test_any_bytes_are_samples_or_malformed_lines_and_none_is_lost(data: bytes, 
     assert sum(rows.num for rows in pieces) + source.skipped.num == num_lines
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(lines(), min_size=1, max_size=3), st.data())
 def test_a_good_text_with_one_byte_changed_is_read_as_python_would_or_refused(
     good: list[str], data: st.DataObject
@@ -299,7 +299,7 @@ def test_the_first_malformed_line_is_named_when_a_later_one_is_found_sooner() ->
 # Leaving them out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([GOOD, "2 1 2 0 0 1 1", "", "x", "2 1 2 1 a 0 1 1", "2 1 1e999 0 0 1 1"]), max_size=12),
     st.integers(1, 60),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import processes
 from support.paths import ROOT
 
 NUM_FILES = 3
@@ -40,7 +41,7 @@ def sleepers() -> list[psutil.Process]:
     return found
 
 
-def wait_for(num: int, seconds: float = 20.0) -> None:
+def wait_for(num: int, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while len(sleepers()) != num:
         assert time.monotonic() < end, f"expected {num} commands, found {len(sleepers())}"
@@ -65,12 +66,13 @@ def none_before_and_after() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_commands_and_what_they_started_end_with_their_worker(files: list[str], number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    worker = subprocess.Popen([sys.executable, "-c", SCRIPT, *files], env=environment, stderr=subprocess.DEVNULL)
+    with processes.interruptible():
+        worker = subprocess.Popen([sys.executable, "-c", SCRIPT, *files], env=environment, stderr=subprocess.DEVNULL)
     try:
         wait_for(NUM_FILES)
         worker.send_signal(number)
-        assert worker.wait(20) != 0
-        wait_for(0, seconds=5.0)
+        assert worker.wait(60) != 0
+        wait_for(0)
     finally:
         worker.kill()
         worker.wait()
@@ -100,7 +102,7 @@ time.sleep(60)
         time.sleep(0.5)
         assert len(sleepers()) == 1
         child.kill()
-        wait_for(0, seconds=5.0)
+        wait_for(0)
     finally:
         for process in filter(None, (parent, child)):
             if process.is_running():

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
-import kubernetes_validate.utils as validating
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kube_pods
+from support.extras import Late, imported
 from support.messages import naming
 from support.searches import examples
 
@@ -32,6 +31,8 @@ from torchfleet.launch.clusters.k8s.manifests import config_map, jobs
 from torchfleet.launch.clusters.k8s.pod_template import literal
 from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_command import KUBECTL, main
+
+kubernetes_validate = Late("kubernetes_validate")
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")  # from the oldest that has all fields on
 ETCD = ("--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr")
@@ -59,8 +60,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def schemas_are_read_once() -> Iterator[None]:
+    validating = imported("kubernetes_validate.utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validating, "schema_contents", functools.lru_cache(validating.schema_contents))
         yield
@@ -95,6 +97,7 @@ def built_in(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.usefixtures("schemas_are_read_once")
 def test_manifests_are_valid_in_every_version_without_unknown_fields(
     name: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +107,7 @@ def test_manifests_are_valid_in_every_version_without_unknown_fields(
             kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.usefixtures("schemas_are_read_once")
 def test_the_schemas_find_an_unknown_field_and_a_wrong_type(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = of_kind(made(capsys, str(script)), "Job")[0]
     job["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
@@ -258,7 +262,7 @@ def test_a_dry_run_prints_commands_and_no_keys(script: Path, capsys: pytest.Capt
 # Text that Kubernetes reads as it was given
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
 def test_a_command_and_a_variable_arrive_as_they_were_given(text: str) -> None:
     job = K8sJob("job", "image", ("/app/train.py", text), 1, 1, environment=(("V", text),))
@@ -276,7 +280,7 @@ _NO_TEXT = re.compile(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.one_of(st.text(string.printable, max_size=20), st.from_regex(_NO_TEXT, fullmatch=True)))
 def test_no_text_can_be_taken_for_a_number_or_a_truth(text: str) -> None:
     written = text_of({"data": {text: text}})
@@ -286,13 +290,13 @@ def test_no_text_can_be_taken_for_a_number_or_a_truth(text: str) -> None:
             assert not _NO_TEXT.fullmatch(event.value)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.text(max_size=60))
 def test_every_script_has_a_name_that_kubernetes_takes(text: str) -> None:
     assert check_name(name_of(f"/a/{text}.py"), "x")
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.text(string.printable + "é\u2028\x85\t", max_size=60))
 def test_a_script_arrives_as_it_is(text: str) -> None:
     job = K8sJob("job", "image", ("/script/a.py",), 1, 1)
@@ -362,7 +366,7 @@ def test_kubectl_takes_these_command_lines(action: str, script: Path, tmp_path: 
     assert main(["--image", "image", "-o", str(folder), str(script)]) == 0
     line = KUBECTL[action].replace("DIR", str(folder)).replace("NAME", "train")
     nowhere = ["--server=http://127.0.0.1:1", "--kubeconfig=/dev/null"]
-    done = subprocess.run([*line.split(), *nowhere], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*line.split(), *nowhere], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert "127.0.0.1:1" in done.stderr
     assert "unknown" not in done.stderr
@@ -373,7 +377,7 @@ def test_kubectl_reads_a_kustomization(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     flags = ("--image", "image", "--name", "ctr", "--namespace", "team", "--format", "kustomize")
     assert main([*flags, "-o", str(folder), str(script)]) == 0
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=200, check=True)
     found = list(yaml.safe_load_all(done.stdout))
     assert {document["metadata"]["namespace"] for document in found} == {"team"}
     assert len(found) == len(list(folder.glob("*.yaml"))) - 1

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.numpy import load_file
 from support import kube_node, kube_pods
+from support.extras import Late
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun, wait_until
 
 from torchfleet.launch.cli import main
 
 pytestmark = pytest.mark.xdist_group("k8s_pods")  # its fixture is made once
+
+safetensors = Late("safetensors.numpy")
 
 SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
 COUNTS = ("--server_num", "2", "--worker_num", "2")
@@ -30,7 +32,7 @@ def saved(model: Path) -> dict[str, dict[int, bytes]]:
     """Every number of a model: of each array, its rows by key, or by place where there are no keys."""
     found: dict[str, dict[int, bytes]] = {}
     for path in sorted(model.rglob("*.safetensors")):
-        arrays = load_file(path)
+        arrays = safetensors.load_file(path)
         keys = arrays.get("keys")
         for name, array in arrays.items():
             kept = found.setdefault(f"{re.sub(r'-[0-9]+', '', path.stem)}.{name}", {})
@@ -77,7 +79,6 @@ def ends(node: kube_node.Node) -> list[int]:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +100,6 @@ def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 def test_a_server_with_a_log_comes_back_at_another_address_and_nothing_is_lost(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +129,6 @@ fleet.stop_worker()
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 def test_ranks_of_a_collective_job_meet_at_the_pod_of_node_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.messages import naming
 from support.paths import ROOT
-from support.scripts.launching import clean_environment, wait_until
+from support.scripts.launching import SOON, clean_environment, wait_until
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.stop_request import REQUEUE
@@ -80,9 +80,9 @@ def test_mistakes_of_the_environment_are_named(change: dict[str, str], told: str
 
 def test_a_mistake_ends_it_with_status_2_and_a_script_with_its_own(tmp_path: Path) -> None:
     with started(tmp_path, "raise SystemExit(5)") as member:
-        assert member.wait(60) == 5
+        assert member.wait(SOON) == 5
     with started(tmp_path, "pass", {**WORKER, "FLEET_GRACE": "soon"}) as member:
-        assert "FLEET_GRACE" in member.communicate(timeout=60)[0]
+        assert "FLEET_GRACE" in member.communicate(timeout=200)[0]
         assert member.returncode == 2
 
 
@@ -90,21 +90,21 @@ def test_with_a_grace_sigterm_asks_the_script_to_save_and_programs_of_it_live(tm
     with started(tmp_path, LOOKS, FLEET_GRACE="60") as member:
         ready(member)
         member.send_signal(signal.SIGTERM)
-        assert member.wait(60) == REQUEUE
+        assert member.wait(SOON) == REQUEUE
 
 
 def test_sigusr1_reaches_a_script_that_looks_for_it_later(tmp_path: Path) -> None:
     with started(tmp_path, f"import time\nprint('ready', flush=True)\ntime.sleep(1)\n{LOOKS}") as member:
         ready(member)
         member.send_signal(signal.SIGUSR1)
-        assert member.wait(60) == REQUEUE
+        assert member.wait(SOON) == REQUEUE
 
 
 def test_a_script_that_does_not_save_is_ended_after_the_grace_with_its_group(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, FLEET_GRACE="0.5") as member:
         ready(member)
         member.send_signal(signal.SIGTERM)
-        assert member.wait(60) == 128 + signal.SIGTERM
+        assert member.wait(SOON) == 128 + signal.SIGTERM
 
 
 def test_the_health_port_answers_while_the_script_runs(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_health_port_answers_while_the_script_runs(tmp_path: Path) -> None:
         ready(member)
         assert (answer(port, "/healthz"), answer(port, "/readyz"), answer(port, "/")) == (200, 503, 404)
         member.send_signal(signal.SIGTERM)
-        member.wait(60)
+        member.wait(SOON)
 
 
 def test_a_server_whose_loop_does_not_turn_is_not_healthy(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_server_whose_loop_does_not_turn_is_not_healthy(tmp_path: Path) -> Non
         assert answer(port, "/healthz") == 503
         status.touch()
         os.kill(child.pid, signal.SIGKILL)
-        wait_until(lambda: answer(port, "/healthz") == 503, 10, "bad health of a script that ended")
+        wait_until(lambda: answer(port, "/healthz") == 503, SOON, "bad health of a script that ended")
 
 
 def test_a_server_waits_for_its_own_name() -> None:
@@ -141,7 +141,7 @@ def test_a_server_waits_for_its_own_name() -> None:
 
 def answer(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -154,7 +154,7 @@ def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
     with asks_blocked():
         assert other.ident is not None
         signal.pthread_kill(other.ident, signal.SIGUSR1)
-        wait_until(lambda: signal.SIGUSR1 in signal.sigpending(), 10, "signal in this thread")
+        wait_until(lambda: signal.SIGUSR1 in signal.sigpending(), SOON, "signal in this thread")
     over.set()
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -162,7 +162,7 @@ def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
 def test_all_output_of_a_member_is_json_if_it_is_asked_for(tmp_path: Path) -> None:
     script = "import os, sys; print('hé', os.environ.get('FLEET_LOG_FORMAT')); sys.stderr.write('no end'); sys.exit(3)"
     with started(tmp_path, script, FLEET_LOG_FORMAT="json") as member:
-        output, _ = member.communicate(timeout=60)
+        output, _ = member.communicate(timeout=200)
     found = [json.loads(line) for line in output.splitlines()]
     assert [(line["role"], line["index"], line["text"]) for line in found] == [
         ("worker", 1, "hé None"),

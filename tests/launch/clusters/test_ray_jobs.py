@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes

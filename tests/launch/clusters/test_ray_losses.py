@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.late_imports import Late
+from support.extras import Late
 from support.paths import SCRIPTS
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, Started, fleetrun, seconds, wait_until

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from support.scripts.launching import wait_until
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
@@ -58,6 +58,6 @@ def test_a_worker_that_waits_for_room_is_not_shown_as_done(tmp_path: Path) -> No
     with contextlib.closing(made):
         assert (state(), made.returncode) == ("waiting", 0)  # nobody waits for it
         actor.room.set()
-        wait_until(lambda: state() == "running", 10, "worker that runs")
+        wait_until(lambda: state() == "running", SOON, "worker that runs")
         actor.end_of_it.set()
-        wait_until(lambda: state() == "done", 10, "worker that is done")
+        wait_until(lambda: state() == "done", SOON, "worker that is done")

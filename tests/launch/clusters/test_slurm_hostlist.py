@@ -60,7 +60,7 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "SLURM_CONF": str(path)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LISTS)
 def test_scontrol_writes_out_the_same(scontrol: dict[str, str], text: str) -> None:
     command = ["scontrol", "show", "hostnames", text]

@@ -15,10 +15,9 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support import chains, processes
+from support.extras import Late
 from support.fleets import Fleet, in_process, in_threads
 from support.messages import lines_naming, names, naming
 from support.scripts.saved_models import save
@@ -31,6 +30,8 @@ from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+
+pa, pq = Late("pyarrow"), Late("pyarrow.parquet")
 
 ADAM = Rule("adam", lr=0.125)
 ITEMS = TableSpec("items", dim=3, rule=ADAM)
@@ -77,7 +78,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user does, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     line = [sys.executable, "-m", "torchfleet.observe.commands", *arguments]
-    return processes.run(line, stderr=subprocess.PIPE, timeout=60, env=environment)
+    return processes.run(line, stderr=subprocess.PIPE, timeout=200, env=environment)
 
 
 # Export

@@ -14,7 +14,7 @@ import pytest
 from support import trace_events
 from support.messages import lines_naming
 from support.paths import SCRIPTS
-from support.scripts.launching import TINY, Forked, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, TINY, Forked, forked_fleetrun, run_dir, wait_until
 
 from torchfleet.base.tracing.profile_folder import ProfileRequest
 from torchfleet.observe.commands import command
@@ -47,7 +47,7 @@ def test_a_running_job_is_profiled_and_goes_on(tmp_path: Path) -> None:
         with profile("--steps", str(STEPS), "--out", str(out), str(tmp_path / "log")) as asked:
             assert asked.wait() == 0, asked.output
         assert job.process.poll() is None
-        wait_until(lambda: not any((run_dir(tmp_path / "log") / ".profile").iterdir()), 5, "an empty folder")
+        wait_until(lambda: not any((run_dir(tmp_path / "log") / ".profile").iterdir()), SOON, "an empty folder")
         stop.touch()
         assert job.wait() == 0
     assert lines_naming(asked.output, 2 * STEPS, 2, "async")

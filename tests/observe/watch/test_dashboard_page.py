@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.extras import imported
 from support.made_history import BEGIN, MadeJob, append, write
-from support.scripts.launching import TINY, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, TINY, forked_fleetrun, run_dir, wait_until
 
 from torchfleet.observe.dashboard.dashboard_server import Dashboard
 from torchfleet.observe.dashboard.job_record import JobRecord
@@ -46,7 +47,7 @@ threading.Event().wait()
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api")
+    api = imported("playwright.sync_api")
     with api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
@@ -139,9 +140,9 @@ def test_a_page_whose_server_was_killed_says_so_and_catches_up(browser: Browser,
         with opened(browser, f"http://127.0.0.1:{port}/", complaints=50) as page:
             assert store_of(page) == expected_store(folder)
             append(folder, job.second(20))
-            wait_until(lambda: store_of(page) == expected_store(folder), 30, "new second on the page")
+            wait_until(lambda: store_of(page) == expected_store(folder), SOON, "new second on the page")
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(SOON)
             page.wait_for_selector("#link[data-state=lost]")
             assert "server" in page.inner_text("#notice")
             for second in range(21, 40):
@@ -149,7 +150,7 @@ def test_a_page_whose_server_was_killed_says_so_and_catches_up(browser: Browser,
             with server_process(folder, port):
                 page.wait_for_selector("#link[data-state=live]")
                 append(folder, job.second(40))
-                wait_until(lambda: store_of(page) == expected_store(folder), 30, "whole record on the page")
+                wait_until(lambda: store_of(page) == expected_store(folder), SOON, "whole record on the page")
                 assert page.is_hidden("#notice")
 
 

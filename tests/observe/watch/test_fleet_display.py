@@ -16,14 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyte
 import pytest
 from support import processes
+from support.extras import Late
 from support.messages import lines_naming
 from support.paths import ROOT
-from support.scripts.launching import STAND_IN, TINY, clean_environment, run_dir
+from support.scripts.launching import SOON, STAND_IN, TINY, clean_environment, run_dir
 
 from torchfleet.observe.watch.history import HistoryReader
+
+pyte = Late("pyte")
 
 
 def read_all(descriptor: int, seconds: float) -> str:
@@ -40,7 +42,6 @@ def read_all(descriptor: int, seconds: float) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -50,7 +51,7 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     with processes.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
         os.close(theirs)
         written = read_all(ours, 120)
-        assert job.wait(20) == 0
+        assert job.wait(SOON) == 0
     os.close(ours)
     frames = written.split("\x1b[2K\x1b[1A")  # a new drawing begins with going up
     screen = pyte.HistoryScreen(120, 40, history=5000)
@@ -72,7 +73,6 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     assert last["server.0"]["workers_joined"] == 2
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("how", "log_format"), [("reader leaves", "text"), ("closed", "text"), ("reader leaves", "json")]
 )
@@ -87,7 +87,7 @@ def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: st
         if how == "reader leaves":
             assert b"logs in" in job.stdout.readline()
         job.stdout.close()
-        assert job.wait(40) == 0
+        assert job.wait(SOON) == 0
         assert job.stderr is not None
         assert b"Error" not in job.stderr.read()
     lines = (run_dir(tmp_path) / "history.jsonl").read_text().splitlines()

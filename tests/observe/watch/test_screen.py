@@ -9,14 +9,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pyte
 import pytest
+from support.extras import Late
 from support.job_snapshots import TABLES, TRAINING, job, rank, server, worker
 from support.messages import names
 
 from torchfleet.base.monitor.snapshot import JobSnapshot
 from torchfleet.observe.watch import display as display_module
 from torchfleet.observe.watch.display import Display
+
+pyte = Late("pyte")
 
 
 class Terminal:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extras import OTLP, needing
 from support.messages import lines_naming, naming
 
 from torchfleet import notebook
@@ -91,6 +92,7 @@ def test_what_a_job_has_no_use_for_is_refused(
     assert message in capsys.readouterr().err
 
 
+@needing(OTLP)
 @pytest.mark.parametrize("job", ["--server_num 1 --worker_num 1", "--cluster ray", "--nproc_per_node 2"])
 def test_every_launcher_tells_its_processes_how_much_to_tell(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

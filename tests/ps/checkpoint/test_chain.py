@@ -70,7 +70,7 @@ def of(chain: Chain, table: str = PLAIN.name, **options: Any) -> dict[int, Any]:
 
 class TestLiveRows:
     @given(links())
-    @settings(max_examples=examples(15), deadline=None)
+    @settings(max_examples=examples(15))
     def test_any_chain_gives_what_a_dict_holds(self, saves: list[dict[str, Any]]) -> None:
         chain = Chain(fresh("memory://chain"))
         for save in saves:
@@ -229,7 +229,7 @@ class TestDamage:
 
 class TestKeySet:
     @given(st.lists(st.lists(st.sampled_from(KEYS), max_size=20), max_size=5))
-    @settings(max_examples=examples(20), deadline=None)
+    @settings(max_examples=examples(20))
     def test_new_keys_are_told_and_of_equal_ones_the_last(self, batches: list[list[int]]) -> None:
         met, known = KeySet(1000, 3), set()
         for batch in batches:
@@ -274,7 +274,7 @@ class TestAlone:
             thread.start()
             thread.join(0.1)
             happened.append("first")
-        thread.join(10)
+        thread.join()
         assert happened == ["first", "second"]
 
     @pytest.mark.parametrize("dirname", ["memory://chain", "{tmp}/nothing"])

@@ -92,7 +92,7 @@ def forget(*folders: str) -> None:
 
 class TestContent:
     @given(links())
-    @settings(max_examples=examples(8), deadline=None)
+    @settings(max_examples=examples(8))
     def test_any_chain_stays_what_it_was(self, saves: list[dict[str, Any]]) -> None:
         forget("chain", "other")
         chain = made("memory://chain", saves)

@@ -74,7 +74,7 @@ def difference(a: str, b: str, **options: Any) -> Comparison:
 
 class TestRows:
     @given(links(), links())
-    @settings(max_examples=examples(8), deadline=None)
+    @settings(max_examples=examples(8))
     def test_any_two_chains(self, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
         forget()
         a, b = made("memory://a", first), made("memory://b", second)
@@ -88,7 +88,7 @@ class TestRows:
         assert_same(candidates, expected(a.candidates[ITEMS.name], b.candidates[ITEMS.name], 0))
 
     @given(links())
-    @settings(max_examples=examples(4), deadline=None)
+    @settings(max_examples=examples(4))
     def test_a_chain_equals_itself_compacted_and_resharded(self, saves: list[dict[str, Any]]) -> None:
         forget()
         made("memory://a", saves)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.extras import Late
 from support.jobs import Net, fleet_optimizer, make_batch, one_worker
 from support.messages import naming
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.model_export import export_model
+
+pq, safetensors = Late("pyarrow.parquet"), Late("safetensors.torch")
 
 
 class Typed(Net):
@@ -39,7 +40,7 @@ def test_a_plain_model_is_made_from_the_files_alone(tmp_path: Path) -> None:
     shown: list[str] = []
     export_model(str(tmp_path / "model"), str(tmp_path / "plain"), show=shown.append)
     found = json.loads((tmp_path / "plain" / "model.json").read_text())
-    state = load_file(tmp_path / "plain" / "parameters.safetensors")
+    state = safetensors.load_file(tmp_path / "plain" / "parameters.safetensors")
     assert set(found["parameters"]) == set(state)
     for table in found["tables"]:
         rows = pq.read_table(tmp_path / "plain" / table["file"])

@@ -16,10 +16,9 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.extras import Late
 from support.messages import naming
 from support.searches import examples
 
@@ -41,6 +40,8 @@ from torchfleet.ps.checkpoint.manifest import (
     write_manifest,
 )
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+
+safetensors, safetensors_numpy = Late("safetensors"), Late("safetensors.numpy")
 
 ADAM = Rule("adam", lr=0.25, beta1=0.5, low=-2.0)
 SPARSE = TableSpec("items/ä", dim=2, rule=ADAM, initializer=Initializer("normal", 0.0, 0.5), seed=7)
@@ -111,19 +112,19 @@ def folder(tmp_path: Path) -> Storage:
 
 class TestParts:
     @given(arrays())
-    @settings(max_examples=examples(50), deadline=None)
+    @settings(max_examples=examples(50))
     def test_arrays_come_back_to_the_bit(self, made: dict[str, np.ndarray]) -> None:
         assert_same(part_file.decode(encoded(made), "a file"), made)
 
     @given(arrays())
-    @settings(max_examples=examples(40), deadline=None)
+    @settings(max_examples=examples(40))
     def test_the_safetensors_library_reads_them(self, made: dict[str, np.ndarray]) -> None:
-        assert_same(safetensors.numpy.load(encoded(made)), made)
+        assert_same(safetensors_numpy.load(encoded(made)), made)
 
     @given(arrays())
-    @settings(max_examples=examples(40), deadline=None)
+    @settings(max_examples=examples(40))
     def test_what_the_safetensors_library_writes_is_read(self, made: dict[str, np.ndarray]) -> None:
-        assert_same(part_file.decode(safetensors.numpy.save(made), "a file"), made)
+        assert_same(part_file.decode(safetensors_numpy.save(made), "a file"), made)
 
     def test_arrays_that_are_not_contiguous_are_written_as_they_look(self) -> None:
         made = {
@@ -150,13 +151,13 @@ class TestParts:
     @example(bytes(8))
     @example(b"\xff" * 8)
     @example(by_hand(b"[" * 100_000)[:100_008])
-    @settings(max_examples=examples(60), deadline=None)
+    @settings(max_examples=examples(60))
     def test_garbage_is_refused_by_name(self, data: bytes) -> None:
         with pytest.raises(CheckpointError, match="place of the file"):
             part_file.decode(data, "place of the file")
 
     @given(st.binary(max_size=100))
-    @settings(max_examples=examples(60), deadline=None)
+    @settings(max_examples=examples(60))
     def test_a_header_of_garbage_is_refused_by_name(self, header: bytes) -> None:
         try:
             found = part_file.decode(by_hand(header), "place of the file")
@@ -166,7 +167,7 @@ class TestParts:
             assert found == {}
 
     @given(st.data())
-    @settings(max_examples=examples(40), deadline=None)
+    @settings(max_examples=examples(40))
     def test_a_file_cut_off_anywhere_is_refused(self, data: st.DataObject) -> None:
         whole = encoded({"keys": np.arange(3, dtype=np.uint64), "rows": np.ones((3, 2), np.float32)})
         cut = data.draw(st.integers(0, len(whole) - 1))
@@ -218,7 +219,7 @@ class TestParts:
 
 class TestStorage:
     @given(buffers=st.lists(st.binary(max_size=50), max_size=5))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_buffers_come_back_as_one(self, buffers: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
         for place in (Storage(str(tmp_path_factory.getbasetemp() / "buffers")), Storage("memory://buffers")):
             place.write("deep/er/file", buffers)
@@ -369,7 +370,7 @@ class TestManifest:
         name=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30),
         numbers=st.lists(st.integers(0, 2**63 - 1), min_size=3, max_size=3),
     )
-    @settings(max_examples=examples(30), deadline=None)
+    @settings(max_examples=examples(30))
     def test_any_table_comes_back(self, rule: Rule, name: str, numbers: list[int]) -> None:
         spec = TableSpec(name, "array", dim=3, size=1 << 48, rule=rule, seed=numbers[0])
         table = described(spec, spec.num_states, numbers[1], numbers[2] >> 15, [])
@@ -420,7 +421,7 @@ class TestManifest:
             read_manifest(folder)
 
     @given(st.binary(max_size=100))
-    @settings(max_examples=examples(40), deadline=None)
+    @settings(max_examples=examples(40))
     def test_garbage_is_damage(self, data: bytes) -> None:
         place = Storage("memory://garbage")
         place.write(FILE, [data])

@@ -32,7 +32,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
          "-out", "own.pem", "-extfile", "names"],
     ):  # fmt: skip
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=200)
     (folder / "password").write_text("a secret\n")
     return folder
 

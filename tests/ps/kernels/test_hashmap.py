@@ -159,13 +159,13 @@ def run_steps(index: KeyMap, steps) -> None:
         assert keys_and_rows(index) == rows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps)
 def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_and_erased(steps):
     run_steps(make_map(), steps)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 70), steps)
 def test_the_same_holds_in_both_slot_arrays_while_the_map_grows(num_moved, steps):
     with mock.patch.object(keymap, "MOVES_PER_KEY", 0):

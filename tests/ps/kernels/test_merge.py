@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
 
@@ -26,7 +26,6 @@ def zipf_batch(num: int = 26_000, dim: int = 10) -> tuple[np.ndarray, np.ndarray
     return twins.mix(ids), rng.standard_normal((num, dim), np.float32)
 
 
-@settings(deadline=None)
 @given(keys)
 def test_unique_gives_keys_in_order_of_first_appearance_and_the_way_back(keys):
     keys = np.array(keys, np.uint64)
@@ -39,7 +38,6 @@ def test_unique_gives_keys_in_order_of_first_appearance_and_the_way_back(keys):
     assert sorted(distinct.tolist()) == np.unique(keys).tolist()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8) | st.integers(0, 2**64 - 1), floats, floats, floats), max_size=100))
 def test_sums_are_equal_to_adding_in_order_in_float32(rows):
     keys = np.array([row[0] for row in rows], np.uint64)

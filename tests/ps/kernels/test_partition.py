@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
 
@@ -16,7 +16,6 @@ def owners(keys: np.ndarray, num_owners: int) -> np.ndarray:
     return found
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 50), max_size=50), st.integers(1, 1 << 16))
 def test_the_owner_of_a_key_is_that_of_the_formula(keys, num_owners):
     found = owners(np.array(keys, np.uint64), num_owners)
@@ -24,7 +23,6 @@ def test_the_owner_of_a_key_is_that_of_the_formula(keys, num_owners):
     assert ((found >= 0) & (found < num_owners)).all()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 6)), max_size=100))
 def test_grouping_is_a_stable_sort_by_owner(pairs):
     keys = np.array([key for key, _ in pairs], np.uint64)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
 
@@ -67,7 +67,6 @@ def test_copies_keep_every_bit_even_of_a_nan():
     assert back.view(np.uint32).tolist() == store.view(np.uint32).tolist()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF])))
 def test_all_finite_is_numpys_for_every_bit_pattern(bits):
     bits = np.array(bits, np.uint32)

@@ -325,7 +325,7 @@ def test_a_call_may_fill_all_the_room_there_is() -> None:
         Both(room=50, window=window, num_windows=16).call([line], ids=np.array(line, np.int32))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lines=st.lists(st.lists(st.integers(0, 11), max_size=14), max_size=7),
     dim=st.sampled_from([1, 3, 7, 16, 33]),
@@ -605,7 +605,7 @@ def pair_counts(num: int, window: int, seed: int) -> npt.NDArray[np.int64]:
     return counts_of([word for word, _ in pairs], num)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lines=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=8),
     window=st.integers(1, 10),

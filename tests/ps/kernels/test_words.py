@@ -48,7 +48,7 @@ def counted(text: bytes, size: int = 1 << 20, **options: int) -> list[tuple[byte
     return [(found.word(number), int(found.counts[number])) for number in range(len(found))]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(texts, st.integers(1, 40))
 @example(b"", 1)
 @example(b"word", 1)
@@ -138,7 +138,7 @@ def expected_ids(text: bytes, known: list[bytes], ids: list[int], keep: list[flo
     return body + lines[-1]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.sampled_from([b"a", b"bb", b"ccc", b"longer-than-eight", b"?", b" ", b"\n", b"\t"]), max_size=60),
     st.sampled_from([[0, 1, 2, 3, 7], [5, 99_999, 0, 2**31 - 1, -1], [7, 10, 100, 7, 7]]),
@@ -159,7 +159,7 @@ lines_of_ids = st.lists(
 )
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(lines_of_ids, st.integers(1, 30), st.integers(1, 20), st.booleans())
 def test_ids_are_written_and_read_back(
     tmp_path_factory: pytest.TempPathFactory, lines: list[list[int]], size: int, max_words: int, few: bool

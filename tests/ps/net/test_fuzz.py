@@ -22,6 +22,7 @@ import pytest
 import zmq
 from support.fleets import WAIT, ForkedServer, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
 from support.messages import INTERNAL_ERROR
+from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.wire import (
@@ -350,7 +351,6 @@ def process() -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.mark.timeout(60)
 class TestRealServer:
     """Garbage at the door of a real process while a client is being served."""
 
@@ -374,19 +374,15 @@ class TestRealServer:
 
         thread = threading.Thread(target=keep_pulling, daemon=True)
         thread.start()
-        deadline = time.monotonic() + WAIT
-        while not seconds and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert seconds, "the client was to be served before the attack"
+        wait_until(lambda: bool(seconds), WAIT, "answer to the client before the attack")
         yield seconds
         num_before = len(seconds)
-        time.sleep(0.2)
+        wait_until(lambda: len(seconds) > num_before, WAIT, "answer to the client after the attack")
         over.set()
         thread.join(WAIT)
         assert not thread.is_alive()
-        assert len(seconds) > num_before, "the client was to be served after the attack"
         assert not failed
-        assert max(seconds) < 4
+        assert max(seconds) < WAIT / 3
         assert process.returncode is None
 
     def test_garbage_in_messages(self, process: ServerProcess, pulls: list[float]) -> None:
@@ -404,10 +400,10 @@ class TestRealServer:
                 while attacker.poll(0):
                     attacker.recv_multipart()
                     num_answers += 1
-            while attacker.poll(300):
+            while num_answers <= 3500 and attacker.poll(int(WAIT * 1000)):  # nearly all are to be answered
                 attacker.recv_multipart()
                 num_answers += 1
-        assert num_answers > 3500, "nearly all were to be answered"
+        assert num_answers > 3500
 
     def test_garbage_instead_of_zeromq(self, process: ServerProcess, pulls: list[float]) -> None:
         dice = random.Random(5)
@@ -428,8 +424,7 @@ class TestRealServer:
             for i in range(100):
                 plain = stack.enter_context(plain_socket(process))
                 plain.sendall([b"", GREETING[:10], GREETING, GREETING + READY[:9]][i % 4])
-            time.sleep(0.5)
-            assert len(pulls) > num_before + 20
+            wait_until(lambda: len(pulls) > num_before + 20, WAIT, "answer to the client beside them")
 
     @pytest.mark.parametrize("size", [2**30 - 1, 2**30 + 1, 2**40, 2**63 - 1, 2**64 - 1])
     def test_a_frame_that_is_announced_as_huge(self, process: ServerProcess, pulls: list[float], size: int) -> None:
@@ -447,7 +442,7 @@ class TestRealServer:
     def test_many_connections_opened_and_dropped(self, process: ServerProcess, pulls: list[float]) -> None:
         for _ in range(300):
             plain_socket(process).close()
-        assert psutil.Process(process.pid).num_fds() < 200
+        wait_until(lambda: psutil.Process(process.pid).num_fds() < 200, WAIT, "end of the connections")
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # of ZMTP 3.0

@@ -38,7 +38,6 @@ def server(soft: int, hard: int):
             process.kill()
 
 
-@pytest.mark.timeout(60)
 def test_a_full_server_says_so_and_serves_those_who_are_in() -> None:
     with server(100, 100) as (process, endpoint), contextlib.ExitStack() as stack:
         client = stack.enter_context(Client.connect([endpoint], patience=Patience(WAIT, 1)))
@@ -63,13 +62,11 @@ def test_a_full_server_says_so_and_serves_those_who_are_in() -> None:
         assert process.poll() is None
 
 
-@pytest.mark.timeout(60)
 def test_the_limit_is_raised_as_far_as_the_system_allows() -> None:
     with server(64, 128) as (process, _):
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (128, 128)
 
 
-@pytest.mark.timeout(20)
 def test_an_address_that_is_taken_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -26,7 +26,6 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
-pytestmark = pytest.mark.timeout(60)
 kinds = pytest.mark.parametrize("kind", [KEYS, IPC])
 NOBODY = 65534
 

@@ -18,8 +18,6 @@ from torchfleet.ps.net.wire import Role
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 
-pytestmark = pytest.mark.timeout(60)
-
 DIM, RATE, FIRST = 3, 0.5, 0.25
 NAMES = (f"table {i}" for i in itertools.count())  # servers are shared by all tests, tables are not
 
@@ -257,10 +255,9 @@ def test_a_slow_barrier_does_not_keep_others_from_being_served(fleet: Fleet, cli
     waiter = threading.Thread(target=lambda: fleet.client(worker=0).barrier("slow", 2, timeout=WAIT), daemon=True)
     waiter.start()
     time.sleep(0.1)
-    started = time.monotonic()
     for _ in range(50):
         client.pull(spec.name, [1, 2, 3]).result()
-    assert time.monotonic() - started < 2
+    assert waiter.is_alive(), "they were served after the barrier, not beside it"
     with fleet.client(worker=1) as other:
         other.barrier("slow", 2, timeout=WAIT)
     waiter.join(WAIT)

@@ -382,7 +382,7 @@ def test_value_and_state_of_a_row_belong_together_while_others_push(
         max_size=20,
     )
 )
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 def test_a_row_that_lives_throughout_is_saved_once(moves: list[tuple[str, list[int]]]) -> None:
     """While rows come and go around it, and are reused."""
     with pytest.MonkeyPatch.context() as patch:
@@ -440,13 +440,14 @@ def test_a_disk_that_hangs_holds_up_nobody(dirname: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(table_saving, "PART_BYTES", 100)
     slow = Slow(TableSpec("rows", dim=1, rule=SGD), dirname)
     slow.talk.pull(slow.spec, np.arange(500))
+    num_threads = threading.active_count()
     slow.begin()
     started = time.monotonic()
     for _ in range(200):
         assert slow.slice()
         slow.talk.push(slow.spec, np.arange(500), np.ones((500, 1)))
     assert time.monotonic() - started < WAIT / 2
-    assert threading.active_count() < 50
+    assert threading.active_count() < num_threads + 10
     released.set()
     assert sum(part.rows for part in saved_of(slow.finish()).parts) == 500
 
@@ -680,7 +681,6 @@ def test_a_mistake_of_our_own_in_the_middle_of_a_save_does_not_end_the_server(
 # Real processes, real time
 
 
-@pytest.mark.timeout(60)
 def test_while_a_server_saves_no_pull_waits_long_and_rows_stay_consistent(dirname: str) -> None:
     spec = TableSpec("rows", dim=16, rule=Rule("adagrad", lr=0.5))
     keys = np.arange(400_000)

@@ -671,7 +671,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableIsADictOfRows = TableMachine.TestCase
-TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=examples(25), stateful_step_count=30)
+TestTableIsADictOfRows.settings = settings(max_examples=examples(25), stateful_step_count=30)
 
 
 # Narrow rows, in their map and beside it

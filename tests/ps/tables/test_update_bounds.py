@@ -52,7 +52,7 @@ def after(table: Any, keys: Any, grads: Any, rate: float | None) -> np.ndarray:
 
 
 @given(RULES, st.lists(st.lists(st.tuples(st.integers(0, 2), SIGNED, SIGNED), min_size=1, max_size=4), max_size=6))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_rows_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, pushes: Any) -> None:
     spec = TableSpec("t", dim=2, rule=rule, initializer=Initializer("constant", 1.0))
     table = SparseTable(spec, BYTES)
@@ -76,7 +76,7 @@ def test_rows_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, p
 
 
 @given(RULES, DECAYS, st.sampled_from([0.0, 0.9]), st.lists(st.lists(SIGNED, min_size=2, max_size=2), max_size=8))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(
     rule: Rule, decays: Any, momentum: float, pushes: Any
 ) -> None:
@@ -99,7 +99,7 @@ def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_the_largest_magnitude_is_numpys(numbers: list[float]) -> None:
     values = np.array(numbers, np.float32)
     expected = float(np.abs(values).max())

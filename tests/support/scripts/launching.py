@@ -18,7 +18,8 @@ from support import processes
 
 TINY = str(Path(__file__).parent / "tiny.py")
 STAND_IN = str(Path(__file__).parent / "stand_in.py")
-START = 90.0  # seconds that a job may take to start: torch is imported several times, on few cores
+START = 200.0  # seconds that a job may take to start: torch is imported several times, on few and busy cores
+SOON = 60.0  # seconds in which anything has happened that happens at all, on busy cores too
 _MARK = "TORCHFLEET_TEST_JOB"  # inherited by everything that a job starts, however deep
 _OWN = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "POD_IP", "PSERVER_DEBUG")
 
@@ -37,16 +38,17 @@ class Started:
     def __init__(self, command: Sequence[str], *, folder: Path | None = None, **environment: str) -> None:
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
-        self.process = type(self)._popen(
-            list(command),
-            cwd=folder,
-            env=clean_environment(**environment, **{_MARK: self._mark}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
+        with processes.interruptible():
+            self.process = type(self)._popen(
+                list(command),
+                cwd=folder,
+                env=clean_environment(**environment, **{_MARK: self._mark}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -56,12 +58,12 @@ class Started:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        left = [] if error else self.left(grace=2.0)
+        left = [] if error else self.left(grace=SOON)
         names = [_described(process) for process in left]
         for process in self.running():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(10)
+        self.process.wait(SOON)
         self._reader.join(10)
         if error:
             print(self.output)  # pytest shows it with the failure
@@ -80,7 +82,7 @@ class Started:
     def wait_for(self, text: str, timeout: float = START) -> None:
         """Until this was printed."""
         wait_until(lambda: text in self.output or self.process.poll() is not None, timeout, f"{text!r} in the output")
-        wait_until(lambda: text in self.output, 1.0, f"{text!r} in the output, but the job ended")
+        wait_until(lambda: text in self.output, SOON, f"{text!r} in the output, but the job ended")
 
     def running(self) -> list[psutil.Process]:
         """All processes of this job, wherever they hang in the tree of processes; zombies do not count."""
@@ -140,11 +142,6 @@ def wait_until(is_so: Callable[[], bool], timeout: float, what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"after {timeout:g} s still no {what}"
         time.sleep(0.02)
-
-
-def soon() -> float:
-    """Seconds that the end of a job may take: 5, and more on a machine that has too much else to do at the moment."""
-    return 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def in_log(log: Path, text: str) -> Callable[[], bool]:

@@ -127,7 +127,8 @@ def _check_files(manifest: Manifest, link: Link) -> None:
 
 def _check_table(table: Table, link: Link, spec: TableSpec, is_newest: bool) -> None:
     """Every server has saved its share."""
-    parts, others = [], []
+    parts: list[Part] = []
+    others: list[Part] = []
     for part in link.parts:
         if part.table == table.name:
             (parts if part.kind == "rows" else others).append(part)

@@ -31,7 +31,6 @@ class SparseTable(RowStore):
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
-        self.num_loaded = 0  # rows that came from a saved model
         self._row_rule = spec.rule.row_rule
         self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
 
@@ -114,13 +113,17 @@ class SparseTable(RowStore):
     def export_notes(self) -> dict[str, Any]:
         """As Table.export_notes: also keys that lost their rows, and the appearances of the step under way."""
         waiting = {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
-        own = {"num_loaded": self.num_loaded, "num_evicted": self.num_evicted, "waiting": waiting}
-        return {**super().export_notes(), **own, **export_changes(self)}
+        return {
+            **super().export_notes(),
+            "num_evicted": self.num_evicted,
+            "waiting": waiting,
+            **export_changes(self),
+        }
 
     def restore_notes(self, notes: dict[str, Any]) -> None:
         """As Table.restore_notes."""
         super().restore_notes(notes)
-        self.num_loaded, self.num_evicted = notes["num_loaded"], notes["num_evicted"]
+        self.num_evicted = notes["num_evicted"]
         self._restore_waiting(notes["waiting"])
 
     def end_copy(self, notes: dict[str, Any]) -> None:
@@ -129,7 +132,7 @@ class SparseTable(RowStore):
 
     def begin_run(self) -> None:
         """As Table.begin_run."""
-        self.note_loaded()
+        super().begin_run()
         self._restore_waiting({})
 
     def _restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:

@@ -140,6 +140,7 @@ class Table(ABC):
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
         self.step = 0  # updates so far
+        self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
 
     @property
@@ -236,11 +237,12 @@ class Table(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Plain numbers for people: at least rows, bytes, step and staleness."""
+        """Plain numbers for people, and at least "bytes", the memory that it takes."""
 
     def described(self) -> dict[str, Any]:
-        """Its kind and its `stats`."""
-        return {"kind": self.spec.kind, "is_dense": self.spec.is_dense, **self.stats()}
+        """What is known of every table, and its `stats`."""
+        known = {"kind": self.spec.kind, "is_dense": self.spec.is_dense, "rows": self.num_rows, "step": self.step}
+        return {**known, "loaded": self.num_loaded, "staleness": self.staleness.counts(), **self.stats()}
 
     # Saves and loads
 
@@ -275,11 +277,11 @@ class Table(ABC):
 
     def export_notes(self) -> dict[str, Any]:
         """What the table knows beside its rows, as plain values, for a server that takes the place of this one."""
-        return {"step": self.step, "staleness": self.staleness.counts()}
+        return {"step": self.step, "num_loaded": self.num_loaded, "staleness": self.staleness.counts()}
 
     def restore_notes(self, notes: dict[str, Any]) -> None:
         """What `export_notes` gave, into a table that has no rows yet."""
-        self.step = notes["step"]
+        self.step, self.num_loaded = notes["step"], notes["num_loaded"]
         self.staleness.restore(notes["staleness"])
 
     def end_copy(self, notes: dict[str, Any]) -> None:
@@ -287,6 +289,7 @@ class Table(ABC):
 
     def begin_run(self) -> None:
         """The workers of a new run begin with what is here, as if it had been loaded from a saved model."""
+        self.num_loaded = self.num_rows
 
     # Between requests
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from support.extras import Late
 from support.logged_work import MemorySink
 
 from torchfleet.base.storage import Storage
@@ -24,6 +24,8 @@ from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
+
+safetensors = Late("safetensors.numpy")
 
 NUM_ROWS = 40_000
 SPEC = TableSpec("rows", dim=2, rule=Rule("adagrad"), initializer=Initializer("constant", 0.0))
@@ -85,7 +87,7 @@ def saved(client: Client, folder: Path, number: int, token: int, parent: int = 0
     with reserve(storage, number, token) as held:
         (made,) = client.save(storage.path, held.folder, True, 60.0, token=token, parent=parent, delta=bool(parent))
         for part in made.parts:
-            arrays = load_file(folder / held.folder / part.file)
+            arrays = safetensors.load_file(folder / held.folder / part.file)
             if "rows" in arrays:  # else keys that lost theirs
                 assert not found.keys() & arrays["keys"].tolist(), "a row is there twice"
                 found |= {

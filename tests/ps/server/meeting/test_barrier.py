@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, in_threads, refusal
 from support.messages import names, naming
+from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import BarrierError, FleetError
 from torchfleet.ps.net.request import Request
@@ -224,7 +225,6 @@ def workers() -> Iterator[Callable[..., Future]]:
         yield pool.submit
 
 
-@pytest.mark.timeout(60)
 class TestWorkers:
     """Real threads, each with a client of its own."""
 
@@ -261,13 +261,13 @@ class TestWorkers:
         for future in waiting:
             with pytest.raises(BarrierError, match=naming("0.5", "worker 1", 3, 4)):
                 future.result(WAIT)
-        assert 0.4 < time.monotonic() - started < 3
+        assert time.monotonic() - started > 0.4
 
     def test_workers_that_disagree_about_their_number_are_told(
         self, met_fleet: Fleet, workers: Callable[..., Future]
     ) -> None:
         first = workers(met_fleet.client(worker=0).barrier, "b", 2, WAIT)
-        time.sleep(0.2)
+        wait_until(lambda: met_fleet.num_requests > 0, WAIT, "request of worker 0")
         with pytest.raises(BarrierError, match=naming("'b'", 2, 3)):
             met_fleet.client(worker=1).barrier("b", 3, WAIT)
         met_fleet.client(worker=1).barrier("b", 2, WAIT)

@@ -264,7 +264,7 @@ class TestFileLists:
             assert worker.take(now=number) == ("file", "a")
             lists.expire(now=number)
 
-    @settings(max_examples=examples(25), deadline=None)
+    @settings(max_examples=examples(25))
     @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9))
     def test_every_file_is_done_once_when_nobody_dies(self, num_files: int, num: int, num_held: int, seed: int) -> None:
         dice = random.Random(seed)

@@ -247,7 +247,7 @@ class MailMachine(RuleBasedStateMachine):
 
 
 TestMailMachine = MailMachine.TestCase
-TestMailMachine.settings = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
+TestMailMachine.settings = settings(max_examples=examples(20), stateful_step_count=40)
 
 
 def to(worker: int, number: int, topic: str = "t") -> Array:

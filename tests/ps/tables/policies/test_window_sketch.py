@@ -101,7 +101,7 @@ def test_the_counters_are_those_of_plain_python(seed, back):
     assert np.array_equal(everything(shard), twin.blocks())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.lists(st.sampled_from(CROWD[:12]) | st.integers(0, 2**64 - 1)), st.integers(0, 2000)), max_size=20

@@ -86,14 +86,14 @@ def run(twin: Twin, operations) -> None:
         twin.check()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, LARGEST), operations)
 def test_a_key_map_is_a_dict(salt, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4):
         run(Twin(salt), operations)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, LARGEST), st.integers(1, 70), operations)
 def test_a_key_map_is_a_dict_while_it_grows(salt, num_moved, operations):
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):
@@ -246,3 +246,17 @@ def test_load_factor_and_free_rows_count_keys():
     assert index.load_factor == 20 / (64 * BUCKET)
     index.erase(np.arange(5, dtype=np.uint64))
     assert index.num_free_rows == 35
+
+
+@pytest.mark.parametrize("num", [2_000, 200_000, 1_000_000])
+def test_a_map_does_not_begin_to_grow_for_keys_that_it_has(num):
+    """Else it would be half in its old place for as long as no new key comes."""
+    index = KeyMap(1, 1 << 28)
+    keys = np.arange(200_000, dtype=np.uint64)
+    index.reserve_at_once(len(keys))
+    assert index.load(keys, np.zeros((len(keys), 1), np.float32))
+    before = index._num_buckets.tolist()
+    index.reserve_for(np.resize(keys, num))
+    assert index._num_buckets.tolist() == before
+    index.reserve_for(np.arange(1 << 40, (1 << 40) + num, dtype=np.uint64))
+    assert int(index._num_buckets[NEW]) > before[NEW]

@@ -104,7 +104,7 @@ def run(twin: Twin, operations) -> None:
 
 
 @pytest.mark.parametrize("kind", MAPS)
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), operations)
 def test_a_map_is_a_dict(kind, salt, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4), mock.patch.object(packed_map, "FIRST_BUCKETS", 2):
@@ -125,7 +125,7 @@ def begin_growth(num_moved: int, salt: int = 77) -> Twin:
     return twin
 
 
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), st.integers(0, 32), operations)
 def test_a_packed_map_is_a_dict_while_it_grows(salt, num_moved, operations):
     twin = begin_growth(num_moved, salt)
@@ -156,6 +156,28 @@ def test_keys_are_found_inserted_and_erased_on_both_sides_of_every_growth(kind):
         twin.check()
         twin.find(list(twin.numbers))
     assert min(during.values()) > 100
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_a_growth_is_carried_on_while_nothing_is_asked(kind):
+    small = mock.patch.object(keymap, "SMALL", 1), mock.patch.object(packed_map, "SMALL", 1)
+    slow = mock.patch.object(keymap, "MOVES_PER_KEY", 0), moves(0)
+    slices = mock.patch.object(keymap, "SETTLED_BUCKETS", 4), mock.patch.object(packed_map, "SETTLED_BUCKETS", 4)
+    twin = Twin(kind)
+    assert not twin.index.settle()
+    with small[0], small[1], slow[0], slow[1], slices[0], slices[1]:
+        while not twin.index._migrating:
+            twin.insert(list(range(twin.next_number, twin.next_number + 50)))
+        num_slices = 0
+        while twin.index.settle():
+            num_slices += 1
+            twin.check()
+            twin.insert([10**6 + num_slices])
+            twin.erase([num_slices])
+            twin.find(list(range(0, 10**6, 9973)))
+    assert num_slices > 1
+    assert not twin.index._migrating
+    twin.check()
 
 
 def test_memory_that_a_growth_has_left_is_given_back_and_no_row_with_it():
@@ -273,7 +295,7 @@ marks = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, 32), marks)
 def test_marks_stay_with_their_rows(num_moved, steps):
     twin = begin_growth(num_moved)

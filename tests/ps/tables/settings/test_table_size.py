@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import jobs
 from support.messages import names, naming
-from support.scripts.launching import TINY, forked_fleetrun
+from support.scripts.launching import SOON, TINY, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, TableError
@@ -73,14 +73,14 @@ def test_the_environment_limits_the_tables_of_one_process(monkeypatch: pytest.Mo
 
 def test_a_bare_server_takes_a_size_and_refuses_what_is_none() -> None:
     command = [sys.executable, "-m", "torchfleet.server", "--max_table_bytes", "plenty"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert names(done.stderr, "--max_table_bytes", "8GB")
 
 
 def test_fleetrun_hands_the_limit_to_every_process_of_the_job(tmp_path: Path) -> None:
     with forked_fleetrun(tmp_path, "--dry_run", "--max_table_bytes", "2GB", "--server_num", "1", str(TINY)) as job:
-        assert job.wait(60) == 0, job.output
+        assert job.wait(SOON) == 0, job.output
     assert job.output.count(f"FLEET_MAX_TABLE_BYTES={2 << 30}") == 2
 
 

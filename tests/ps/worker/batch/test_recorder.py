@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.late_imports import Late
+from support.extras import Late
 
 from torchfleet.ps.worker.batch.recorder import hold_compiler, let_compiler_go
 

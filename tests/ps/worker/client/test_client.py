@@ -246,7 +246,6 @@ class TestErrorsOfPushes:
             lost.leave()
 
 
-@pytest.mark.timeout(60)
 class TestDeadServers:
     """Real processes, really killed; real time."""
 
@@ -258,7 +257,7 @@ class TestDeadServers:
                 started = time.monotonic()
                 with pytest.raises(ServerUnreachable, match=naming("server 0", endpoint, "PING")):
                     client.ping()
-                assert 1.4 < time.monotonic() - started < 3
+                assert 1.4 < time.monotonic() - started < WAIT
 
     def test_a_server_that_accepts_and_says_nothing_is_named_within_the_time_out(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -268,7 +267,7 @@ class TestDeadServers:
                 for _ in range(2):
                     with pytest.raises(ServerUnreachable, match=endpoint):
                         client.ping()
-                assert time.monotonic() - started < 5
+                assert time.monotonic() - started < WAIT
 
     def test_a_killed_server_is_named_within_the_time_out_and_the_others_serve_on(self) -> None:
         with in_processes(2) as fleet:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.lossy import Faults, LossyChannel, Network
 from support.messages import names, naming
@@ -83,7 +83,6 @@ class TestPatience:
         assert line.channel.num_reconnects == line.connection.num_retries == patience.retries
 
     @given(timeout=st.floats(0.001, 1e6), retries=st.integers(0, 20), sent=st.floats(0, 1e6))
-    @settings(deadline=None)
     def test_the_schedule_rises_and_ends_at_the_time_out(self, timeout: float, retries: int, sent: float) -> None:
         patience = Patience(timeout, retries)
         times = [patience.resend_at(sent, attempt, timeout) for attempt in range(1, retries + 2)]

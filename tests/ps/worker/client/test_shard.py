@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
 
@@ -40,7 +40,6 @@ def test_owners_are_those_of_every_release_and_architecture(num_servers):
     assert owners(SPARSE, np.array(GOLDEN_KEYS, np.uint64), num_servers) == GOLDEN_OWNERS[num_servers]
 
 
-@settings(deadline=None)
 @given(some_keys.map(lambda keys: np.array(keys, np.uint64)), st.integers(2, 70))
 def test_the_owner_of_a_key_is_that_of_the_formula(keys, num_servers):
     assert owners(SPARSE, keys, num_servers) == [twins.owner_of(key, num_servers) for key in keys.tolist()]
@@ -67,7 +66,6 @@ def test_ids_of_an_array_table_are_dealt_like_cards():
     assert owners(ARRAY, ids, 3) == [key % 3 for key in range(20)]
 
 
-@settings(deadline=None)
 @given(some_keys.map(lambda keys: np.array(keys, np.uint64)), st.integers(1, 8), st.sampled_from([SPARSE, ARRAY]))
 def test_keys_keep_their_order_within_a_server(keys, num_servers, spec):
     parts = shard(spec, keys, num_servers)
@@ -77,7 +75,6 @@ def test_keys_keep_their_order_within_a_server(keys, num_servers, spec):
         assert parts.keys[server].tolist() == [key for key in keys.tolist() if divide(key) == server]
 
 
-@settings(deadline=None)
 @given(some_keys.map(lambda keys: np.array(keys, np.uint64)), st.integers(1, 8), st.integers(1, 9))
 def test_rows_go_to_the_owners_of_their_keys_and_come_back_to_their_places(keys, num_servers, dim):
     values = np.random.default_rng(len(keys)).standard_normal((len(keys), dim), np.float32)

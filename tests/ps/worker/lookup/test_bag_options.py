@@ -77,7 +77,7 @@ def flat(bags: list[list[int]], last: bool, weights: bool) -> tuple[Any, ...]:
     last=st.booleans(),
     weights=st.booleans(),
 )
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 def test_bags_of_any_options_equal_torch(
     bags: list[list[int]], mode: str, padding: int | None, last: bool, weights: bool
 ) -> None:

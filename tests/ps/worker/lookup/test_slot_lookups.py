@@ -94,7 +94,7 @@ def some_batches(draw: st.DrawFn) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(batches=some_batches(), padding=st.none() | PLACES)
 def test_a_list_of_slots_reads_and_learns_as_torchs_bags(
     pooling: str, batches: list[list[Any]], padding: int | None

@@ -7,16 +7,18 @@ From weakest to strongest: or, and, not, < <= > >= == !=, + -, * /, unary -. Com
 an error, `1 < show and show < 5` is how to say it. Numbers are float64 and follow IEEE (1 / 0 is infinite, log(-1) is
 NaN), but for one thing: every comparison with NaN is false, `!=` too.
 
-Nothing of a text is ever run as Python: it becomes a list of steps in postfix order, each one a function named here.
+Python's own parser (`ast.parse`) reads the text, and nothing of it is ever run as Python: the nodes that are listed
+here become a list of steps in postfix order, each one a function named here. Every other node is an error.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,35 +27,17 @@ import numpy.typing as npt
 from torchfleet.base.errors import TableError
 
 MAX_CHARACTERS = 500
-MAX_DEPTH = 32  # parentheses, functions, `not` and `-` inside each other
+MAX_DEPTH = 32  # parentheses inside each other, those of functions too
 
-_CONDITION, _NUMBER = "a condition", "a number"
-_END = "the end"
-_TOKEN = re.compile(
-    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
-    r"|(?P<name>[A-Za-z_][A-Za-z_0-9]*)"
-    r"|(?P<sign>[<>=!]=|[-+*/()<>,])"
-    r"|(?P<space>[ \t\r\n]+)"
-)
+_FOREIGN = re.compile(r"[^A-Za-z0-9_.+\-*/()<>=!, ]")  # no string, no comment, no other alphabet
+_DECIMAL = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")  # not 0x10, 1_000, True
 
 
 class _Operation(NamedTuple):
-    """Done with the last `num` results, which must be of the kind `takes`; the outcome is of the kind `gives`."""
+    """Done with the last `num` results."""
 
     num: int
-    takes: str
-    gives: str
     apply: Callable[..., Any]
-    power: int = 0  # how strongly it binds what stands on its two sides
-
-
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    column: int  # from 1
-
-    def __str__(self) -> str:
-        return self.text if self.kind == "end" else f"'{self.text}'"
 
 
 def _smaller(a: Any, b: Any) -> Any:
@@ -68,34 +52,27 @@ def _differs(a: Any, b: Any) -> Any:
     return (a < b) | (a > b)
 
 
-def _comparison(apply: Callable[..., Any]) -> _Operation:
-    return _Operation(2, _NUMBER, _CONDITION, apply, power=4)
-
-
-_BINARY: dict[str, _Operation] = {
-    "or": _Operation(2, _CONDITION, _CONDITION, np.logical_or, power=1),
-    "and": _Operation(2, _CONDITION, _CONDITION, np.logical_and, power=2),
-    "<": _comparison(np.less),
-    "<=": _comparison(np.less_equal),
-    ">": _comparison(np.greater),
-    ">=": _comparison(np.greater_equal),
-    "==": _comparison(np.equal),
-    "!=": _comparison(_differs),
-    "+": _Operation(2, _NUMBER, _NUMBER, np.add, power=5),
-    "-": _Operation(2, _NUMBER, _NUMBER, np.subtract, power=5),
-    "*": _Operation(2, _NUMBER, _NUMBER, np.multiply, power=6),
-    "/": _Operation(2, _NUMBER, _NUMBER, np.divide, power=6),
+_LOGICAL: dict[type[ast.boolop], Callable[..., Any]] = {ast.And: np.logical_and, ast.Or: np.logical_or}
+_COMPARISONS: dict[type[ast.cmpop], Callable[..., Any]] = {
+    ast.Lt: np.less,
+    ast.LtE: np.less_equal,
+    ast.Gt: np.greater,
+    ast.GtE: np.greater_equal,
+    ast.Eq: np.equal,
+    ast.NotEq: _differs,
 }
-_PREFIX: dict[str, _Operation] = {
-    "not": _Operation(1, _CONDITION, _CONDITION, np.logical_not, power=3),
-    "-": _Operation(1, _NUMBER, _NUMBER, np.negative, power=7),
+_ARITHMETIC: dict[type[ast.operator], Callable[..., Any]] = {
+    ast.Add: np.add,
+    ast.Sub: np.subtract,
+    ast.Mult: np.multiply,
+    ast.Div: np.divide,
 }
-_FUNCTIONS: dict[str, _Operation] = {
-    "min": _Operation(2, _NUMBER, _NUMBER, _smaller),
-    "max": _Operation(2, _NUMBER, _NUMBER, _larger),
-    "abs": _Operation(1, _NUMBER, _NUMBER, np.abs),
-    "log": _Operation(1, _NUMBER, _NUMBER, np.log),
-    "sqrt": _Operation(1, _NUMBER, _NUMBER, np.sqrt),
+_FUNCTIONS = {
+    "min": _Operation(2, _smaller),
+    "max": _Operation(2, _larger),
+    "abs": _Operation(1, np.abs),
+    "log": _Operation(1, np.log),
+    "sqrt": _Operation(1, np.sqrt),
 }
 
 _Step = float | str | _Operation  # a number, a name's column, or what to do with the results so far
@@ -137,120 +114,99 @@ def parse(text: str, allowed: Collection[str]) -> Expression:
     return _parse(text, frozenset(allowed))
 
 
-@lru_cache(maxsize=256)  # a declaration is read wherever it is looked at
+@functools.lru_cache(maxsize=256)  # a declaration is read wherever it is looked at
 def _parse(text: str, allowed: frozenset[str]) -> Expression:
-    parser = _Parser(text, allowed)
-    parser.whole()
-    names = frozenset(step for step in parser.steps if isinstance(step, str))
-    return Expression(text, names, tuple(parser.steps))
+    reader = _Reader(text, allowed)
+    reader.read()
+    return Expression(text, frozenset(step for step in reader.steps if isinstance(step, str)), tuple(reader.steps))
 
 
-class _Parser:
-    """Reads by precedence: `operation` takes all that binds at least as strongly as its caller asks."""
+class _Reader:
+    """The nodes of a text, each of which must be a condition or a number where it stands, as steps."""
 
     def __init__(self, text: str, allowed: frozenset[str]) -> None:
-        self.text = text
-        self.allowed = allowed
+        self.text, self.allowed = text, allowed
+        one_line = re.sub(r"[\t\r\n]", " ", text).rstrip()
+        self.source = one_line.lstrip()  # Python takes no space before an expression
+        self.start = len(one_line) - len(self.source)
         self.steps: list[_Step] = []
-        self.tokens = self.tokenize()
-        self.at = 0
 
-    @property
-    def token(self) -> _Token:
-        return self.tokens[self.at]
+    def fail(self, at: int, problem: str) -> NoReturn:
+        """`at`: the place in `source`."""
+        raise TableError(f"condition {self.text!r}, column {self.start + at + 1}: {problem}")
 
-    def fail(self, column: int, problem: str) -> NoReturn:
-        raise TableError(f"condition {self.text!r}, column {column}: {problem}")
+    def read(self) -> None:
+        foreign = _FOREIGN.search(self.source)
+        if foreign:
+            self.fail(foreign.start(), f"expected a number, a name or an operator, found {foreign.group()!r}")
+        depth = 0
+        for at, character in enumerate(self.source):
+            depth += (character == "(") - (character == ")")
+            if depth > MAX_DEPTH:
+                self.fail(at, f"expected at most {MAX_DEPTH} levels of parentheses, found more")
+        try:
+            self.condition(ast.parse(self.source, mode="eval").body)
+        except SyntaxError as error:
+            at = min(max(error.offset or 1, 1), len(self.source) + 1) - 1
+            self.fail(at, f"{error.msg}. Expected comparisons like 'show > 1', with and, or, not and parentheses")
+        except (RecursionError, MemoryError):
+            self.fail(0, "it is nested too deep")
 
-    def tokenize(self) -> list[_Token]:
-        tokens, at = [], 0
-        while at < len(self.text):
-            match = _TOKEN.match(self.text, at)
-            if match is None:
-                hint = "; to compare, write ==" if self.text[at] == "=" else ""
-                self.fail(at + 1, f"expected a number, a name or an operator, found {self.text[at]!r}{hint}")
-            if match.lastgroup != "space":
-                tokens.append(_Token(str(match.lastgroup), match.group(), at + 1))
-            at = match.end()
-        return [*tokens, _Token("end", _END, len(self.text) + 1)]
+    def condition(self, node: ast.expr) -> None:
+        match node:
+            case ast.BoolOp(op, values):
+                self.condition(values[0])
+                for value in values[1:]:
+                    self.condition(value)
+                    self.steps.append(_Operation(2, _LOGICAL[type(op)]))
+            case ast.UnaryOp(ast.Not(), operand):
+                self.condition(operand)
+                self.steps.append(_Operation(1, np.logical_not))
+            case ast.Compare(left, [op], [right]) if type(op) in _COMPARISONS:
+                self.number(left)
+                self.number(right)
+                self.steps.append(_Operation(2, _COMPARISONS[type(op)]))
+            case ast.Compare(ops=[_, _, *_]):
+                self.fail(node.col_offset, "comparisons do not chain. Instead of a < b < c: a < b and b < c")
+            case _:
+                signs = "< <= > >= == != and or not"
+                self.fail(node.col_offset, f"expected a condition like 'show > 1' ({signs}), found {self.said(node)}")
 
-    def whole(self) -> None:
-        start = self.token.column
-        kind = self.operation(0, 0)
-        if self.token.kind != "end":
-            self.fail(self.token.column, f"expected an operator or the end, found {self.token}")
-        if kind != _CONDITION:
-            self.fail(start, f"expected a condition like 'show > 1', found {kind}")
+    def number(self, node: ast.expr) -> None:
+        match node:
+            case ast.Constant() if _DECIMAL.fullmatch(self.segment(node)):
+                self.constant(node)
+            case ast.Name(name) if name in self.allowed:
+                self.steps.append(name)
+            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+                self.number(left)
+                self.number(right)
+                self.steps.append(_Operation(2, _ARITHMETIC[type(op)]))
+            case ast.UnaryOp(ast.USub(), operand):
+                self.number(operand)
+                self.steps.append(_Operation(1, np.negative))
+            case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+                if len(arguments) != _FUNCTIONS[name].num:
+                    wanted = f"{_FUNCTIONS[name].num} numbers"
+                    self.fail(node.col_offset, f"{name} takes {wanted}, found {len(arguments)}")
+                for argument in arguments:
+                    self.number(argument)
+                self.steps.append(_FUNCTIONS[name])
+            case _:
+                names, functions = ", ".join(sorted(self.allowed)), ", ".join(_FUNCTIONS)
+                allowed = f"{names}, a number, + - * / of them, or one of the functions {functions}"
+                self.fail(node.col_offset, f"expected one of {allowed}; found {self.said(node)}")
 
-    def operation(self, power: int, depth: int) -> str:
-        """An operand, and all operators behind it that bind at least as strongly as `power`; returns its kind."""
-        start = self.token.column
-        kind = self.operand(depth)
-        while (operator := _BINARY.get(self.token.text)) is not None and operator.power >= power:
-            sign = self.take()
-            if operator.power == 4 and kind == _CONDITION:
-                self.fail(start, f"{sign} compares numbers, found a condition. Instead of a < b < c: a < b and b < c")
-            self.expect_kind(operator, sign, kind, start)
-            right = self.token.column
-            self.expect_kind(operator, sign, self.operation(operator.power + 1, depth), right)
-            self.steps.append(operator)
-            kind = operator.gives
-        return kind
+    def constant(self, node: ast.Constant) -> None:
+        found = float(self.segment(node))
+        if not math.isfinite(found):
+            self.fail(node.col_offset, f"expected a number below 1.8e308, found {self.said(node)}")
+        self.steps.append(found)
 
-    def operand(self, depth: int) -> str:
-        """One number, name, function, parenthesis, or prefix with what it binds."""
-        if depth > MAX_DEPTH:
-            self.fail(self.token.column, f"expected at most {MAX_DEPTH} levels of nesting, found more")
-        token = self.take()
-        if token.text in _PREFIX:
-            prefix, start = _PREFIX[token.text], self.token.column
-            self.expect_kind(prefix, token, self.operation(prefix.power, depth + 1), start)
-            self.steps.append(prefix)
-            return prefix.gives
-        if token.text == "(":
-            kind = self.operation(0, depth + 1)
-            self.close(token)
-            return kind
-        if token.kind == "name" and token.text not in _BINARY:
-            return self.function(token, depth) if self.token.text == "(" else self.name(token)
-        if token.kind != "number":
-            self.fail(token.column, f"expected a number, a name or '(', found {token}")
-        if not math.isfinite(float(token.text)):
-            self.fail(token.column, f"expected a number below 1.8e308, found {token}")
-        self.steps.append(float(token.text))
-        return _NUMBER
+    def segment(self, node: ast.expr) -> str:
+        return self.source[node.col_offset : node.end_col_offset]
 
-    def name(self, token: _Token) -> str:
-        if token.text not in self.allowed:
-            self.fail(token.column, f"expected one of {', '.join(sorted(self.allowed))}; found {token}")
-        self.steps.append(token.text)
-        return _NUMBER
-
-    def function(self, token: _Token, depth: int) -> str:
-        if token.text not in _FUNCTIONS:
-            self.fail(token.column, f"expected one of the functions {', '.join(_FUNCTIONS)}; found {token}")
-        function, opening = _FUNCTIONS[token.text], self.take()
-        for i in range(function.num):
-            if i and self.take().text != ",":
-                found = self.tokens[self.at - 1]
-                self.fail(found.column, f"expected ',': {token} takes {function.num} numbers; found {found}")
-            start = self.token.column
-            self.expect_kind(function, token, self.operation(0, depth + 1), start)
-        self.close(opening)
-        self.steps.append(function)
-        return function.gives
-
-    def take(self) -> _Token:
-        """The next token; the end stays where it is."""
-        token = self.token
-        self.at += token.kind != "end"
-        return token
-
-    def close(self, opening: _Token) -> None:
-        if self.token.text != ")":
-            self.fail(self.token.column, f"expected ')' for the '(' in column {opening.column}, found {self.token}")
-        self.take()
-
-    def expect_kind(self, operation: _Operation, sign: _Token, kind: str, column: int) -> None:
-        if kind != operation.takes:
-            self.fail(column, f"{sign} expects {operation.takes}, found {kind}")
+    def said(self, node: ast.expr) -> str:
+        """The node, as an error shows it."""
+        is_condition = isinstance(node, (ast.Compare, ast.BoolOp)) or isinstance(getattr(node, "op", None), ast.Not)
+        return f"{'the condition ' * is_condition}{self.segment(node)!r}"

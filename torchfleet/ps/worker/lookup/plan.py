@@ -50,13 +50,15 @@ class Plan:
     def rates(self) -> dict[str, float]:
         """Today's learning rates: schedulers change them in the param groups."""
         rates: dict[str, float] = {}
-        for group in (*self.dense, *self.sparse.values()):
+        groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
+        for group in groups:
             rates[group.spec.name] = float(group.group["lr"])
         return rates
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
-        for group in (*self.dense, *self.sparse.values()):
+        groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
+        for group in groups:
             options = _options(group.group)
             if not group.group.get("params") or self._checked.get(group.spec.name) == options:
                 continue
