@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet.data.file_batches import FileBatches
+    from torchfleet.data.queue_dataset import FileBatches
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
     from torchfleet.data.reading.parquet import ParquetFormat
@@ -31,7 +31,7 @@ __all__ = [
 _ELSEWHERE = {
     "Batch": "slots",
     "CriteoFormat": "reading.criteo",
-    "FileBatches": "file_batches",
+    "FileBatches": "queue_dataset",
     "MultiSlotDataGenerator": "reading.generator",
     "MultiSlotStringDataGenerator": "reading.generator",
     "ParquetFormat": "reading.parquet",
