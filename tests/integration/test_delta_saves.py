@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
