@@ -202,7 +202,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
 
     def _report(self) -> None:
         self._next_report = time.monotonic() + _PERIOD
-        if not fleet.is_under_way() or self.lightning_module is None:
+        if not process_role.is_under_way() or self.lightning_module is None:
             return
         found = {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
         fleet.report(**{name: value for name, value in found.items() if math.isfinite(value)})
