@@ -135,7 +135,9 @@ def test_slots_follow_from_the_types_of_columns() -> None:
         (lambda: pa.array([[], []], pa.list_(pa.float32())), fleet.Slot("c", "float32"), [[], []]),
     ],
 )
-def test_types_of_columns_that_a_slot_takes(make: Callable[[], Any], slot: fleet.Slot, values: list[list[float]]) -> None:
+def test_types_of_columns_that_a_slot_takes(
+    make: Callable[[], Any], slot: fleet.Slot, values: list[list[float]]
+) -> None:
     dataset = fleet.data.from_arrow([pa.record_batch([make()], ["c"])], 10, [slot])
     assert [sample[0] for sample in samples(dataset)] == values
 
