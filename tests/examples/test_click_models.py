@@ -81,7 +81,7 @@ def test_wide_and_deep_is_trained_from_a_dataset_in_three_modes(tmp_path: Path) 
     assert names(found["geo"], "epoch 1", "3,600")
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="the rows of the Criteo challenge are not here")
+@pytest.mark.skipif(not REAL.is_file(), reason="needs the shared data")
 def test_real_rows_are_learned() -> None:
     output = printed("deepfm/train.py", "--mode", "sync", "--data", REAL, "--epochs", 1, "--lr", 0.02)
     assert number(r"AUC ([0-9.]+) on 2,433 held-out rows", output) > 0.7

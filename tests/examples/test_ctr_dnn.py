@@ -164,7 +164,7 @@ def test_given_rows_are_split_with_the_last_tenth_to_test(tmp_path: Path, num: i
     assert_split(tmp_path / "data", rows, 7)
 
 
-@pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the Criteo sample")
+@pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the shared data")
 def test_real_rows_are_split_with_the_last_tenth_to_test_and_can_be_trained_on(tmp_path: Path) -> None:
     run("prepare.py", "--data", KAGGLE, "--parts", 4, "--out", tmp_path / "data")
     assert_split(tmp_path / "data", rows_of(KAGGLE), 4)

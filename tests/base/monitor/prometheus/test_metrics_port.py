@@ -115,7 +115,7 @@ def test_openmetrics_is_spoken_to_whoever_asks_for_it(port: MetricsPort) -> None
     assert 'torchfleet_steps_total{index="0",role="worker"} 120.0' in text
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs the program promtool")
 def test_promtool_finds_no_fault(port: MetricsPort) -> None:
     port.publish({**WORKER, **SERVER})
     checked = subprocess.run(
