@@ -575,7 +575,7 @@ def test_policies_need_servers_that_see_lookups() -> None:
         (lambda: fleet.ProbabilityEntry(1.5), "p 0 1 1.5"),
         (lambda: fleet.ProbabilityEntry(float("nan")), "p 0 1"),
         (lambda: fleet.ShowClickEntry("show", ""), "slots"),
-        (lambda: fleet.ShowClickEntry("show", "click", show_click_decay_rate=0.0), "decay_rate 0"),
+        (lambda: fleet.ShowClickEntry("show", "click", show_click_decay_rate=0.0), "show_click_decay_rate 0"),
         (lambda: fleet.ShowClickEntry("show", "click", click_weight=float("inf")), "click_weight"),
         (lambda: fleet.WindowCountEntry(256), "n 1 255"),
         (lambda: fleet.WindowCountEntry(3, hours=0), "hours"),
