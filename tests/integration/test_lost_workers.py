@@ -47,7 +47,7 @@ def test_wait_a_killed_worker_is_started_again_and_the_job_equals_the_undisturbe
         job.wait_for("worker 0 has made step 10")
         os.kill(job.pid("WORKER", 1), signal.SIGKILL)
         assert digest(job) == plain
-        assert lines_naming(job.output, "worker 1", "SIGKILL")
+        assert lines_naming(job.output, "worker 1", "-9")
 
 
 def test_go_on_a_stopped_worker_is_counted_out_told_and_started_again(tmp_path: Path) -> None:
