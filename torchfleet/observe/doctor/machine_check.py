@@ -180,9 +180,9 @@ def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
 
 
 def row_bytes(dim: int, rule: str) -> int:
-    """Of one row in a server: values, the rule's state, the map, lists. As docs/online.md counts it.
+    """Return the bytes of one row in a server: values, the rule's state, the map, lists. See docs/online.md.
 
-    Raises TableError for a rule or a dim that there is not.
+    Raises TableError for an unknown rule or an invalid dim.
     """
     from torchfleet.ps.tables.settings.spec import Rule, TableSpec  # compiled kernels are loaded with it
 
