@@ -15,7 +15,8 @@ class RunFolders:
     """Runs by name. A client's name is only looked up among the names found on the disk.
 
     One folder that contains runs, such as --log_dir, gives all of them, the newest first. Several folders are the
-    machines of one job; of each, the newest run is used. Raises FleetError if a folder has no runs.
+    machines of one job: each is a run, or contains runs, of which the newest is used. Raises FleetError if a folder
+    is neither.
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
