@@ -46,7 +46,7 @@ class RankLogs(LogsSpecs):
         super().__init__(str(log_dir))
         self._log_dir, self._environment, self._rendezvous = log_dir, environment, rendezvous
         self._watching, self._pipes = watching, list[JsonPipe]()
-        self.begins: dict[Path, int] = {}  # by log: the offset at which the output of the last start begins
+        self.begins: dict[Path, int] = {}  # by log: the offset where the output of the latest start begins
 
     @property
     def root_log_dir(self) -> str:
@@ -72,7 +72,7 @@ class RankLogs(LogsSpecs):
         return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
     def _output(self, log: Path, rank: str) -> Path:
-        """What a rank writes to: its log, or a pipe whose lines become JSON."""
+        """Return the file that a rank writes to: its log, or a pipe whose lines are converted to JSON."""
         if not self._watching.is_json:
             return log
         pipe = self._log_dir / f".output.rank.{rank}"
@@ -80,7 +80,7 @@ class RankLogs(LogsSpecs):
         return pipe
 
     def finish(self) -> None:
-        """The ranks have ended: their output is in the logs when this returns."""
+        """Call after the ranks have ended. Blocks until all of their output is in the logs."""
         while self._pipes:
             self._pipes.pop().close()
 
@@ -110,12 +110,12 @@ class Tail:
     """Reads the lines that are appended to a log after the offset `begin`."""
 
     def __init__(self, log: Path, begin: int) -> None:
-        self._file = open(log, "rb")  # noqa: SIM115  (open as long as the process)
+        self._file = open(log, "rb")  # noqa: SIM115  (stays open while the process runs)
         self._file.seek(begin)
         self._rest = b""
 
     def lines(self, is_last: bool = False) -> Iterator[str]:
-        """The lines that are complete since the last call; with `is_last` also one without an end."""
+        """Yield the lines completed since the last call; with `is_last`, also a last line without a newline."""
         *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
         if is_last and self._rest:
             whole.append(self._rest)
@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
         self._ranks: list[Rank] = []
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
-        self.wants_requeue = False  # a rank has saved because the job was asked to end
+        self.wants_requeue = False  # a rank saved a checkpoint because the job was asked to end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -155,11 +155,11 @@ class Agent(LocalElasticAgent):
         codes = [rank.returncode for rank in self._ranks]
         failed = [rank for rank, code in zip(self._ranks, codes, strict=True) if code not in (None, 0)]
         if failed:
-            # Other ranks fail with errors of their own when one is killed: the killed one is the cause.
+            # When one rank is killed, the others fail with errors of their own: report the killed rank as the cause.
             self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
         self._echo()
         self._watch.show(self._ranks)
-        if not failed and None in codes:  # torch would wait 30 s for the others, had one failed just now
+        if not failed and None in codes:  # torch's check would wait 30 s for these if a rank failed just now
             return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED:
@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
             self._watch.report(f"[{self._ranks[0].task.name}] {line}")
 
     def _end_ranks(self) -> None:
-        """End the ranks and their children within seconds. Signals that arrive meanwhile wait."""
+        """End the ranks and their children within seconds. Signals that arrive meanwhile are handled afterwards."""
         with _held_back(SIGNALS):
             end_all(self._ranks)
             self._logs.finish()

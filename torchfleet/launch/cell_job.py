@@ -1,4 +1,4 @@
-"""A function of a notebook as a job of this machine."""
+"""Runs a function of a notebook as a job on this machine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Call a function in every process of a job on this machine, and wait for its end.
+    """Call a function in every process of a job on this machine. Blocks until the job has ended.
 
-    Servers call it too, as a training script is run by all roles: it calls fleet.init and asks fleet.is_server, or
-    fleet.prepare. Returns what it returned on the workers, in their order. That may be None, numbers, strings, lists,
-    tuples, dictionaries, tensors and numpy arrays. A worker that the function left under way is stopped.
+    Servers call the function too, just as every role runs a training script: it calls fleet.init and fleet.is_server,
+    or fleet.prepare. Returns the values that the workers returned, in worker order. A value may be None, a number, a
+    string, a list, a tuple, a dictionary, a tensor or a numpy array. A worker that is still initialized when the
+    function returns is stopped.
 
-    If it fails in a process, the job ends, and FleetError has that process's traceback. An interrupt ends all
-    processes. Output of worker 0 and the lines of the launcher appear in the cell; logs are in log/latest.
+    If the function fails in a process, the job ends and this raises FleetError with that process's traceback. An
+    interrupt ends all processes. The cell shows the output of worker 0 and the launcher's lines. Logs: log/latest.
 
-    The function may be one of the notebook, which travels with the variables that it uses. `options`: those of
-    fleetrun, by their names: max_restart=3, log_dir="logs".
+    The function may be defined in the notebook: it is sent together with the variables that it uses. `options` are the
+    options of fleetrun, by name: max_restart=3, log_dir="logs".
     """
     if not callable(function):
         raise FleetError(
@@ -55,7 +56,7 @@ def run(
         )
     check(given)
     with contextlib.ExitStack() as stack:
-        num_servers = worker_num if server_num == "auto" else server_num  # there are never more
+        num_servers = worker_num if server_num == "auto" else server_num  # "auto" never starts more
         call = sealed_call(function, args, kwargs or {})
         stack.callback(os.close, call)
         files = stack.enter_context(result_files(worker_num + max(1, num_servers)))
@@ -72,11 +73,11 @@ def _listed(files: Sequence[int]) -> str:
 
 
 def _values(code: int, workers: Sequence[int], servers: Sequence[int], logs: str) -> list[Any]:
-    """What the workers returned. Raises what ended the job instead."""
+    """Return the values that the workers returned, or raise the error that ended the job."""
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:
-        signal.raise_signal(code - 128)  # it was for this process; the launcher has ended the job first
+        signal.raise_signal(code - 128)  # the signal was sent to this process; the launcher ended the job first
     found = {f"worker {i}": read_outcome(file) for i, file in enumerate(workers)}
     found |= {f"server {i}": read_outcome(file) for i, file in enumerate(servers)}
     failed = [(who, outcome[1]) for who, outcome in found.items() if outcome is not None and outcome[1] is not None]

@@ -1,6 +1,7 @@
-"""`python -m torchfleet.launch.cell_process`: calls the function that fleet.notebook.run has handed over.
+"""`python -m torchfleet.launch.cell_process`: calls the function that fleet.notebook.run passed to this process.
 
-Arguments: the number of the inherited file with the call, then those for the outcomes of workers and of servers.
+Arguments: the descriptor of the inherited file with the call, then the descriptors of the files for the results of
+workers and of servers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
         function, args, kwargs = loaded(read_call(int(call)))
         value = function(*args, **kwargs)
         write_outcome(file, None if is_server else value, "what the function returned")
-        if process_role.is_under_way():  # a worker whose function has returned is done; servers wait for all to say so
+        if process_role.is_under_way():  # the worker is done, and servers wait until every worker has stopped
             fleet.stop_worker()
     except KeyboardInterrupt:
         raise
@@ -36,10 +37,10 @@ def main() -> None:
 
 
 def _fail(file: int, error: BaseException) -> None:
-    """Leave the traceback for the notebook and for the log, and end this process."""
+    """Write the traceback for the notebook and to the log, and end this process."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next  # from the user's function on: our own frames say nothing
+        frames = frames.tb_next  # start at the user's function: our own frames do not help
     text = "".join(traceback.format_exception(type(error), error, frames))
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     write_failure(file, Failure(summary, text, time.time()))

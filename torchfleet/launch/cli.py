@@ -28,10 +28,10 @@ from torchfleet.observe.watch.watchers import parse_with_ports
 from torchfleet.ps.net.keys import KeyFolder, keygen
 
 _NOT_YET = ("heter_worker_num",)
-_NO_JOB = ("dry_run", "keygen")  # what fleetrun does in the place of a job
+_NO_JOB = ("dry_run", "keygen")  # options with which fleetrun starts no job
 _RANKS = ("nproc_per_node", "nnodes", "gpus", "ips")
 
-# The first argument → the function that takes the others and returns the exit status. Imported when it is asked for.
+# First argument → the function that takes the other arguments and returns the exit status. Imported on first use.
 SUBCOMMANDS = {
     "k8s": "torchfleet.launch.clusters.k8s_command:main",
     "slurm": "torchfleet.launch.clusters.slurm_command:main",
@@ -53,13 +53,13 @@ the script, options of the script behind it."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options that all launchers share, and those of every launcher."""
+    """Return a parser with the options that all launchers share and the options of each launcher."""
     made = argparse.ArgumentParser(
         prog="fleetrun",
         description="Start the processes of a training job, watch them, and end them together.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # a script's own --work is not our --worker_num
+        allow_abbrev=False,  # --work of the script must not be taken for --worker_num
     )
     add_counts(made)
     for launcher in LAUNCHERS.values():
@@ -133,9 +133,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) -> argparse.Namespace:
-    """The options of a call from Python, by their names: True stands for a switch, a list for one that is given several
-    times, None and False for nothing. Raises RoleError, which names `caller`, for what fleetrun does not have, and for
-    what starts no job.
+    """Return the options of a call from Python, given by name: True sets a switch, a list repeats an option, None and
+    False leave it out. Raises RoleError, with `caller` in its message, for unknown options and for options with which
+    fleetrun starts no job.
     """
     wrong = [name for name in _NO_JOB if values.get(name)]
     if wrong:
@@ -148,7 +148,7 @@ def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) 
             flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
 
     def refuse(message: str) -> NoReturn:
-        """In place of argparse's, which would print all options of fleetrun into a notebook and exit."""
+        """Replace argparse's `error`, which would print all options of fleetrun into a notebook and exit."""
         raise RoleError(f"{caller}: {message}. `fleetrun --help` lists the options and what they take.")
 
     made = parser()

@@ -1,4 +1,4 @@
-"""Runs the ranks of this machine to their end: rendezvous, torch's agent, signals and the exit status."""
+"""Runs the ranks of this machine until they end: rendezvous, torch's agent, signals and the exit status."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
     try:
         result = agent.run()
     except SignalException as stopped:
-        if not plan.is_elastic:  # the other machines of an elastic job go on
+        if not plan.is_elastic:  # the other machines of an elastic job continue
             rendezvous.end(_on_this_machine(plan, f"stopped by {stopped.sigval.name}"))
         raise
-    if result is None:  # torch returns None on a machine that came when there were enough
+    if result is None:  # torch returns None on a machine that joined when the job was full
         watch.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
     elif result.is_failed():
         rendezvous.end(_on_this_machine(plan, agent.failure))
@@ -69,7 +69,7 @@ def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
 
 
 def _handle_signals() -> None:
-    """Stop on the signals that torch handles once ranks run, also before. SIGHUP stays ignored under nohup."""
+    """Stop on the signals that torch handles, also before the ranks run. SIGHUP stays ignored under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
     for number in handled:
@@ -82,7 +82,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _on_this_machine(plan: RankPlan, what: str) -> str:
-    """What happened here, in words for the other machines."""
+    """Return a message for the other machines about what happened on this one."""
     return f"on another machine, {what}" if plan.is_elastic else f"on machine {plan.machine}, {what}"
 
 

@@ -1,7 +1,7 @@
-"""What a notebook and the processes that it starts give to each other: files in memory without a name.
+"""How a notebook and the processes that it starts exchange a call and its results: by anonymous files in memory.
 
-The processes inherit them open. Nobody else can write to them, and the function's is sealed before anyone has it: what
-a process calls is what this notebook wrote, to the byte.
+The processes inherit the open descriptors. No other process can write to these files, and the file with the function
+is sealed before a process gets it: every process calls exactly what the notebook wrote.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from torchfleet.base.extras import missing
 from torchfleet.base.plain_values import pack, unpack
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_VALUE, _FAILURE = b"v", b"f"  # first bytes of an outcome
+_VALUE, _FAILURE = b"v", b"f"  # the first byte of a result
 
 
 class Call(msgspec.Struct):
-    """A function to be called elsewhere, and what is needed to find what it is made of."""
+    """A function to call in another process, with what that process needs to load it."""
 
-    path: list[str]  # where modules are looked for
-    sources: dict[str, list[str]]  # lines of the cells, for tracebacks
+    path: list[str]  # sys.path of the notebook
+    sources: dict[str, list[str]]  # source lines of the cells, for tracebacks
     pickled: bytes  # function, args, kwargs
 
 
 class Failure(msgspec.Struct):
-    """How a call ended that raised."""
+    """An exception raised by the call."""
 
-    error: str  # its last line
+    error: str  # the last line of the traceback
     traceback: str
-    time: float  # the first failure of a job is the cause of the others
+    time: float  # the earliest failure of a job counts as the cause of the others
 
 
 def sealed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A file in memory that has the call and can only be read; close it. Raises FleetError if it cannot be sent."""
+    """Return a read-only file in memory with the call. The caller closes it. Raises FleetError if pickling fails."""
     try:
         pickled = _pickle().dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # whatever the objects that it refers to raise
+    except Exception as error:  # pickled objects may raise anything
         raise FleetError(
             f"fleet.notebook.run: {function!r:.200} cannot be sent to other processes: {error}. Make what it uses "
             "within the function, or give it as args."
@@ -55,19 +55,19 @@ def sealed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     try:
         _write(file, msgspec.msgpack.encode(Call(list(sys.path), _cells(), pickled)))
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:  # no memory for it, or an interrupt
+    except BaseException:  # out of memory, or an interrupt
         os.close(file)
         raise
     return file
 
 
 def read_call(file: int) -> Call:
-    """In a process that inherited the file: what is to be called."""
+    """Read the call in a process that inherited the file."""
     return msgspec.msgpack.decode(_read(file), type=Call)
 
 
 def loaded(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function with its arguments, made again. Raises whatever its modules raise when they are imported."""
+    """Unpickle the function and its arguments. Raises any exception that importing its modules raises."""
     sys.path[:] = [*call.path, *(place for place in sys.path if place not in call.path)]
     for name, lines in call.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -77,7 +77,7 @@ def loaded(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
 
 @contextlib.contextmanager
 def result_files(num: int) -> Iterator[list[int]]:
-    """Empty files in memory, one for the outcome of each process."""
+    """Yield empty files in memory, one for the result of each process."""
     files: list[int] = []
     try:
         for _ in range(num):
@@ -89,17 +89,17 @@ def result_files(num: int) -> Iterator[list[int]]:
 
 
 def write_outcome(file: int, value: Any, what: str) -> None:
-    """Leave what the call returned, in the place of what an earlier start of this process left."""
+    """Write the value that the call returned. It replaces the result of an earlier start of this process."""
     _replace(file, _VALUE + pack(value, what))
 
 
 def write_failure(file: int, failure: Failure) -> None:
-    """Leave how the call failed."""
+    """Write how the call failed."""
     _replace(file, _FAILURE + msgspec.msgpack.encode(failure))
 
 
 def read_outcome(file: int) -> tuple[Any, Failure | None] | None:
-    """What a process has left: a value, or how it failed. None if it ended before it could say."""
+    """Return the result of a process: a value, or a failure. None if the process ended without a result."""
     data = _read(file)
     if not data:
         return None
@@ -109,13 +109,13 @@ def read_outcome(file: int) -> tuple[Any, Failure | None] | None:
 
 
 def _cells() -> dict[str, list[str]]:
-    """The sources that are no files: IPython's cells."""
+    """Return the sources that are not in files: IPython's cells."""
     entries = [(name, entry) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
     return {name: entry[2] for name, entry in entries if entry[1] is None and not os.path.exists(name)}
 
 
 def _pickle() -> ModuleType:
-    """For functions of a notebook's user, within that user's own processes: docs/security.md."""
+    """Return the pickle module. It is used only between processes of the notebook's user: docs/security.md."""
     try:
         return import_module("cloudpickle")
     except ImportError:
@@ -134,7 +134,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _read(file: int) -> bytes:
-    """All of it, wherever the place is that processes share."""
+    """Read the whole file, independent of the file position, which the processes share."""
     size, parts, num = os.fstat(file).st_size, [], 0
     while num < size and (part := os.pread(file, size - num, num)):
         parts.append(part)

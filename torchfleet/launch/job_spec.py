@@ -1,4 +1,4 @@
-"""The description of a job that every launcher receives, of one process of it, and of one that was started."""
+"""The description of a job that every launcher receives, of one of its processes, and of a started process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchfleet.ps.net.private_jobs import Way
 
 @dataclass(frozen=True)
 class Resources:
-    """What one process of a role asks a cluster for. None: as the cluster or its launcher decides."""
+    """The resources that one process of a role requests from a cluster. None: the cluster or its launcher decides."""
 
     cpus: float | None = None
     memory: int | None = None  # bytes
@@ -29,30 +29,30 @@ class Resources:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job as the options that all launchers share describe it. Where its processes run is up to the launcher."""
+    """A job as described by the options that all launchers share. The launcher decides where its processes run."""
 
     command: tuple[str, ...]  # the same for every process; the environment gives each its role
-    log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
+    log_dir: Path  # as given by the user; `make_run_dir` creates a folder for each run below it
     num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
-    num_workers: int | None = None  # of an elastic job: the most
-    min_workers: int | None = None  # with so many an elastic job begins; None: not elastic
-    resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, of those that are given
-    folder: Path = field(default_factory=Path.cwd)  # of the script; of a module: where it is looked for
+    num_workers: int | None = None  # in an elastic job: the maximum
+    min_workers: int | None = None  # an elastic job starts with this number; None: not elastic
+    resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, only roles with given resources
+    folder: Path = field(default_factory=Path.cwd)  # of the script; for a module: the folder where it is searched
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
     max_job_restart: int = 0  # restarts of the whole job
     key_dir: str | None = None
-    socket_dir: str | None = None  # of the servers, if all processes are on this machine
-    address_book: str | None = None  # of servers that a cluster may start again elsewhere
+    socket_dir: str | None = None  # folder of the servers' sockets, if all processes are on this machine
+    address_book: str | None = None  # of servers that a cluster may restart on another node
     insecure: bool = False
-    trace_every: int = 0  # one step of so many is traced; 0: as FLEET_TRACE_EVERY says
-    max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
+    trace_every: int = 0  # every N-th step is traced; 0: FLEET_TRACE_EVERY decides
+    max_log_bytes: int = DEFAULT_BYTES  # of one log file; a process has at most two
     watching: Watching = field(default_factory=Watching)
-    descriptors: tuple[int, ...] = ()  # open files of this process that every process of this machine inherits
+    descriptors: tuple[int, ...] = ()  # open files of the launcher that every process on this machine inherits
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which servers and workers find keys or sockets, or learn that they go without, and how much
-        they are to tell."""
+        """Return the variables that tell servers and workers where keys or sockets are, or that they run without, and
+        how much they report."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
@@ -61,17 +61,17 @@ class JobSpec:
 
     @property
     def telling_variables(self) -> dict[str, str]:
-        """The variables by which processes learn how much they are to tell."""
+        """Return the variables that tell processes how much they report."""
         variables = {"FLEET_VERBOSE": "1"} if self.watching.verbose else {}
         return {**variables, "FLEET_TRACE_EVERY": str(self.trace_every)} if self.trace_every else variables
 
     def resources_of(self, role: str) -> Resources:
-        """What a process of this role ("server", "worker" or "rank") asks for."""
+        """Return the resources that a process of this role ("server", "worker" or "rank") requests."""
         return self.resources.get(role, Resources())
 
     @property
     def way(self) -> Way:
-        """How this job's servers are reached."""
+        """How clients connect to this job's servers."""
         return Way(self.key_dir, self.socket_dir, self.address_book)
 
     @property
@@ -80,11 +80,11 @@ class JobSpec:
         return self.log_dir / "latest"
 
     def make_run_dir(self) -> Path:
-        """Create a folder of logs for this run alone, let `latest` lead to it, and return its absolute path."""
+        """Create a folder for the logs of this run, point `latest` to it, and return its absolute path."""
         name = first = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
         run_dir, number = self.log_dir.absolute() / name, 1
         try:
-            while run_dir.exists():  # of this process too: a notebook starts one job after another
+            while run_dir.exists():  # this process may have made it: a notebook starts several jobs
                 number += 1
                 name = f"{first}.{number}"
                 run_dir = run_dir.with_name(name)
@@ -94,7 +94,7 @@ class JobSpec:
         latest, link = self.latest.absolute(), run_dir.with_name(f".latest.{name}")
         try:
             link.symlink_to(name)
-            os.replace(link, latest)  # in one step: whoever reads `latest` finds the one run or the other
+            os.replace(link, latest)  # atomic: a reader of `latest` finds either the old run or the new one
         except OSError as error:
             link.unlink(missing_ok=True)
             raise RoleError(
@@ -111,7 +111,7 @@ class Task:
     role: str  # "server", "worker" or "rank"
     index: int
     environment: dict[str, str] = field(default_factory=dict)
-    replica: int = 0  # of a server: 1 is the process that begins as the backup
+    replica: int = 0  # of a server: 1 is the process that starts as the backup
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class Task:
 
     @property
     def file_name(self) -> str:
-        """What tells its files from those of others."""
+        """The part of file names that identifies this task."""
         return number_in_files(self.index, self.replica)
 
     @property
@@ -131,9 +131,9 @@ Report = Callable[[str], None]  # shows a line to the user
 
 
 class RunningTask(Protocol):
-    """A task that was started: a process of this machine, or something of a cluster that runs one elsewhere.
+    """A started task: a process on this machine, or the handle of a process in a cluster.
 
-    No method waits for long: the loop that watches all processes calls them.
+    No method blocks for long, because the loop that watches all processes calls them.
     """
 
     @property
@@ -141,21 +141,22 @@ class RunningTask(Protocol):
 
     @property
     def log(self) -> Path:
-        """Where its output is, on this machine."""
+        """The path of its log on this machine."""
 
     @property
     def num_restarts(self) -> int: ...
 
     @property
     def returncode(self) -> int | None:
-        """None while it starts or runs; the exit status, or -N if signal N ended it; -9 also if its machine is lost."""
+        """None while it starts or runs; then the exit status, or -N if signal N ended it. -9 also if its machine is
+        lost."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it counts as done only until its cluster has room for it."""
+        """Whether it counts as finished only because its cluster has no resources for it yet."""
 
     def status(self) -> dict[str, Any]:
-        """What the process reported last; empty before its first report."""
+        """The last status that the process reported; empty before its first report."""
 
     def last_lines(self, num: int = 20) -> list[str]:
         """The end of its log."""
@@ -164,17 +165,17 @@ class RunningTask(Protocol):
         """Send a signal to the process and its children."""
 
     def restart(self) -> None:
-        """Start the task again; its log goes on."""
+        """Start the task again. New output is appended to its log."""
 
     def kill(self) -> None:
-        """It and its children have ended when this returns."""
+        """Kill the process and its children. Blocks until they have ended."""
 
     def close(self) -> None:
-        """Kill what is left of it, and remove what it leaves beside its log."""
+        """Kill what is left of the process, and remove its files except the log."""
 
 
 def ending_of(process: RunningTask) -> str:
-    """How it ended, in words: its exit status or its signal."""
+    """Describe how a process ended: its exit status or its signal."""
     code = process.returncode or 0
     if code >= 0:
         return f"ended with exit status {code}"
@@ -183,7 +184,7 @@ def ending_of(process: RunningTask) -> str:
 
 
 def keeps_log(task: Task) -> bool:
-    """Whether it is a server whose changes are on disk."""
+    """Whether the task is a server that keeps a log on disk."""
     return task.role == "server" and task.environment.get(DURABILITY) == "log"
 
 
@@ -191,10 +192,11 @@ class Start(Protocol):
     """How a supervisor starts a task."""
 
     def __call__(self, task: Task, report: Report, echo: bool, append: bool) -> RunningTask:
-        """`report` takes lines for the user: complaints, and with `echo` all output. `append`: the log goes on."""
+        """Start `task`. `report` receives lines for the user: problems, and with `echo` all output. `append`: append to
+        an existing log."""
 
 
 def describe_task(task: Task, command: Sequence[str], logs: str) -> list[str]:
-    """The lines of `fleetrun --dry_run` for one process: what is run, where its logs go, its environment."""
+    """Return the lines of `fleetrun --dry_run` for one process: its command, its logs and its environment."""
     variables = (f"    {name}={value}" for name, value in task.environment.items())
     return [f"{task.name}: {' '.join(command)}   ({logs})", *variables]

@@ -1,4 +1,4 @@
-"""Hands what happens in a job to everything that watches it: the display, the record of the run."""
+"""Passes the events of a job to all of its watchers: the display, the record of the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torchfleet.observe.watch.json_display import WARNING, JsonDisplay
 from torchfleet.observe.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.observe.watch.watchers import Watcher
 
-_PERIOD = 0.5  # seconds between two looks at the statuses
-# What a status of another shape, or a full disk, leads to. Not all exceptions: a signal may raise one of its own.
+_PERIOD = 0.5  # seconds between two reads of the statuses
+# Raised for a malformed status or a full disk. Not every Exception: a signal handler may raise its own.
 _FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError)
 
 
 class JobWatch:
-    """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
+    """Watches a job until it is closed. `report` shows a line at once; any thread may call it."""
 
     def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
-        """`shows`: False to record the job, and to show nothing of it. Raises FleetError, and nothing stays open."""
+        """`shows`: False to record the job without showing it. If this raises FleetError, nothing stays open."""
         watching = job.watching
         self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
         self._display: Watcher | None = None
@@ -38,18 +38,18 @@ class JobWatch:
         try:
             if watching.tensorboard is not None:
                 self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
-            if watching.dashboard is not None:  # behind the record, which it sends to the end
+            if watching.dashboard is not None:  # after the record, whose last lines it sends
                 self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
         except BaseException:
             self.close()
             raise
 
     def report(self, line: str) -> None:
-        """Show a line, which may come from a process."""
+        """Show a line of the launcher or of a process."""
         self._each(lambda watcher: watcher.note(line, line.startswith("[fleetrun]")))
 
     def _warn(self, text: str) -> None:
-        """The display has seen, and shown, that something is off: it belongs into the record."""
+        """Record a warning that the display has already shown."""
 
         def record(watcher: Watcher) -> None:
             if watcher is not self._display:
@@ -58,7 +58,7 @@ class JobWatch:
         self._each(record)
 
     def show(self, processes: Sequence[RunningTask]) -> None:
-        """Several times a second. Statuses are read less often than processes are looked at."""
+        """Show the state of the job. Called several times a second; statuses are read less often."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PERIOD
@@ -66,7 +66,7 @@ class JobWatch:
         self._each(lambda watcher: watcher.look(snapshot))
 
     def show_end(self, processes: Sequence[RunningTask]) -> None:
-        """The job has finished."""
+        """Show the end of a job that has finished."""
         snapshot = snapshot_of(processes)
         self._each(lambda watcher: watcher.end(snapshot))
 
@@ -74,12 +74,12 @@ class JobWatch:
         self._each(lambda watcher: watcher.close())
 
     def _each(self, act: Callable[[Watcher], None]) -> None:
-        """A watcher that fails, as at a status of another release, is told of and left out: the job goes on."""
+        """Call `act` on each watcher. A watcher that raises is reported and removed; the job continues."""
         for watcher in tuple(self._watchers):
             try:
                 act(watcher)
             except _FAULTS as error:
-                if watcher in self._watchers:  # it may have failed at a line of another watcher before
+                if watcher in self._watchers:  # a line from another watcher may have removed it already
                     self._watchers.remove(watcher)
                 tell(f"[fleetrun] {type(watcher).__name__} ends: {error!r:.500}. The job goes on without it.")
 

@@ -1,4 +1,4 @@
-"""The ways in which fleetrun can start a job. A new one is a class with these four methods and a line in LAUNCHERS."""
+"""The launchers of fleetrun. A new one is a class with these four methods and an entry in LAUNCHERS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.launch.simulation_launcher import SimulationLauncher
 class Launcher(Protocol):
     """Starts the processes of a job, watches them and ends them together.
 
-    Every launcher is imported when fleetrun starts. What is slow to import, such as torch, is imported in `run`.
+    fleetrun imports every launcher when it starts. Import slow modules, such as torch, in `run`.
     """
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -26,20 +26,20 @@ class Launcher(Protocol):
         """Whether this launcher starts the job. Raises RoleError if its options contradict other options."""
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        """The lines that `--dry_run` prints: every process with its command and environment. Starts nothing.
+        """Return the lines of `--dry_run`: every process with its command and environment. Starts nothing.
 
-        Raises RoleError for options that cannot work.
+        Raises RoleError for invalid options.
         """
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         """Run the job to its end and return its exit status: 0 if it finished, 1 if it failed, 128 + N for signal N.
 
-        No process of it is left when this returns. Raises RoleError before anything is started, for options that
-        cannot work.
+        No process of the job is left when this returns. Raises RoleError for invalid options before anything is
+        started.
         """
 
 
-# The last entry is asked first whether it takes a job. The first entry takes all that no other does.
+# Tried from last to first. The first entry takes every job that no other launcher takes.
 LAUNCHERS: dict[str, Launcher] = {
     "servers": ServerLauncher(),
     "ranks": RankLauncher(),
@@ -50,5 +50,5 @@ LAUNCHERS: dict[str, Launcher] = {
 
 
 def launcher_of(options: argparse.Namespace) -> Launcher:
-    """The launcher that takes the job of this command line."""
+    """Return the launcher for the job of this command line."""
     return next(launcher for launcher in reversed(LAUNCHERS.values()) if launcher.takes(options))

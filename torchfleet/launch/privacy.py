@@ -1,4 +1,4 @@
-"""How a job on one machine keeps the machine's other users out: keys or sockets of its own, made at its start."""
+"""Protects a job on one machine from the machine's other users: with keys or sockets made when the job starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TEXTS = {
 
 
 def kind_of(job: JobSpec, layout: JobLayout, private: str | None, plain: bool) -> str | None:
-    """KEYS or IPC if the job is to have a private folder; None if it has keys, is told to go without, or others have a
-    part in it. Raises RoleError for options that contradict each other, or the job."""
+    """Return KEYS or IPC if the job gets a private folder; None if it has keys, if the user declined protection, or if
+    other launchers take part in it. Raises RoleError for options that contradict each other or the job."""
     if private and plain:
         raise RoleError(f"--private {private} keeps other users of this machine out, --plain lets them in: use one")
     option = "--plain" if plain else f"--private {private}"
@@ -36,17 +36,17 @@ def kind_of(job: JobSpec, layout: JobLayout, private: str | None, plain: bool) -
         )
     if plain or job.key_dir or not _is_all_here(layout):
         return None
-    return private or IPC  # as private as keys, and nothing is encrypted: benchmarks/log.md
+    return private or IPC  # as private as keys, without the cost of encryption: benchmarks/log.md
 
 
 def told(kind: str | None) -> list[str]:
-    """The line of `--dry_run` about it."""
+    """Return the line of `--dry_run` about the protection."""
     return [f"private: {_TEXTS[kind]}; --plain does without"] if kind else []
 
 
 @contextlib.contextmanager
 def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterator[JobSpec]:
-    """The job with its private folder of this kind, which is removed at the end. Raises SecurityError."""
+    """Yield the job with a private folder of this kind. The folder is removed at the end. Raises SecurityError."""
     if kind is None:
         yield job
         return

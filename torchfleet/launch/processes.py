@@ -1,4 +1,4 @@
-"""The processes of a job: each in a process group of its own, with a log and a status file; ended together."""
+"""The processes of a job: each has its own process group, log and status file. They are ended together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchfleet.base.monitor.json_lines import JsonLog, LineSplitter, last_lines
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 from torchfleet.launch.job_spec import Report, RunningTask, Task
 
-_LINE = 1 << 16  # bytes of output that are taken at a time
-_END = 1 << 15  # bytes of a log that its last lines are looked for in
+_LINE = 1 << 16  # bytes of output per read
+_END = 1 << 15  # bytes at the end of a log that are searched for its last lines
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-# Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
+# Run before the script itself: if the launcher is killed, the kernel ends its children (PR_SET_PDEATHSIG).
 TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
@@ -34,7 +34,7 @@ ROLES = {
 
 
 class Sink(Protocol):
-    """Where the output of a process goes. Used by one thread."""
+    """Receives the output of a process. Only one thread uses it."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 class Output:
-    """The output of a task: into its log, as it is or as JSON lines, and with `echo` to the user, by lines."""
+    """Writes the output of a task to its log, as text or as JSON lines; with `echo`, also to the user line by line."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class Output:
 
 
 class Process:
-    """A task that was started, its log and its status file."""
+    """A started task with its log and its status file."""
 
     num_restarts = 0
-    _status: Any = None  # what was read last, and of which file
+    _status: Any = None  # the last status, and the file that it was read from
     _version: tuple[int, int, int] | None = None
-    is_waiting = False  # this machine has room
+    is_waiting = False  # a local process never waits for resources
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Process:
         is_json: bool = False,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """`report` takes lines for the user: complaints, and with `echo` all output. `is_json`: of the log.
-        The process inherits `descriptors`, under their numbers."""
+        """`report` receives lines for the user: problems, and with `echo` all output. `is_json`: the log is in JSON.
+        The process inherits `descriptors` under the same numbers."""
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
         self._descriptors = tuple(descriptors)
         self.log, self._max_log_bytes, self._is_json = log_dir / task.log_name, max_log_bytes, is_json
@@ -117,7 +117,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-c", TIE_TO_PARENT, *self._command],
             env=environment,
-            stdout=subprocess.PIPE,  # not the log itself: on a full disk a process could print nothing, and would end
+            stdout=subprocess.PIPE,  # not the log itself: on a full disk a write would fail and end the process
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -129,13 +129,13 @@ class Process:
         self._reader.start()
 
     def restart(self) -> None:
-        """Start the task again; its log goes on."""
+        """Start the task again. New output is appended to its log."""
         self.kill()  # what is left of its group
         self.num_restarts += 1
         self._start(append=True)
 
     def kill(self) -> None:
-        """Its whole group has ended when this returns."""
+        """Kill the process group. Blocks until the whole group has ended."""
         self.signal(signal.SIGKILL)
         self._process.wait()
         if self._reader:
@@ -150,7 +150,8 @@ class Process:
         return self._process.pid
 
     def status(self) -> dict[str, Any]:
-        """What the process reported last; empty before its first report. It is read again when it has changed."""
+        """The last status that the process reported; empty before its first report. The file is read only if
+        changed."""
         try:
             found = os.stat(self.status_file)
             version = found.st_ino, found.st_mtime_ns, found.st_size
@@ -189,7 +190,7 @@ class Process:
 
 
 def end_all(processes: Sequence[RunningTask]) -> None:
-    """SIGTERM to all, and SIGKILL to those that have not ended after a grace. None runs when this returns."""
+    """Send SIGTERM to all, and SIGKILL to those still running after _GRACE. No process is left when this returns."""
     for process in processes:
         if process.returncode is None:
             process.signal(signal.SIGTERM)
@@ -201,10 +202,10 @@ def end_all(processes: Sequence[RunningTask]) -> None:
 
 
 def script_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a training script with this Python."""
+    """Return the command that runs a training script with this Python."""
     return [sys.executable, script, *arguments]
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a module with this Python."""
+    """Return the command that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]

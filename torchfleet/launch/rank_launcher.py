@@ -78,7 +78,7 @@ def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[st
         machines = f"{plan.min_machines} to {plan.max_machines} machines: ranks are numbered when they meet"
         yield from describe_task(task, job.command, f"{machines}; logs: {job.latest}/workerlog.RANK")
         return
-    rank = (plan.machine or 0) * plan.num_ranks + local_rank  # if all machines have equally many
+    rank = (plan.machine or 0) * plan.num_ranks + local_rank  # if all machines have the same number of ranks
     world_size = plan.max_machines * plan.num_ranks
     variables |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": plan.host}
     variables |= {"MASTER_PORT": "(a free one, for every start)", **plan.environment}

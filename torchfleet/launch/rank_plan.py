@@ -17,7 +17,7 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The part that one machine has in a collective job."""
+    """The part of one machine in a collective job."""
 
     num_ranks: int  # on this machine
     min_machines: int = 1
@@ -33,7 +33,7 @@ class RankPlan:
 
 
 def make_plan(options: argparse.Namespace) -> RankPlan:
-    """The plan for the options of the command line. Raises RoleError for options that cannot work."""
+    """Make the plan from the options of the command line. Raises RoleError for invalid options."""
     gpus = _gpus(options.gpus)
     num_ranks = _num_ranks(options.nproc_per_node, gpus)
     least, most = _machines(options.nnodes)
@@ -65,7 +65,7 @@ def _environment(num_ranks: int, gpus: Sequence[str], is_loopback: bool) -> dict
 
 
 def _gpus(text: str | None) -> list[str]:
-    """Names of GPUs as CUDA spells them, each once. A GPU that is hidden from the launcher is refused."""
+    """Return GPU names as CUDA spells them, without duplicates. Raises RoleError for a GPU hidden from the launcher."""
     if text is None:
         return []
     gpus = _list("--gpus", text)
@@ -79,14 +79,14 @@ def _gpus(text: str | None) -> list[str]:
 
 
 def require_gpus(text: str | None) -> None:
-    """Raise RoleError if GPUs were named with --gpus that this machine does not have, or may not use."""
+    """Raise RoleError if --gpus names a GPU that this machine does not have or may not use."""
     if text is None:
         return
     if os.environ.get("FLEET_DEVICE") == "cpu":
         raise RoleError(f"--gpus {text} asks for GPUs, FLEET_DEVICE=cpu keeps the job off them: use one of them")
     import torch
 
-    num = torch.cuda.device_count()  # of those that CUDA_VISIBLE_DEVICES leaves, by which the names were checked
+    num = torch.cuda.device_count()  # counts only CUDA_VISIBLE_DEVICES; the names were checked against it
     numbers = [int(gpu) for gpu in _list("--gpus", text) if gpu.isdigit()]
     is_renumbered = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     missing = [number for number in numbers if number >= num and not is_renumbered]
@@ -138,7 +138,7 @@ def _place(master: str | None, hosts: Sequence[str], most: int) -> tuple[str, in
 
 
 def _machine(rank: int | None, hosts: Sequence[str], least: int, most: int) -> int | None:
-    """This machine's number: that of --rank, or its position in --ips. None for MIN:MAX machines."""
+    """Return this machine's number: --rank, or its position in --ips. None for MIN:MAX machines."""
     if least != most:
         if rank is not None:
             raise RoleError(

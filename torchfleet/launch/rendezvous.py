@@ -1,8 +1,8 @@
 """Rendezvous handlers for torch's elastic agent: the machines of a collective job meet before every start of its ranks.
 
-One machine serves a store that all launchers use. Every start of the ranks gets a store of its own, so that no value of
-an earlier start is taken for a new one. On loopback both listen to this machine only. (torch's own handlers listen to
-every network, use one store for all starts, and cannot be interrupted while they wait.)
+One machine serves a store that all launchers use. Every start of the ranks gets a store of its own, so that no rank
+reads a value of an earlier start. On loopback, both stores accept connections from this machine only. (torch's own
+handlers listen on every interface, use one store for all starts, and cannot be interrupted while they wait.)
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from torchfleet.launch.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
-_LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more of them, once there are MIN
+_LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more machines after MIN have joined
 _PARTING = 3.0  # seconds that the machine with the store waits for the others to read how the job ended
-_PERIOD = 0.1  # seconds between two looks at the store
+_PERIOD = 0.1  # seconds between two polls of the store
 
 
 class Rendezvous(RendezvousHandler):
-    """What fixed and elastic jobs share. `num_starts`: how often the ranks were started before this start."""
+    """Base of the fixed and the elastic rendezvous. `num_starts`: number of starts of the ranks before this one."""
 
     def __init__(
         self, address: StoreAddress, store: TCPStore, is_host: bool, max_machines: int, report: Report
@@ -49,11 +49,12 @@ class Rendezvous(RendezvousHandler):
 
     @abstractmethod
     def _join(self) -> tuple[Store, int, int]:
-        """Wait for the other machines. Returns a store for this start only, this machine's number, and their number."""
+        """Block until the other machines have joined. Returns a store for this start only, this machine's number, and
+        the number of machines."""
 
     @abstractmethod
     def _own_host(self) -> str:
-        """The address of this machine for the others."""
+        """Return the address by which the other machines reach this one."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         with self._store_errors():
@@ -67,7 +68,7 @@ class Rendezvous(RendezvousHandler):
             return RendezvousInfo(self._start_store, number, self._num_machines, RendezvousStoreInfo(host, port))
 
     def finish(self) -> None:
-        """Report that all ranks of this machine have finished, and wait for those of the other machines."""
+        """Report that all ranks of this machine have finished, and block until those of the other machines have."""
         with self._store_errors():
             self._start_store.add("done", 1)
             while self._start_store.add("done", 0) < self._num_machines:
@@ -177,8 +178,8 @@ class FixedRendezvous(Rendezvous):
 class ElasticRendezvous(Rendezvous):
     """Between `min_machines` and `max_machines` machines, which come and go; they are numbered at every start.
 
-    torch's c10d rendezvous decides which take part. It keeps its state in the store as a pickle: whoever can write to
-    the store can run code here.
+    torch's c10d rendezvous decides which machines take part. It keeps its state in the store as a pickle: a process
+    that can write to the store can run code here.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class ElasticRendezvous(Rendezvous):
     ) -> None:
         store, is_host = serve_or_reach(address, report) if is_here else (reach(address, report), False)
         super().__init__(address, store, is_host, max_machines, report)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # next_rendezvous makes the ranks' store
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # next_rendezvous creates the ranks' store
         parameters = RendezvousParameters(
             "c10d", str(address), self.get_run_id(), min_machines, max_machines, self._own_host(),
             join_timeout=int(PATIENCE), last_call_timeout=_LAST_CALL, keep_alive_interval=2, keep_alive_max_attempt=4,
@@ -200,7 +201,7 @@ class ElasticRendezvous(Rendezvous):
         return joined.store, joined.rank, joined.world_size
 
     def _own_host(self) -> str:
-        """The address that packets to the store leave from; nothing is sent."""
+        """Return the local address of packets to the store. Sends nothing."""
         family, _, _, _, resolved = socket.getaddrinfo(*self.address, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(resolved)

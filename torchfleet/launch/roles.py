@@ -1,4 +1,4 @@
-"""The servers and workers of a job: their addresses, those that this machine starts, and the environment of each."""
+"""The servers and workers of a job: their addresses, which of them this machine starts, and their environments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Task
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
-PORTS = range(10240, 32000)  # below those that systems give to outgoing connections
-_CLAIMED = 120.0  # seconds for which no other job of this user is given the same port: its server may still be starting
+PORTS = range(10240, 32000)  # below the ephemeral ports of outgoing connections
+_CLAIMED = 120.0  # seconds that a port stays reserved among jobs of this user: its server may still be starting
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class JobLayout:
     workers: tuple[str, ...]
     local_servers: tuple[int, ...]
     local_workers: tuple[int, ...]
-    local_backups: tuple[int, ...] = ()  # of servers with replicas, whose addresses stand together: "a:1|b:1"
+    local_backups: tuple[int, ...] = ()  # of servers with replicas, which have joined addresses: "a:1|b:1"
 
     @property
     def places(self) -> list[str]:
-        """Every server's address, with those of backups."""
+        """The addresses of all servers and backups."""
         return [place for server in self.servers for place in server.split(SEPARATOR)]
 
     @property
@@ -44,7 +44,7 @@ class JobLayout:
 
 
 def one_machine(num_servers: int, num_workers: int, replicas: int = 1) -> JobLayout:
-    """All servers and workers on this machine; the servers on free loopback ports."""
+    """Return the layout with all processes on this machine; servers listen on free loopback ports."""
     places = [f"127.0.0.1:{port}" for port in free_ports(num_servers * replicas)]
     servers = tuple(SEPARATOR.join(places[i::num_servers]) for i in range(num_servers))
     workers = ("127.0.0.1:0",) * num_workers
@@ -53,9 +53,10 @@ def one_machine(num_servers: int, num_workers: int, replicas: int = 1) -> JobLay
 
 
 def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayout:
-    """The same two lists on every machine. Local are those whose host is a name or an address of this machine.
+    """Return the layout of a job on several machines, which all get the same two lists. A process is local if its host
+    is a name or an address of this machine.
 
-    Raises RoleError if none is.
+    Raises RoleError if no process is local.
     """
     own = own_addresses()
     replicas = [place.split(SEPARATOR) for place in servers]
@@ -73,9 +74,9 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayou
 
 
 def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: int = 0) -> list[Task]:
-    """The processes to start on this machine, servers first; `base` is part of the environment of each.
+    """Return the processes to start on this machine, servers first; `base` is part of the environment of each.
 
-    The cores, but for `num_kept`, are divided among the workers of the machine, unless OMP_NUM_THREADS is set.
+    Unless OMP_NUM_THREADS is set, the workers of the machine share its cores, except `num_kept` of them.
     """
     common = {
         **base,
@@ -101,7 +102,7 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: i
 
 
 def given_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Threads of a worker, if the user has set OMP_NUM_THREADS. Raises RoleError if that is no number."""
+    """Return the threads of a worker if the user set OMP_NUM_THREADS. Raises RoleError if it is not a number."""
     text = environment.get("OMP_NUM_THREADS")
     if not text:
         return None
@@ -112,10 +113,10 @@ def given_threads(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def spare_servers(num_cores: int, num_workers: int, num_threads: int | None) -> tuple[int, str]:
-    """How many servers `--server_num auto` starts beside so many workers of this machine, and why.
+    """Return the number of servers that `--server_num auto` starts with `num_workers` workers here, and the reason.
 
-    One for each core that the workers leave, at least one. More servers than workers help nobody: each worker's
-    request is one message to every server.
+    One server for each core that the workers leave free, at least one. More servers than workers do not help: each
+    request of a worker is one message to every server.
     """
     threads = num_threads or 1
     num_left = num_cores - num_workers * threads
@@ -131,7 +132,7 @@ def spare_servers(num_cores: int, num_workers: int, num_threads: int | None) -> 
 
 
 def worker_threads(num_cores: int, num_workers: int, num_servers: int) -> int:
-    """Threads for each worker of this machine, if so many cores are kept for servers."""
+    """Return the threads of each worker of this machine if `num_servers` cores are kept for servers."""
     return max(1, (num_cores - num_servers) // max(1, num_workers))
 
 
@@ -140,11 +141,11 @@ def _num(number: int, what: str) -> str:
 
 
 def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> list[int]:
-    """`num` different ports that are free at the moment: the first of PORTS, from number `begin` or a random one on.
+    """Return `num` different free ports: the first free ones of PORTS, starting at index `begin` or at a random one.
 
-    Not those that the system would choose: it gives them to outgoing connections, too, before a server listens, or
-    while it is started again. Nor those that this user's processes got here in the last minutes and do not listen on
-    yet. Raises RoleError if there are too few.
+    Ephemeral ports are not used: the system could give them to outgoing connections before a server listens, or while
+    it restarts. Ports that this function gave to this user's processes in the last _CLAIMED seconds are not used
+    either: their servers may not listen yet. Raises RoleError if there are too few.
     """
     begin = random.SystemRandom().randrange(len(PORTS)) if begin is None else begin
     found: list[int] = []
@@ -164,7 +165,7 @@ def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> l
 def _claim(port: int) -> bool:
     """Whether no other process of this user has claimed the port within the last _CLAIMED seconds."""
     claim = Path(tempfile.gettempdir()) / f"torchfleet-ports-{os.getuid()}" / str(port)
-    with contextlib.suppress(OSError):  # where claims cannot be written, a port that is free will do
+    with contextlib.suppress(OSError):  # if claims cannot be written, any free port is used
         claim.parent.mkdir(mode=0o700, exist_ok=True)
         if claim.exists() and time.time() - claim.stat().st_mtime < _CLAIMED:
             return False
@@ -173,7 +174,7 @@ def _claim(port: int) -> bool:
 
 
 def own_addresses() -> set[str]:
-    """The names and addresses by which a list of hosts may refer to this machine."""
+    """Return the names and addresses by which a list of hosts may refer to this machine."""
     own = {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
     if os.environ.get("POD_IP"):
         own.add(os.environ["POD_IP"])
@@ -197,7 +198,7 @@ def is_here(place: str, own: set[str]) -> bool:
 
 
 def _numbered(workers: Sequence[str]) -> list[str]:
-    """Endpoints must differ, but workers need no port: host:0 gets the first number that makes it unlike all others."""
+    """Replace port 0 of workers, which need no port, by the first number that makes the endpoint unique."""
     taken = {place for place in workers if not place.endswith(":0")}
     numbered = []
     for place in workers:

@@ -35,7 +35,7 @@ from torchfleet.ps.tables.settings.table_size import VARIABLE, parse_bytes
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_MOST = 1 << 16  # ports of a host, and more than any job has processes
+_MOST = 1 << 16  # number of ports of a host, more than the processes of any job
 
 
 class ServerLauncher:
@@ -99,7 +99,7 @@ class ServerLauncher:
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
         layout, num_workers, url = _layout(job, options)
-        planned = _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
+        planned = _tasks(job, options, layout, num_workers)  # finds mistakes before a folder is created
         check_free(job.watching, len(planned))
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
@@ -124,7 +124,8 @@ class ServerLauncher:
 
 
 def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job with the number of servers that `--server_num auto` stands for, and why that many; else as it is."""
+    """Return the job with `--server_num auto` replaced by a number, and lines with the reason. Other jobs are
+    unchanged."""
     if job.num_servers != "auto":
         return job, []
     num_workers = 1 if job.num_workers is None else job.num_workers
@@ -139,8 +140,8 @@ def _tasks(
     num_workers: int,
     kept: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
-    server. `kept`: variables about the servers' logs and coordinator, if these are known."""
+    """Return the processes to start on this machine. With `--server_num auto` the workers' threads leave one core for
+    every server. `kept`: variables for the servers' logs and coordinator, if they are known."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     kept = durability_variables(options) if kept is None else kept
@@ -153,13 +154,13 @@ def _tasks(
 
 
 def server_bounds(options: argparse.Namespace) -> dict[str, str]:
-    """The variables by which servers learn what they may hold, wait for and write to. Raises RoleError."""
+    """Return the variables that limit the servers: table sizes, timeouts and save folders. Raises RoleError."""
     return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root)}
 
 
 def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:
-    """The variables by which servers learn how large a table may be, which workers with tables of their own learn too,
-    and for how long they wait for workers."""
+    """Return the variables with the maximum size of a table, which also holds for workers with tables of their own, and
+    with the time that servers wait for workers."""
     found = {}
     if max_table_bytes is not None:
         found[VARIABLE] = str(parse_bytes(max_table_bytes, "--max_table_bytes"))
@@ -173,7 +174,7 @@ def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[st
 
 
 def roots(folders: Sequence[str] | None) -> dict[str, str]:
-    """The variable by which servers learn below which folders saves may be written."""
+    """Return the variable with the folders below which servers may write saves."""
     if not folders:
         return {}
     for folder in folders:
@@ -183,8 +184,8 @@ def roots(folders: Sequence[str] | None) -> dict[str, str]:
 
 
 def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, str | None]:
-    """The layout, the number of workers of the whole job, and the coordinator of servers with replicas if one is
-    given."""
+    """Return the layout, the number of workers of the whole job, and the coordinator of servers with replicas, if one
+    is given."""
     replicas = num_replicas(options.replicas)
     refuse_both(durability_variables(options), replicas)
     layout, num_workers = _places(job, options.servers, options.workers, replicas)
@@ -222,10 +223,10 @@ def _addresses(option: str, text: str) -> list[str]:
 
 
 def _expanded(option: str, address: str) -> list[str]:
-    """host:port, or host:port*N: N ports from this one on; of workers without a port (0), N workers."""
+    """Expand host:port*N to N consecutive ports, or for workers without a port (0) to N workers. host:port is one."""
     place, star, count = address.partition("*")
     host, _, port = place.rpartition(":")
-    least = 1 if option == "--servers" else 0  # workers must know a server's port; a worker needs none
+    least = 1 if option == "--servers" else 0  # a server needs a known port; a worker does not
     numbers = [port, count] if star else [port]
     if not host or not all(_NUMBER.fullmatch(number) for number in numbers) or int(port) < least:
         raise RoleError(

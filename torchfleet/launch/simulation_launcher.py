@@ -28,8 +28,8 @@ _OTHERS = (
     "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
     "tensorboard", "verbose", "trace_every",
 )  # fmt: skip
-_FIRST_PORT = 10_000  # of addresses that nobody listens on
-# Messages travel inside this machine, and no process of it serves metrics, or sends traces, of virtual time.
+_FIRST_PORT = 10_000  # of placeholder addresses: no process listens on them
+# Messages stay inside this machine, and no process serves metrics or sends traces of virtual time.
 _WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST, "FLEET_TRACE_EVERY"}
 
 
@@ -138,7 +138,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
 
 
 def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Task]]:
-    """Addresses that stand for machines, and the processes."""
+    """Return a layout with an address for each simulated machine, and the processes."""
     if job.num_servers == "auto":
         raise RoleError(
             "--server_num auto counts cores of this machine, and a simulated server has a machine: give a number"

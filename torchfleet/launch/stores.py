@@ -37,7 +37,8 @@ class StoreAddress(NamedTuple):
 
 
 def serve(address: StoreAddress) -> TCPStore:
-    """A store that listens at `address` (port 0: any free one); at a loopback address, to this machine only."""
+    """Return a store that listens at `address` (port 0: any free port). At a loopback address only this machine can
+    reach it."""
     try:
         if not address.is_private:
             return TCPStore(address.host, address.port, None, True, _TIMEOUT, wait_for_workers=False)
@@ -54,7 +55,7 @@ def serve(address: StoreAddress) -> TCPStore:
 
 
 def reach(address: StoreAddress, report: Report) -> TCPStore:
-    """A client of the store that another launcher serves. Waits up to PATIENCE for it to start."""
+    """Return a client of the store that another launcher serves. Blocks up to PATIENCE until it has started."""
     deadline = time.monotonic() + PATIENCE
     for attempt in itertools.count():
         try:
@@ -72,7 +73,7 @@ def reach(address: StoreAddress, report: Report) -> TCPStore:
 
 
 def serve_or_reach(address: StoreAddress, report: Report) -> tuple[TCPStore, bool]:
-    """The store, and whether this process serves it: the first launcher on the machine of `address` does."""
+    """Return the store, and whether this process serves it: the first launcher on the machine of `address` does."""
     with contextlib.suppress(RoleError):
         return serve(address), True
     return reach(address, report), False

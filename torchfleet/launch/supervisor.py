@@ -21,17 +21,17 @@ from torchfleet.launch.roles import JobLayout
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
-_PAUSE = 0.1  # seconds between two looks at the processes
-_QUICK = 0.02  # the same where servers have backups, which wait to be told
-_TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
-_TOGETHER = "hybrid"  # the mode whose workers start again together: none can go on without another
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # these end a job
+_PAUSE = 0.1  # seconds between two polls of the processes
+_QUICK = 0.02  # the same for servers with backups: a backup waits for the message that its primary has ended
+_TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job fails
+_TOGETHER = "hybrid"  # the mode whose workers restart together: none can continue without the others
 
 
 class JobSupervisor:
-    """One attempt to run the tasks of a job. `attempt` counts from 0: the attempts before this one failed.
+    """One attempt to run the tasks of a job. `attempt` counts from 0: the earlier attempts failed.
 
-    `start`: how a task is started, wherever that is; None: as a process of this machine.
+    `start`: starts a task anywhere; None: as a process of this machine.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class JobSupervisor:
     ) -> None:
         self._job, self._layout, self._tasks, self._log_dir = job, layout, tasks, log_dir
         self._attempt, self._start = attempt, start or self._start_here
-        self.is_finished = False  # all processes that were not lost have ended with status 0
+        self.is_finished = False  # every process except lost workers has ended with status 0
         self._processes: list[RunningTask] = []
-        self._lost: list[str] = []  # names of workers that were killed and that the others go on without
+        self._lost: list[str] = []  # names of killed workers without which the job continues
         self._signal = 0  # the signal that the launcher received
-        self._odd_since: float | None = None  # since when servers or workers run that nobody will end
+        self._odd_since: float | None = None  # since when servers run without workers, or workers without a server
 
     def run(self) -> int:
-        """Start the tasks, wait for the end of the job and return its exit status. No process is left running.
+        """Start the tasks, block until the job has ended and return its exit status. No process is left running.
 
-        SIGINT and SIGTERM end the job, if this is the main thread; afterwards they do what they did before.
+        SIGINT and SIGTERM end the job if this is the main thread. Their previous handlers are restored afterwards.
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS} if is_main else {}
@@ -99,15 +99,16 @@ class JobSupervisor:
         return Process(task, job.command, self._log_dir, report, echo, append, *options)
 
     def _failed(self) -> RunningTask | None:
-        """One that has failed. First one that was killed: others that needed it have failed because of it."""
+        """Return a failed process, preferably a killed one: the others failed because they needed it."""
         ended = [p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost]
         ended += [p for p in self._of("server") if p.returncode == 0 and self._partner(p) and self._needing()]
-        if not self._needing():  # of two replicas, the one that follows may be ended in the middle
+        if not self._needing():  # a replica ended after its partner finished has not failed
             ended = [p for p in ended if not self._has_finished(self._partner(p))]
         return min(ended, key=lambda process: process.returncode or 0, default=None)
 
     def _odd_end(self, watch: JobWatch) -> int | None:
-        """The exit status, if a server has ended that workers need, or servers are left that no worker will stop."""
+        """Return the exit status if a server that workers need has ended, or if servers are left that no worker will
+        stop."""
         early = [p for p in self._of("server") if p.returncode == 0] if self._needing() else []
         idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
         if not early and not idle:
@@ -124,11 +125,11 @@ class JobSupervisor:
         return 1
 
     def _needing(self) -> list[RunningTask]:
-        """Workers here that need servers."""
+        """Return the workers of this machine that need servers."""
         return [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
 
     def _partner(self, process: RunningTask) -> RunningTask | None:
-        """The other replica of a server, if it runs on this machine."""
+        """Return the other replica of a server, if it runs on this machine."""
         task = process.task
         found = (p for p in self._of("server") if p.task.index == task.index and p.task.replica != task.replica)
         return next(found, None) if task.role == "server" else None
@@ -138,7 +139,7 @@ class JobSupervisor:
         return process is not None and process.returncode == 0
 
     def _end_followers(self) -> None:
-        """A server that has finished needs no backup any more, and its backup may be far from knowing it."""
+        """End the backups of servers that have finished: a backup may take long to notice."""
         for process in self._of("server"):
             if process.returncode is None and not self._needing() and self._has_finished(self._partner(process)):
                 process.signal(signal.SIGTERM)
@@ -156,7 +157,7 @@ class JobSupervisor:
         workers = self._of("worker")
         if any(process.returncode is None for process in workers):
             return False
-        no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # to stop the servers
+        no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # so none can stop the servers
         return no_worker_is_left or all(process.returncode is not None for process in self._processes)
 
     def _conclude(self, watch: JobWatch) -> int:
@@ -175,7 +176,8 @@ class JobSupervisor:
         return 1 if self._lost else 0
 
     def _go_on_without(self, process: RunningTask, watch: JobWatch) -> bool:
-        """Whether the job goes on: a worker is restarted (--max_restart), or given up if the others can do without."""
+        """Restart a failed process (--max_restart), or give a worker up if the others can continue without it. Returns
+        whether the job continues."""
         if process.task.role == "server":
             return self._restart_server(process, watch) or self._replace_server(process, watch)
         mode = process.status().get("mode", "")
@@ -197,9 +199,9 @@ class JobSupervisor:
         return self._leave_for(process.task.index, watch)
 
     def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
-        """A server with a backup was killed, or deposed: the other replica goes on, and this one begins as its backup.
+        """Restart a killed or deposed server as the backup of its other replica, which continues.
 
-        False if it has none that runs, or its script failed: that would fail again.
+        Returns False if no other replica runs, or if the script failed: it would fail again.
         """
         task, places = process.task, self._layout.servers[process.task.index].split(SEPARATOR)
         partner = self._partner(process)
@@ -214,7 +216,7 @@ class JobSupervisor:
         return True
 
     def _restart_server(self, process: RunningTask, watch: JobWatch) -> bool:
-        """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
+        """Restart a server that keeps a log. It recovers all acknowledged changes; workers wait for it."""
         if not keeps_log(process.task) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
             return False
         number = f"{process.num_restarts + 1} of {self._job.max_restart}"
@@ -226,13 +228,14 @@ class JobSupervisor:
         return True
 
     def _restart_workers(self, failed: RunningTask, watch: JobWatch) -> bool:
-        """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
+        """Restart all workers while the servers keep their rows. Returns False if that is not allowed, or if one has
+        left."""
         workers = self._of("worker")
         elsewhere = len(self._layout.workers) > len(workers)
         if elsewhere or any(p.num_restarts >= self._job.max_restart or p.status().get("left") for p in workers):
             return False
         watch.report(f"[fleetrun] {failed.task.name} {ending_of(failed)}; starting all workers again")
-        for worker in workers:  # all end before one begins: none may talk to one of before
+        for worker in workers:  # end all before starting any: a new worker must not talk to an old one
             worker.kill()
         for worker in workers:
             worker.restart()

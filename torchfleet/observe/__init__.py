@@ -1,1 +1,1 @@
-"""What looks at jobs: the display of fleetrun, the dashboard, the `fleet` command, doctor and profile."""
+"""Tools that observe jobs: the display of fleetrun, the dashboard, the `fleet` command, doctor and profile."""

@@ -1,1 +1,1 @@
-"""Jobs on clusters of others: Ray, Kubernetes, Slurm."""
+"""Jobs on clusters: Ray, Kubernetes, Slurm."""

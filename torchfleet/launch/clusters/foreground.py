@@ -1,7 +1,8 @@
-"""A child in the foreground: it gets the signals of this process, and this process ends as it ended.
+"""Runs a child in the foreground: forwards signals to it, and exits with its status.
 
-SIGUSR1 asks a job to save and to end (docs/cluster/slurm.md). It is blocked in the child, so that neither the script
-before it looks, nor any program that it starts, is ended by it: the script asks whether it is pending.
+SIGUSR1 asks a job to save and to end (docs/cluster/slurm.md). The child starts with SIGUSR1 blocked, so that the
+signal kills neither a script that has not yet checked for it nor a program that the script starts. The script checks
+whether the signal is pending.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
-_PAUSE = 0.1  # seconds between two looks at the child
+_PAUSE = 0.1  # seconds between two polls of the child
 _LAST_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -33,21 +34,21 @@ class Running(Protocol):
 
 @dataclass
 class Ending:
-    """How a child is ended. `grace`: seconds that it has to save, after the first SIGTERM to this process."""
+    """How a child is ended. `grace`: seconds that it has for saving after the first SIGTERM to this process."""
 
     grace: float = 0.0
-    received: int = 0  # the signal that this process was told to end with
-    is_asked: bool = field(default=False, init=False)  # to save and to end
+    received: int = 0  # the signal that told this process to end
+    is_asked: bool = field(default=False, init=False)  # the child was asked to save and to end
     deadline: float | None = field(default=None, init=False)
-    is_told: bool = field(default=False, init=False)  # to end
+    is_told: bool = field(default=False, init=False)  # the child was told to end
 
     def ask(self, child: Running) -> None:
-        """The child is to save, if it is the one that does, and to end."""
+        """Ask the child to save, if it is the process that saves, and to end."""
         self.is_asked = True
         send(child, signal.SIGUSR1)
 
     def look(self, child: Running) -> None:
-        """Pass on what has come since the last look."""
+        """Act on the signal that this process received: ask the child to save, forward the signal, at last SIGKILL."""
         if not self.received:
             return
         now = time.monotonic()
@@ -63,9 +64,10 @@ class Ending:
 
 
 def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = lambda: None) -> int:
-    """Pass signals on until the child has ended; returns its status, 128 + N if signal N ended it. Its group is gone.
+    """Forward signals until the child has ended. Returns its exit status, or 128 + N if signal N ended it. No process
+    of its group is left when this returns.
 
-    `asks_blocked` must be on when the child is started. `meanwhile` is called ten times a second.
+    The child must be started within `asks_blocked`. `meanwhile` is called ten times a second.
     """
     try:
         with _signals_noted(ending):
@@ -83,21 +85,21 @@ def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = la
 
 @contextlib.contextmanager
 def asks_blocked() -> Iterator[None]:
-    """SIGUSR1 waits until it is asked for, in this thread, which is the main one, and in all that it starts."""
-    # Threads that are there already, such as those of a library, do not block it: one hands it on to this thread.
+    """Block SIGUSR1 in this thread, which must be the main one, and in all threads and processes that it starts."""
+    # Existing threads, such as those of a library, do not block it: the handler redirects it to this thread.
     own = threading.get_ident()
     handler = signal.signal(signal.SIGUSR1, lambda number, frame: signal.pthread_kill(own, number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # drops one that nobody has asked for: it would end this process
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # discards a pending SIGUSR1, which would end this process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGUSR1, handler)
 
 
 def send(child: Running, number: int) -> None:
-    """SIGUSR1 goes to the child alone, any other signal to its whole group."""
+    """Send SIGUSR1 to the child alone, any other signal to its whole group."""
     with contextlib.suppress(ProcessLookupError):
         if number == signal.SIGUSR1:
             os.kill(child.pid, number)
@@ -119,7 +121,7 @@ def _signals_noted(ending: Ending) -> Iterator[None]:
 
 
 def _reap(child: int) -> None:
-    """As process 1 of a container this process inherits orphans: their entries are taken from the table."""
+    """Reap orphans, which this process inherits when it is process 1 of a container."""
     if os.getpid() != 1:
         return
     with contextlib.suppress(ChildProcessError):

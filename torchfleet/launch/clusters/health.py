@@ -1,6 +1,6 @@
-"""The health port of a member: whether its script lives, and whether it has begun, for a scheduler that asks by HTTP.
+"""The health port of a member: tells a scheduler over HTTP whether the script is alive and whether it is ready.
 
-GET /healthz    200 while the script runs and, of a server, its loop turns; else 503
+GET /healthz    200 while the script runs and, for a server, its loop makes progress; else 503
 GET /readyz     200 once a server serves, or a worker trains; else 503
 """
 
@@ -14,13 +14,13 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.http_listener import Bounds, HttpListener, HttpRequest, routes
 from torchfleet.launch.clusters.foreground import Running
 
-STUCK = 60.0  # seconds without a turn of a server's loop: it writes its status twice a second
+STUCK = 60.0  # seconds without an iteration of a server's loop, which writes the status twice a second
 _OK = 200, "text/plain", b"ok"
 _BOUNDS = Bounds(connections=256, request_seconds=5.0, reply_seconds=5.0, request_bytes=8192)
 
 
 class HealthPort:
-    """Serves the port from a thread until it is left as a context. Port 0: it does nothing."""
+    """Serves the port from a thread until the context exits. With port 0 it does nothing."""
 
     def __init__(self, port: int, status_file: Path, is_server: bool) -> None:
         self._status_file, self._is_server = status_file, is_server
@@ -28,7 +28,7 @@ class HealthPort:
         self._listener: HttpListener | None = None
         if not port:
             return
-        try:  # every interface: who asks is outside of a container
+        try:  # every interface: probes come from outside the container
             paths = routes({"/healthz": self._health, "/readyz": self._readiness})
             self._listener = HttpListener(("", port), paths, _BOUNDS, "health port")
         except OSError as error:
@@ -46,7 +46,7 @@ class HealthPort:
             self._listener.close()
 
     def watch(self, child: Running) -> None:
-        """From now on it is this child that is asked about."""
+        """Report the health of this child from now on."""
         self._child = child
 
     def _health(self, request: HttpRequest) -> tuple[int, str, bytes]:
@@ -58,13 +58,13 @@ class HealthPort:
 
     def _is_healthy(self) -> bool:
         if self._child is None:
-            return True  # it is about to start
+            return True  # the script is about to start
         age = self._age()
         is_stuck = self._is_server and age is not None and age > STUCK
         return self._child.returncode is None and not is_stuck
 
     def _age(self) -> float | None:
-        """Seconds since the last status of the script; None: it has written none."""
+        """Return the seconds since the script last wrote its status; None if it has written none."""
         try:
             return time.time() - self._status_file.stat().st_mtime
         except OSError:

@@ -1,4 +1,4 @@
-"""The options that describe a job, wherever it runs, and the JobSpec that they make."""
+"""The options that describe a job on any launcher, and the JobSpec made from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESOURCES = ("server_cpus", "server_memory", "worker_cpus", "worker_memory", "wo
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:
-    """How many servers and workers there are."""
+    """Add the options for the numbers of servers and workers."""
     parser.add_argument(
         "--server_num",
         type=_count_or_auto,
@@ -36,7 +36,7 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resources(parser: argparse.ArgumentParser) -> None:
-    """What a process of each role asks a cluster for."""
+    """Add the options for the resources of a process of each role."""
     group = parser.add_argument_group("resources of one process, on a cluster")
     for role in ("server", "worker"):
         group.add_argument(f"--{role}_cpus", type=float, metavar="N", help=f"cores of a {role} (default: 1)")
@@ -45,7 +45,7 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """What is run. Nothing may be added to the parser behind it."""
+    """Add the script and its arguments. They must be the last arguments added to the parser."""
     parser.add_argument(
         "-m", "--module", action="store_true", help="what follows is a module, to be run as `python -m` would"
     )
@@ -54,7 +54,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def check_script(options: argparse.Namespace) -> None:
-    """Raise RoleError unless there is a script, or with -m a module."""
+    """Raise RoleError unless a script, or with -m a module, was given."""
     if options.script is None:
         raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
     if options.module:
@@ -64,11 +64,11 @@ def check_script(options: argparse.Namespace) -> None:
 
 
 def job_spec_of(options: argparse.Namespace) -> JobSpec:
-    """The job that these options describe. Raises FleetError for sizes and resources that make no sense."""
+    """Return the job that these options describe. Raises FleetError for invalid sizes and resources."""
     command = module_command if options.module else script_command
     is_elastic = isinstance(options.worker_num, tuple)
     least, most = options.worker_num if is_elastic else (None, options.worker_num)
-    size = getattr(options, "log_max_bytes", None)  # fleetrun slurm leaves it to the tasks
+    size = getattr(options, "log_max_bytes", None)  # fleetrun slurm has no such option: its tasks do
     return JobSpec(
         command=tuple(command(options.script, options.arguments)),
         log_dir=Path(options.log_dir),
@@ -88,7 +88,7 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
 
 
 def job_resources(options: argparse.Namespace) -> dict[str, Resources]:
-    """What a process of each role asks for. Raises RoleError for what makes no sense."""
+    """Return the resources that a process of each role requests. Raises RoleError for invalid values."""
     for name in RESOURCES:
         value = getattr(options, name)
         if isinstance(value, float) and not (0 < value < math.inf):
@@ -120,7 +120,7 @@ def _count_or_range(text: str) -> int | tuple[int, int]:
 
 
 def _check_module(name: str) -> None:
-    """Raise RoleError unless the package that the module is in can be found, from here as `python -m` looks for it."""
+    """Raise RoleError unless `python -m`, run from here, would find the package of this module."""
     package = name.partition(".")[0]
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""`fleetrun k8s`: manifests of a job. kubectl hands them to a cluster, and says how the job is."""
+"""`fleetrun k8s`: writes the manifests of a job. kubectl applies them and shows the state of the job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_options import job_of, k8s_parser
 
-_SHOWN = 5  # names of files that were left out
-KUBECTL = {  # what is done with manifests, by kubectl: DIR is their folder, NAME the job's
+_SHOWN = 5  # at most this many names of files that were left out
+KUBECTL = {  # kubectl commands for the manifests: DIR is their folder, NAME is the job's name
     "apply": "kubectl apply --server-side -f DIR",
     "status": "kubectl get jobs,pods -l app.kubernetes.io/instance=NAME",
     "logs": "kubectl logs -l app.kubernetes.io/instance=NAME --prefix --follow --tail=-1 --max-log-requests=100",
@@ -58,7 +58,7 @@ def _files(options: argparse.Namespace) -> tuple[list[ScriptFile], list[str]]:
 
 
 def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
-    """The lines of --dry_run: every Job with its pods, their command and their environment."""
+    """Return the lines of --dry_run: every Job with its pods, their command and their environment."""
     lines = []
     for made in jobs(job, files):
         container = made["spec"]["template"]["spec"]["containers"][0]

@@ -1,4 +1,4 @@
-"""The options of `fleetrun k8s`, and the job that they describe."""
+"""The options of `fleetrun k8s`, and the job made from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST = 10_000  # pods of a role
 
 
 def k8s_parser() -> argparse.ArgumentParser:
-    """Options of the job first, then those of Kubernetes."""
+    """Return a parser with the options of the job, followed by those of Kubernetes."""
     made = argparse.ArgumentParser(
         prog="fleetrun k8s",
         description="Write the manifests of a job for Kubernetes, of built-in kinds: with -o DIR into a folder, else "
@@ -98,7 +98,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def job_of(options: argparse.Namespace) -> K8sJob:
-    """The job that these options describe. Raises RoleError for what cannot work."""
+    """Return the job that these options describe. Raises RoleError for invalid combinations."""
     _check(options)
     resources = job_resources(options)
     if resources["worker"].gpus is not None and resources["worker"].gpus != int(resources["worker"].gpus):
@@ -205,7 +205,7 @@ def _check_faults(options: argparse.Namespace) -> None:
             "is primary"
         )
     if options.coordinator is not None:
-        make_coordinator(options.coordinator)  # raises if it is none
+        make_coordinator(options.coordinator)  # raises if the URL is invalid
 
 
 def _check_kind(options: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
-"""One role of a job in the foreground, for schedulers that start every process themselves.
+"""Runs one role of a job in the foreground, for schedulers that start every process themselves.
 
 python -m torchfleet.launch.clusters.member [-m] SCRIPT ARGUMENTS
 
-The environment says which role it is (docs/launch.md, "Under a scheduler"). Members wait for nobody: roles start in any
-order. The process ends with the status of the script; 2 stands for a mistake of the environment, which another attempt
-would meet again; 128 + N for signal N.
+The environment defines the role (docs/launch.md, "Under a scheduler"). A member does not wait for other members: roles
+start in any order. The process exits with the status of the script, with 2 for an invalid environment, for which a
+retry would fail again, or with 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, sc
 from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
-_INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # the second is that of an Indexed Job of Kubernetes
+_INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # the second is set by an Indexed Job of Kubernetes
 _GROUPS = ("server", "worker")
 _MOST_SECONDS = 24 * 3600.0
-_PERIOD = 5.0  # seconds between two lines about a name that is not known yet
-# Of what a launcher's processes do not inherit, that which a scheduler may set.
+_PERIOD = 5.0  # seconds between two messages about a host name that does not resolve yet
+# Variables that a scheduler may set, although the processes of a launcher do not inherit them.
 _KEPT = ("FLEET_RESTART", "FLEET_REPLICA", "FLEET_WORKER_ENDPOINTS")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script as the environment says, and return its exit status."""
+    """Run the script in the role that the environment defines, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m torchfleet.launch.clusters.member", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-m", "--module", action="store_true", help="what follows is a module")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def member_environment(found: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the role that these variables of a scheduler stand for. Raises RoleError."""
+    """Convert a scheduler's variables into the variables of a role. Raises RoleError."""
     group = found.get(GROUP, "")
     if group not in _GROUPS:
         raise RoleError(f"{GROUP} must be one of {', '.join(_GROUPS)}; found {group!r}")
@@ -70,12 +70,12 @@ def member_environment(found: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in found.items() if name not in ROLES or name in _KEPT}
     kept |= {"FLEET_ROLE": group.upper(), f"FLEET_{group.upper()}_INDEX": index, "PYTHONUNBUFFERED": "1"}
     kept.setdefault("OMP_NUM_THREADS", "1" if group == SERVER else str(usable_cores()))
-    kept.setdefault("FLEET_RESTART", ASK)  # a scheduler does not say it; the servers know
+    kept.setdefault("FLEET_RESTART", ASK)  # a scheduler does not set it; the servers know
     return kept
 
 
 def read_role(environment: Mapping[str, str]) -> RoleInfo:
-    """The role of such an environment. Raises RoleError if it is none, SecurityError if its keys are missing."""
+    """Read the role from an environment. Raises RoleError if it is invalid, SecurityError if its keys are missing."""
     info = PaddleCloudRoleMaker(environment=environment).read()
     if info.key_dir:
         KeyFolder(info.key_dir)
@@ -83,7 +83,7 @@ def read_role(environment: Mapping[str, str]) -> RoleInfo:
 
 
 def seconds_of(name: str, found: Mapping[str, str]) -> float:
-    """A number of seconds; 0 if it is not set."""
+    """Return a variable as a number of seconds; 0 if it is not set."""
     text = found.get(name) or "0"
     try:
         seconds = float(text)
@@ -95,7 +95,7 @@ def seconds_of(name: str, found: Mapping[str, str]) -> float:
 
 
 def wait_for_own_name(host: str, seconds: float) -> None:
-    """Return when the name of a server's own host is known: a scheduler may publish it after the process has started.
+    """Block until a server's own host name resolves: a scheduler may publish it after the process has started.
 
     Raises RoleError after `seconds`.
     """
@@ -119,7 +119,7 @@ def wait_for_own_name(host: str, seconds: float) -> None:
 
 
 class Child:
-    """A script whose output is that of this process; with `json`, as JSON lines of a role and its number."""
+    """A script that writes to the output of this process; with `json`, as JSON lines with its role and index."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], json: tuple[str, int] | None = None
@@ -138,7 +138,7 @@ class Child:
             self._copying.start()
 
     def finish(self) -> None:
-        """The script has ended: all that it wrote is written when this returns."""
+        """Call after the script has ended. Blocks until all of its output is written."""
         if self._copying is not None:
             self._copying.join(timeout=2)
 

@@ -1,4 +1,4 @@
-"""The launcher of jobs on Ray: every process in an actor of its own."""
+"""The launcher of jobs on Ray: every process runs in an actor of its own."""
 
 from __future__ import annotations
 
@@ -88,12 +88,13 @@ class RayLauncher:
 
 
 def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tuple[int, bytes]:
-    """Run the job on Ray and return its exit status, and what `function`, packed by fleet.ray, returned on worker 0.
+    """Run the job on Ray. Returns its exit status and the pickled value that `function`, pickled by fleet.ray, returned
+    on worker 0.
 
-    Raises RoleError for what cannot work, before anything is started.
+    Raises RoleError for invalid options before anything is started.
     """
     require_ray()
-    port_variables(job.watching, _plan(job, options, job.folder).num_processes - 1)  # the highest: raises if it is none
+    port_variables(job.watching, _plan(job, options, job.folder).num_processes - 1)  # raises for an invalid port
     _variables(job, options)
     address = options.cluster.partition("=")[2] or "auto"
     url = coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
@@ -115,7 +116,7 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
                     break
                 if attempt + 1 < attempts:
                     say(f"[fleetrun] starting the job again ({attempt + 1} of {attempts - 1})")
-    except KeyboardInterrupt:  # before, or after, the time in which a supervisor takes signals
+    except KeyboardInterrupt:  # before or after the supervisor handles signals
         return 130, b""
     return code, result
 
@@ -125,7 +126,7 @@ def _is_collective(options: argparse.Namespace) -> bool:
 
 
 def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
-    """What is asked of the cluster. Raises RoleError for what cannot work."""
+    """Return what the job requests from the cluster. Raises RoleError for invalid options."""
     script = None if options.module else Path(options.script).absolute()
     command, name = relative(job.command, script, folder)
     placement = (options.placement or "pack").upper()
@@ -149,7 +150,7 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
 
 
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
-    """Variables of all processes about logs, limits, lost workers, places of saves and tracing. Raises RoleError."""
+    """Return all processes' variables for logs, limits, lost workers, save folders and tracing. Raises RoleError."""
     kept = durability_variables(options)
     if kept.get(DURABILITY, "none") == "log" and LOG_STORE not in kept and not os.environ.get(LOG_STORE):
         raise RoleError(
@@ -168,7 +169,7 @@ def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:
-    """The processes of `--dry_run`: addresses are known when Ray has placed them."""
+    """Return the processes for `--dry_run`. Their addresses are known only after Ray has placed them."""
     if plan.num_ranks:
         common = {**base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": "(node of rank 0)"}
         return [Task("rank", i, {**common, "RANK": str(i)}) for i in range(plan.num_ranks)]

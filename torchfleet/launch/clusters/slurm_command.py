@@ -1,4 +1,4 @@
-"""`fleetrun slurm`: writes a file for sbatch that a person can read, and change."""
+"""`fleetrun slurm`: writes an sbatch file that a person can read and change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file, or print it without -o. Raises RoleError for options that cannot work."""
+    """Write the file, or print it without -o. Raises RoleError for invalid options."""
     options = _parser().parse_args(arguments)
     check_script(options)
     text = sbatch_file(job_spec_of(options), options, arguments)
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The whole file. Raises RoleError for options that cannot work."""
+    """Return the whole file. Raises RoleError for invalid options."""
     _check(job, options)
     lines = ["#!/bin/bash", *_header(job, options), "", f"# made by: fleetrun slurm {shlex.join(arguments)}", ""]
     more = ""
@@ -89,7 +89,7 @@ def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[s
         more = ' "${resume[@]}"'
     srun = ["srun", "--kill-on-bad-exit=1"]
     srun += ["--het-group=0,1"] if options.het else []
-    # Servers have the first ranks: so they are spread over the nodes.
+    # Servers get the first ranks, which spreads them over the nodes.
     srun += [] if options.nproc_per_node else ["--distribution=cyclic"]
     command = [srun, [sys.executable, "-m", "torchfleet.launch", *_fleetrun(job, options)], _script(options)]
     lines.append(" \\\n    ".join(map(shlex.join, command)) + more)
@@ -98,7 +98,7 @@ def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[s
 
 def _header(job: JobSpec, options: argparse.Namespace) -> Iterator[str]:
     yield f"#SBATCH --job-name={options.job_name or Path(options.script).stem}"
-    yield "#SBATCH --open-mode=append"  # what a requeued job prints stands behind what it printed before
+    yield "#SBATCH --open-mode=append"  # a requeued job appends to its earlier output
     if options.requeue:
         yield "#SBATCH --requeue"
     if options.het:
@@ -115,7 +115,7 @@ def _header(job: JobSpec, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _component(num: int | str | None, each: Resources, options: argparse.Namespace, nodes: int | None) -> Iterator[str]:
-    """The lines of tasks that are alike."""
+    """Yield the #SBATCH lines of one component: tasks with equal resources."""
     yield f"#SBATCH --ntasks={num or 1}"
     given = {
         "nodes": nodes,
@@ -141,7 +141,7 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
     for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host"):
         found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
-    if "json" in (options.log_format, log_format()):  # tasks may have the variable that says json
+    if "json" in (options.log_format, log_format()):  # tasks may inherit the variable that selects json
         found += ["--log_format", options.log_format]
     found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
     return found

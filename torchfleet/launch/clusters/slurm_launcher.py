@@ -1,4 +1,4 @@
-"""The launcher for tasks of Slurm: every task that srun starts becomes one role, or one machine of a collective job."""
+"""The launcher for Slurm tasks: each task that srun starts runs one role, or one machine of a collective job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchfleet.observe.watch.metrics_ports import port_variables
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
-# What the step of Slurm decides, or what has no meaning in it.
+# Options that the Slurm step decides, or that have no meaning in it.
 _OTHERS = (
     "servers", "workers", "private", "plain", "replicas", "coordinator", "max_restart", "max_job_restart", "nnodes",
     "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus",
@@ -72,7 +72,7 @@ class SlurmLauncher:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        """What this task would start, with places in the stead of addresses that are not known yet."""
+        """Describe what this task would start, with placeholders for addresses that are not known yet."""
         step = read_step(os.environ)
         if _is_collective(options):
             return RankLauncher().describe(job, _as_machine(step, options, "node0:PORT"))
@@ -98,14 +98,14 @@ def _is_collective(options: argparse.Namespace) -> bool:
 
 
 def _run_ranks(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
-    """This task is a machine of a collective job."""
+    """Run this task as a machine of a collective job."""
     if step.rank == 0:
         meeting.publish("machine.0", 0)
     return RankLauncher().run(job, _as_machine(step, options, meeting.places(["machine.0"])[0]))
 
 
 def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
-    """This task is a server or a worker."""
+    """Run this task as a server or a worker."""
     say = line_printer(job.watching)
     num_servers, num_workers = _counts(job, step)
     if step.rank == 0:
@@ -136,7 +136,7 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
 
 
 def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
-    """Servers and workers: as the options say, or else by the components, or one server and the rest."""
+    """Return the numbers of servers and workers: from the options, else from the components, else one server."""
     if job.num_servers == "auto":
         raise RoleError("--server_num auto counts cores of this machine: give a number, as srun's --ntasks has one")
     if job.min_workers is not None:
@@ -193,14 +193,14 @@ def _durability(options: argparse.Namespace, step: SlurmStep) -> Mapping[str, st
 
 
 def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> argparse.Namespace:
-    """The options of this task as machine `rank` of a collective job."""
+    """Return the options for this task as machine `rank` of a collective job."""
     one = step.num_tasks == 1
     given = {} if one else {"nnodes": str(step.num_tasks), "rank": step.rank, "master": place}
     return argparse.Namespace(**{**vars(options), **given})
 
 
 def _tell(task: Task, child: Process, status: int, ending: Ending, say: Report) -> None:
-    if ending.received or ending.is_asked:  # another task is the cause, and says so
+    if ending.received or ending.is_asked:  # another task is the cause, and reports it
         why = "it was told to end" if ending.received else "the job was asked to end"
         say(f"[fleetrun] {task.name} ended with status {status}; {why}")
         return
@@ -210,7 +210,7 @@ def _tell(task: Task, child: Process, status: int, ending: Ending, say: Report) 
 
 
 def _requeue(step: SlurmStep, say: Report) -> None:
-    """Slurm ends the whole job, and starts it again."""
+    """Ask Slurm to requeue the job: Slurm ends all of it and starts it again."""
     told = subprocess.run(
         ["scontrol", "requeue", str(step.job)], capture_output=True, text=True, timeout=60, check=False
     )

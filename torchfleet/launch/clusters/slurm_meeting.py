@@ -1,6 +1,6 @@
-"""How the tasks of a step find each other: files in a folder of the shared file system, which only this user can enter.
+"""How the tasks of a step find each other: by files in a folder of the shared file system that only this user can open.
 
-LOG_DIR/slurm-JOB.STEP/    mode 0700; one more for every time that the job was requeued
+LOG_DIR/slurm-JOB.STEP/    mode 0700; a new folder each time that the job is requeued
     server.N               host:port of server N, written by its task
     keys/                  the keys of this step, made by the task with rank 0
     serverlog.N workerlog.N
@@ -22,13 +22,13 @@ from torchfleet.launch.clusters.slurm_step import SlurmStep
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.net.keys import keygen
 
-_PAUSE = 0.2  # seconds between two looks at the folder: a shared file system may be slow
-_PERIOD = 5.0  # seconds between two lines about what is waited for
+_PAUSE = 0.2  # seconds between two polls of the folder: a shared file system may be slow
+_PERIOD = 5.0  # seconds between two messages about a wait
 
 
 class SlurmMeeting:
-    """The folder of a step, as one of its tasks sees it. Raises RoleError if it cannot be made, SecurityError if it is
-    not this user's alone."""
+    """The folder of a step, as one of its tasks uses it. Raises RoleError if it cannot be created, SecurityError if
+    other users have access to it."""
 
     def __init__(self, log_dir: Path, step: SlurmStep, timeout: float) -> None:
         self.folder = log_dir.absolute() / step.name
@@ -41,7 +41,8 @@ class SlurmMeeting:
             ) from None
 
     def publish(self, name: str, kind: int) -> str:
-        """A place on this node that is free, told to the others as `name`; `kind` tells those of one job apart."""
+        """Choose a free host:port on this node, publish it to the other tasks as `name`, and return it. Each `kind` of
+        a job tries different ports."""
         address = self._step.own_address()
         place = f"{f'[{address}]' if ':' in address else address}:{self._free_port(kind)}"
         unfinished = self.folder / f".{name}.{os.getpid()}"
@@ -50,27 +51,27 @@ class SlurmMeeting:
         return place
 
     def places(self, names: list[str]) -> list[str]:
-        """What the tasks of these names have published. Tasks start in any order: waits until all have."""
+        """Return the addresses published under these names. Blocks until all are there: tasks start in any order."""
         self._wait(lambda: [name for name in names if not (self.folder / name).exists()])
         return [(self.folder / name).read_text().strip() for name in names]
 
     def keys(self) -> str:
-        """The folder of keys. Rank 0 makes it, the others wait for it."""
+        """Return the folder of keys. Rank 0 creates it; the other ranks block until it exists."""
         made = self.folder / "keys"
         if self._step.rank == 0 and not made.exists():
             unfinished = self.folder / f".keys.{os.getpid()}"
             keygen(unfinished)
-            os.rename(unfinished, made)  # all of them are there, or none
+            os.rename(unfinished, made)  # atomic: all keys appear at once
         self._wait(lambda: [] if made.exists() else ["keys"])
         return str(made)
 
     def remove_keys(self) -> None:
-        """Rank 0 does it at its end: nobody comes any more."""
+        """Remove the keys. Rank 0 calls this at its end, when no other task needs them."""
         if self._step.rank == 0:
             shutil.rmtree(self.folder / "keys", ignore_errors=True)
 
     def _free_port(self, kind: int) -> int:
-        """Derived from the job, so that jobs on one node try different ones; the first that can be taken."""
+        """Return the first free port after one derived from the job: jobs on one node try different ports."""
         seed = hashlib.blake2b(f"{self._step.name} {kind}".encode(), digest_size=8).digest()
         return free_ports(1, int.from_bytes(seed, "big"), host="")[0]
 
@@ -90,4 +91,4 @@ class SlurmMeeting:
                 print(f"[fleetrun] waiting for {what}, {now - started:.0f} s", flush=True)
             time.sleep(_PAUSE)
             with contextlib.suppress(OSError):
-                os.listdir(self.folder)  # NFS keeps what it knows of a folder for a while
+                os.listdir(self.folder)  # makes NFS refresh its cache of the folder

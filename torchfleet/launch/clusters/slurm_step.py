@@ -1,4 +1,4 @@
-"""What Slurm tells a task about its step: which of how many it is, on which nodes, of which job."""
+"""What Slurm tells a task about its step: its rank, the number of tasks, the nodes and the job."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _MOST_HOSTS = 1 << 16  # of a list
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _PART = re.compile(r"\[([^][]*)\]|([^][]+)")
-_DISCARD = 9  # a port; nothing is sent there
+_DISCARD = 9  # the discard port; nothing is sent to it
 
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """One task of a step. In a heterogeneous step ranks go through all components, the first one first."""
+    """One task of a step. In a heterogeneous step, ranks count through all components in order."""
 
-    job: int  # of heterogeneous components, that of the first one
+    job: int  # of a heterogeneous job: the id of its first component
     step: int
-    restart: int  # how often the job was requeued
+    restart: int  # how many times the job was requeued
     rank: int
     num_tasks: int
     nodes: tuple[str, ...]
     node: str
-    components: tuple[int, ...]  # tasks of each; empty: the job is not heterogeneous
+    components: tuple[int, ...]  # number of tasks of each; empty: the job is not heterogeneous
     cores: int  # of a task
 
     @property
     def name(self) -> str:
-        """Unlike that of any other step of this cluster, and of this one before it was requeued."""
+        """A name that is unique in the cluster; it changes when the job is requeued."""
         return f"slurm-{self.job}.{self.step}{f'-{self.restart}' if self.restart else ''}"
 
     def own_address(self) -> str:
-        """The address by which the other nodes of the step reach this one; of a single node: loopback.
+        """Return the address by which the other nodes of the step reach this one; loopback if there is only one node.
 
-        Not that of this node's name: on many systems it leads back to the node itself.
+        It does not resolve this node's own name: on many systems that gives a loopback address.
         """
         others = [node for node in self.nodes if node != self.node]
         if not others:
@@ -58,7 +58,7 @@ class SlurmStep:
 
 
 def read_step(found: Mapping[str, str]) -> SlurmStep:
-    """The step of this environment. Raises RoleError if it is none."""
+    """Read the step from an environment. Raises RoleError if it does not describe one."""
     if not found.get("SLURM_STEP_ID") or not found.get("SLURM_PROCID"):
         raise RoleError(
             "--cluster slurm: this process is no task of a step of Slurm (SLURM_STEP_ID and SLURM_PROCID are not set). "
@@ -69,7 +69,7 @@ def read_step(found: Mapping[str, str]) -> SlurmStep:
     rank = _number(found, "SLURM_PROCID")
     components = tuple(_number(found, f"SLURM_NTASKS_HET_GROUP_{group}") for group in range(sizes))
     num_tasks = _number(found, "SLURM_STEP_NUM_TASKS")
-    if sum(components) != num_tasks:  # the step is of one component alone
+    if sum(components) != num_tasks:  # the step runs on one component only
         components = ()
     return SlurmStep(
         job=_number(found, "SLURM_JOB_ID_HET_GROUP_0" if components else "SLURM_JOB_ID"),
@@ -85,7 +85,7 @@ def read_step(found: Mapping[str, str]) -> SlurmStep:
 
 
 def _cores(found: Mapping[str, str], rank: int, components: tuple[int, ...]) -> int:
-    """What Slurm gives a task: one core, unless it was asked for more."""
+    """Return the number of cores that Slurm gives a task: one by default."""
     for group, num in enumerate(components):
         if rank < num:
             return _number(found, f"SLURM_CPUS_PER_TASK_HET_GROUP_{group}", _number(found, "SLURM_CPUS_PER_TASK", 1))
@@ -101,10 +101,10 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The names in a list of Slurm's, in their order: n[01-03,7],m5 stands for n01, n02, n03, n7 and m5.
+    """Expand a hostlist of Slurm in order: n[01-03,7],m5 gives n01, n02, n03, n7 and m5.
 
-    A number keeps the width that the first one of its range has.
-    Raises RoleError for what is no such list, or stands for more than 65,536 names.
+    The numbers of a range are padded to the width of its first number.
+    Raises RoleError for an invalid list, and for more than 65,536 names.
     """
     hosts: list[str] = []
     for item in _items(text):
@@ -119,7 +119,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _items(text: str) -> list[str]:
-    """The parts between commas that are in no brackets."""
+    """Split at the commas outside brackets."""
     items, depth = [""], 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")
@@ -133,7 +133,7 @@ def _items(text: str) -> list[str]:
 
 
 def _parts(item: str, text: str) -> list[tuple[str, str]]:
-    """What is in brackets and what is not, in their order: of each pair one is empty."""
+    """Split into pairs (text inside brackets, text outside brackets), in order; one of each pair is empty."""
     found = [(match[1] or "", match[2] or "") for match in _PART.finditer(item)]
     if "".join(f"[{inside}]" if inside else plain for inside, plain in found) != item:
         raise RoleError(f"brackets do not fit in the list of hosts {text[:80]!r}, at {item[:40]!r}")

@@ -1,4 +1,4 @@
-"""A job under Slurm as its first task sees it: by the status files of all tasks, in the folder that all of them see."""
+"""Watches a job under Slurm from its first task, by the status files that all tasks write to the shared folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchfleet.launch.processes import Process
 def watched(
     job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
 ) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """What looks at all roles, and what is to be called when the role of this task has finished.
+    """Yield a function that looks at all roles, and one to call when the role of this task has finished.
 
-    The first task, a server, which ends behind the workers, records the roles, and shows them if it has a terminal
-    (srun --pty). In the other tasks both do nothing.
+    The first task is a server and ends after the workers. It records the roles, and shows them if it has a terminal
+    (srun --pty). In the other tasks both functions do nothing.
     """
     if step.rank:
         yield (lambda: None), (lambda: None)
@@ -36,7 +36,7 @@ def watched(
 
 
 class _Role(Process):
-    """A role of any task."""
+    """The role of any task of the step."""
 
     def __init__(self, role: str, index: int, folder: Path) -> None:
         self.task = Task(role, index)
@@ -45,12 +45,12 @@ class _Role(Process):
 
     @property
     def returncode(self) -> int | None:
-        """A task that has ended removes its status; how it ended, its own task says."""
+        """0 once the task has removed its status file at its end. The task itself reports how it ended."""
         is_there = self.status_file.exists()
         self._was_there |= is_there
         return 0 if self._was_there and not is_there else None
 
     def status(self) -> dict[str, Any]:
-        """What it said last, also when it has ended."""
+        """The last status of the role, also after its end."""
         self._last = super().status() or self._last
         return self._last

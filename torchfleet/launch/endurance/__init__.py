@@ -1,1 +1,1 @@
-"""What makes servers outlast their processes: logs on disk, and backups."""
+"""Fault tolerance of servers: logs on disk, and backups."""

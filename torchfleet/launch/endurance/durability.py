@@ -1,4 +1,4 @@
-"""How fleetrun's servers keep what they promise: in memory alone, or with a log on disk."""
+"""Where fleetrun's servers keep acknowledged changes: in memory only, or also in a log on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, durability_of
 from torchfleet.base.role.role_info import SETTINGS
 
-_FOLDER = "server_state"  # of logs, in the folder of a run
+_FOLDER = "server_state"  # the folder of the servers' logs, in the folder of a run
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -39,7 +39,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 
 def durability_variables(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which servers and workers learn of it. Raises RoleError for what makes no sense."""
+    """Return the variables that tell servers and workers the durability. Raises RoleError for invalid options."""
     given = {DURABILITY: options.durability, LOG_STORE: options.log_store, FSYNC: options.fsync_ms}
     found = {name: str(value) for name, value in given.items() if value is not None}
     settings = durability_of({**environment, **found})
@@ -55,7 +55,7 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
 
 
 def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
-    """Raise RoleError if servers would have a log and backups. `variables`: of durability_variables."""
+    """Raise RoleError if servers would have both a log and backups. `variables`: from durability_variables."""
     if replicas > 1 and variables.get(DURABILITY, "none") != "none":
         raise RoleError(
             "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
@@ -65,7 +65,8 @@ def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
 
 @contextlib.contextmanager
 def log_store(variables: Mapping[str, str], run_dir: Path) -> Iterator[dict[str, str]]:
-    """The variables with a folder for the logs of this run: a new one, removed at the end, if none was given."""
+    """Yield the variables with a folder for the servers' logs: the given one, or a new one that is removed at the
+    end."""
     if durability_of({**os.environ, **variables})["durability"] == "none":
         yield dict(variables)
         return

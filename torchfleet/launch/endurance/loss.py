@@ -1,4 +1,4 @@
-"""What servers are told of processes that have ended: they need not find that out by waiting."""
+"""Tells servers about processes that have ended, so that they need not wait for a timeout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE = Patience(timeout=1.0, retries=1)
 
 
 def leave_for(worker: int, way: Way, servers: Sequence[str]) -> None:
-    """Leave the job in the name of a lost worker, so that the servers end with the last of the others. Raises
+    """Leave the job on behalf of a lost worker, so that the servers end when the other workers are done. Raises
     FleetError if a server does not answer."""
     keys = KeyFolder(way.key_dir) if way.key_dir else None
     endpoints = [way.endpoint(address) for address in servers]
@@ -27,8 +27,8 @@ def leave_for(worker: int, way: Way, servers: Sequence[str]) -> None:
 
 
 def tell_of_loss(endpoint: str, keys: KeyFolder | None, shard: int, replica: int, restart: int) -> bool:
-    """Tell the replica at `endpoint` that the process that was `replica` after so many restarts has ended. Returns
-    whether it has heard; if not, it finds out by the silence."""
+    """Tell the replica at `endpoint` that the process of `replica`, after `restart` restarts, has ended. Returns
+    whether it received the message; if not, it detects the loss by a timeout."""
     channel = ReplicaChannels([addresses.connect(endpoint, keys, Role.LAUNCHER)], shard, Role.LAUNCHER)
     connection = Connection(f"server {shard} ({endpoint})", channel, 0, Role.LAUNCHER, _PATIENCE, 1)
     with contextlib.closing(connection), contextlib.suppress(FleetError):

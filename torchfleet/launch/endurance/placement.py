@@ -1,4 +1,4 @@
-"""Where the backups of servers run, and where it is decided which of the two is primary."""
+"""Where the backups of servers run, and which coordinator decides which of the two replicas is primary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 
 def num_replicas(given: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """As the option says, or FLEET_REPLICAS. Raises RoleError."""
+    """Return the number of replicas from the option, or else from FLEET_REPLICAS. Raises RoleError."""
     text = environment.get(REPLICAS) or "1"
     if given is None and text not in ("1", "2"):
         raise RoleError(f"{REPLICAS} must be 1, or 2 for servers with a backup each; found {text!r}")
@@ -41,8 +41,8 @@ def num_replicas(given: int | None, environment: Mapping[str, str] = os.environ)
 
 
 def with_backups(servers: Sequence[str]) -> list[str]:
-    """Both addresses of every server. A backup is on the next host of the list, behind all ports of servers; on the
-    same host if there is one only. Raises RoleError if there is no such port."""
+    """Return both addresses of every server. A backup is on the next host of the list, at a port above all ports of
+    servers; on the same host if there is only one. Raises RoleError if there is no such port."""
     places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in servers)]
     hosts = list(dict.fromkeys(host for host, _ in places))
     ports = [port for _, port in places]
@@ -58,14 +58,14 @@ def with_backups(servers: Sequence[str]) -> list[str]:
 
 
 def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str | None:
-    """The URL that the user has given; None: fleetrun decides. Raises RoleError for what cannot work."""
+    """Return the URL given by the user; None: fleetrun provides the coordinator. Raises RoleError if it is invalid."""
     url = given or os.environ.get(VARIABLE) or None
     if replicas == 1:
         if given:
             raise RoleError("--coordinator decides between replicas of servers, and there are none: add --replicas 2")
         return None
     if url is not None:
-        make_coordinator(url)  # raises if it is none
+        make_coordinator(url)  # raises if the URL is invalid
     elif not is_all_here:
         raise RoleError(
             "--replicas 2 on several machines needs a third party that decides which replica is primary: give "
@@ -76,16 +76,16 @@ def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str 
 
 @contextlib.contextmanager
 def coordination(url: str | None, replicas: int, attempt: int) -> Iterator[dict[str, str]]:
-    """The variables by which servers find the coordinator. fleetrun's own is a folder, which is removed at the end.
+    """Yield the variables that tell servers the coordinator. fleetrun's own is a folder, which is removed at the end.
 
-    Every attempt to run the job begins without a primary.
+    Every attempt to run the job starts without a primary.
     """
     if replicas == 1:
         yield {}
     elif url is not None:
         yield {VARIABLE: f"{url}/{attempt}" if attempt else url}
     else:
-        folder = tempfile.mkdtemp(prefix="torchfleet-terms-")  # of this user alone
+        folder = tempfile.mkdtemp(prefix="torchfleet-terms-")  # only this user has access
         try:
             yield {VARIABLE: f"file://{folder}"}
         finally:

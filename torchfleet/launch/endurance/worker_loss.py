@@ -1,4 +1,4 @@
-"""What fleetrun does when a worker is lost: the rule that servers and workers are told, and what follows for a job."""
+"""What fleetrun does when a worker is lost: the rule passed to servers and workers, and its effect on the job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT
 
-FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
+FREE_MODES = ("async", "half_async", "geo")  # workers do not wait for each other: training continues without one
 
 
 def add_option(group: argparse._ArgumentGroup) -> None:
@@ -25,20 +25,20 @@ def add_option(group: argparse._ArgumentGroup) -> None:
 def loss_variables(
     options: argparse.Namespace, num_workers: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The variable by which servers and workers learn of it, if it was given. Raises RoleError."""
+    """Return the variable that tells servers and workers the rule, if one was given. Raises RoleError."""
     found = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
     loss_of({**found, MIN_WORKERS: environment.get(MIN_WORKERS) or ""}, num_workers)
     return {name: value for name, value in found.items() if value}
 
 
 def may_restart(mode: str, variables: Mapping[str, str]) -> bool:
-    """Whether one worker can be started again while the others stay. `variables`: of its process."""
+    """Whether one worker can be restarted while the others keep running. `variables`: of its process."""
     return mode in FREE_MODES or (mode == "sync" and _rule(variables) != LOSS_END)
 
 
 def may_be_missed(returncode: int, variables: Mapping[str, str]) -> bool:
-    """Whether the others go on without a worker that has ended so. A script that failed would fail on others too,
-    unless they are to go on in any case."""
+    """Whether the job continues without a worker that ended with `returncode`. A script that failed on one worker would
+    fail on others too, so the job then ends, unless the rule says to continue in any case."""
     rule = _rule(variables)
     return rule == GO_ON or (returncode < 0 and rule != LOSS_WAIT)
 

@@ -1,1 +1,1 @@
-"""A job on one machine in virtual time: what it would do with more workers, servers and machines than there are."""
+"""Simulates a job on one machine in virtual time, with more workers, servers and machines than are available."""

@@ -1,4 +1,4 @@
-"""Under which conditions a job is simulated: its link, how fast its workers compute, who is slow."""
+"""The conditions of a simulation: the link, the speed of the workers, the stragglers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.simulate.links import Link
 
-# With --step_ms nothing is measured: what a request takes of its server is then given, too.
+# With --step_ms nothing is measured: the service time of a request is then given, too.
 REQUEST_SECONDS = 50e-6
 REQUEST_BYTE_SECONDS = 1e-9
 
@@ -21,26 +21,26 @@ _STRAGGLER = re.compile(r"(?P<share>\d*\.?\d+)x(?P<factor>\d*\.?\d+)")
 
 @dataclass(frozen=True)
 class Conditions:
-    """What does not come from the script."""
+    """The settings that do not come from the script."""
 
     link: Link = field(default_factory=Link)
     compute_scale: float = 1.0  # virtual seconds per second of this machine's processor
-    step_seconds: float | None = None  # what a worker computes for a step; None: it is measured
-    slow_share: float = 0.0  # of the workers
+    step_seconds: float | None = None  # compute time of a step; None: it is measured
+    slow_share: float = 0.0  # share of the workers that are slow
     slow_factor: float = 1.0
     seed: int = 0
 
     def slow_workers(self, num_workers: int) -> set[int]:
-        """Which workers are slow: always the same of one seed."""
+        """Return the slow workers: always the same for one seed."""
         num = math.ceil(self.slow_share * num_workers)
         return set(random.Random(self.seed).sample(range(num_workers), num))
 
     def factor(self, role: str, index: int, num_workers: int) -> float:
-        """How many times as long as others a process computes."""
+        """Return the factor by which a process computes slower than a normal one."""
         return self.slow_factor if role == "worker" and index in self.slow_workers(num_workers) else 1.0
 
     def request_seconds(self, num_bytes: int) -> float:
-        """What a request takes of its server beside what is measured."""
+        """Return the service time of a request that is added to the measured processor time."""
         return 0.0 if self.step_seconds is None else REQUEST_SECONDS + num_bytes * REQUEST_BYTE_SECONDS
 
 
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to be simulated: the same script for every part, servers first."""
+    """A job to simulate: every part runs the same script; servers come first."""
 
     script: str
     arguments: Sequence[str]
@@ -75,7 +75,7 @@ class Job:
 
 
 def parse_straggler(text: str) -> tuple[float, float]:
-    """`0.05x3`: a share of 0.05 of the workers is 3 times slower."""
+    """Parse `0.05x3`: a share of 0.05 of the workers is 3 times slower."""
     found = _STRAGGLER.fullmatch(text)
     if found is None or not 0 < float(found["share"]) <= 1 or float(found["factor"]) < 1:
         raise RoleError(

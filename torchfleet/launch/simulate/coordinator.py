@@ -1,4 +1,4 @@
-"""Runs the processes of a simulated job one at a time, in the order of virtual time, and carries their packets."""
+"""Runs the processes of a simulated job one at a time, in the order of virtual time, and delivers their packets."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from torchfleet.launch.simulate.trace import Trace
 
 Result = TypeVar("Result")
 
-_HEADER_BYTES = 100  # of a message on the network, beside its frames
-_STUCK_SECONDS = 60.0  # of virtual time in which no worker computes, and none will
-_PERIOD = 0.01  # seconds of virtual time between two notes of how busy a process was
-_IDLE_SHARE = 0.01  # of its time that a worker takes for nothing but signs of life, at most
+_HEADER_BYTES = 100  # bytes of a message on the network in addition to its frames
+_STUCK_SECONDS = 60.0  # virtual seconds without compute of any worker that count as a deadlock
+_PERIOD = 0.01  # virtual seconds between two records of how busy a process was
+_IDLE_SHARE = 0.01  # a worker that computes less than this share of its time sends only heartbeats
 
 
 class ProcessFailed(FleetError):
-    """A process of the job ended otherwise than it should."""
+    """A process of the job ended unexpectedly."""
 
     def __init__(self, part: Part, text: str) -> None:
         super().__init__(text)
@@ -46,19 +46,19 @@ class Member:
     def __init__(self, part: Part, line: Line, link: Link) -> None:
         self.part, self._line, self._link = part, line, link
         self._out, self._in = Port(link), Port(link)
-        self._arriving: list[tuple[float, int, Packet]] = []  # by when their first byte is here
-        self._answers: list[Packet] = []  # of the coordinator
+        self._arriving: list[tuple[float, int, Packet]] = []  # by arrival time of the first byte
+        self._answers: list[Packet] = []  # from the coordinator
         self._order = itertools.count()
-        self._own_next = 0.0  # when it goes on by itself
-        self.next_at = 0.0  # when it goes on
+        self._own_next = 0.0  # when it continues without a packet
+        self.next_at = 0.0  # when it continues
         self.ended = False
         self.is_stuck = False
         self.busy = 0.0
-        self.history: list[tuple[float, float]] = [(0.0, 0.0)]  # now and then, its time and how busy it was
+        self.history: list[tuple[float, float]] = [(0.0, 0.0)]  # at intervals: the time, and its busy seconds so far
         self.code = 0
 
     def leave_port(self, packet: Packet) -> float:
-        """When the first byte of a packet of this process is at the other end of the link."""
+        """Return the time when the first byte of a packet of this process reaches the other end of the link."""
         return self._out.begin(packet.time, packet.num_bytes + _HEADER_BYTES) + self._link.latency
 
     def expect(self, packet: Packet, first_byte: float) -> None:
@@ -70,11 +70,11 @@ class Member:
         self._find_next()
 
     def meet(self) -> None:
-        """The process is there, and waits for its first turn. Raises LineClosed."""
+        """Block until the process has started and waits for its first turn. Raises LineClosed."""
         self._line.receive()
 
     def run(self, until: float) -> Turn:
-        """Let the process go on; nothing that is not yet known reaches it before `until`. Raises LineClosed."""
+        """Let the process run. No packet that is not yet known can reach it before `until`. Raises LineClosed."""
         packets, self._answers = self._answers, []
         while self._arriving and self._arriving[0][0] < until:
             first_byte, _, packet = heapq.heappop(self._arriving)
@@ -106,7 +106,7 @@ class Member:
 
 
 class Coordinator:
-    """The loop: of all processes, the one goes on whose time has come first."""
+    """The event loop: runs the process with the earliest time next."""
 
     def __init__(
         self,
@@ -117,16 +117,17 @@ class Coordinator:
         look: Callable[[float], None],
         trace: Trace | None = None,
     ) -> None:
-        """`serve`: the answers that a request to the coordinator makes ready; `note`: of what workers tell about
-        themselves; `look`: called before every turn, with the time; `trace`: shown what passes."""
+        """`serve`: returns the answers that a request to the coordinator completes. `note`: receives the packets in
+        which workers report their steps. `look`: called with the time before every turn. `trace`: receives all
+        packets."""
         self.members, self._link, self._serve, self._note, self._look = members, link, serve, note, look
         self._trace = trace
-        self._checked = 0.0  # when workers were last found to be at work
+        self._checked = 0.0  # when workers were last found to make progress
         self._busy_then = 0.0
         self.now = 0.0
 
     def run(self) -> None:
-        """Until all processes have ended. Raises ProcessFailed for one that fails, FleetError for a deadlock."""
+        """Run until all processes have ended. Raises ProcessFailed if one fails, FleetError for a deadlock."""
         live = list(self.members)
         for member in live:
             self._asking(member, member.meet)
@@ -170,7 +171,8 @@ class Coordinator:
             self.members[to].expect(packet, sender.leave_port(packet))
 
     def _look_for_deadlock(self, live: Sequence[Member], is_certain: bool) -> None:
-        """Servers look at their clocks and workers give signs of life for ever. That is no training."""
+        """Raise FleetError for a deadlock. Servers still tick and workers still send heartbeats then, but none
+        trains."""
         workers = [member for member in live if member.part.role == "worker"]
         busy = sum(member.busy for member in workers)
         idle = busy - self._busy_then < _IDLE_SHARE * max(1, len(workers)) * (self.now - self._checked)

@@ -1,4 +1,4 @@
-"""What a simulated job tells of itself: steps, samples per second, waits, staleness."""
+"""The results of a simulated job: steps, samples per second, waits, staleness."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import msgspec
 from torchfleet.launch.simulate.inside.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
 from torchfleet.launch.simulate.packets import Packet
 
-_WARM_STEPS = 3  # the first steps of a worker allocate, and make rows
+_WARM_STEPS = 3  # the first steps of a worker allocate memory and create rows
 _WAITS = ("pull", "push", "reduce")
 
-History = Sequence[tuple[float, float]]  # times, and how long a process had computed by then
+History = Sequence[tuple[float, float]]  # (time, seconds that the process had computed by then)
 
 
 class Figures(msgspec.Struct):
-    """The result of a simulation, as it stands in simulation.json."""
+    """The result of a simulation, as written to simulation.json."""
 
     num_workers: int
     num_servers: int
     virtual_seconds: float
     wall_seconds: float
     steps: int
-    start: float = 0.0  # from here to `end` training was measured
+    start: float = 0.0  # training was measured from here to `end`
     end: float = 0.0
     samples_per_s: float = 0.0  # of all workers
     steps_per_s: float = 0.0
@@ -34,7 +34,7 @@ class Figures(msgspec.Struct):
     staleness: dict[str, float] = {}  # by table, the mean
 
     def lines(self) -> Iterator[str]:
-        """For the terminal."""
+        """Yield the lines for the terminal."""
         yield f"{self.virtual_seconds:.3f} s of virtual time simulated in {self.wall_seconds:.1f} s"
         if not self.samples_per_s:
             yield f"no rates: they begin when every worker has made {_WARM_STEPS} steps, and need one more"
@@ -62,7 +62,7 @@ class Forecast:
         self.settings: dict[str, Any] = {}  # of the workers: "mode", "queue_size", "pulls_ahead"
 
     def note(self, packet: Packet) -> None:
-        """What a worker tells about itself."""
+        """Record a report of a worker."""
         worker = packet.sender[0] - self._num_servers
         if packet.to[1] == STEP:
             self.steps[worker].append(decode_step(packet.frames[0]))
@@ -73,15 +73,15 @@ class Forecast:
 
     @property
     def fewest_steps(self) -> int:
-        """Steps of the worker that has made the fewest."""
+        """Return the number of steps of the slowest worker."""
         return min(len(steps) for steps in self.steps)
 
     def num_steps(self, start: float, end: float) -> int:
-        """Steps of all workers that ended behind `start`, until `end`."""
+        """Return the number of steps of all workers that ended after `start` and not after `end`."""
         return sum(start < step.time <= end for steps in self.steps for step in steps)
 
     def figures(self, now: float, wall: float, servers: Sequence[History]) -> Figures:
-        """All that is known by now."""
+        """Return the figures known so far."""
         figures = Figures(self._num_workers, self._num_servers, now, wall, sum(len(steps) for steps in self.steps))
         if any(len(steps) <= _WARM_STEPS for steps in self.steps):
             return figures
@@ -93,7 +93,7 @@ class Forecast:
         return figures
 
     def _fill_rates(self, figures: Figures) -> None:
-        """Sums over the workers, each by the time that it has trained: what stands between passes is left out."""
+        """Sum the rates of the workers, each over the time that it trained: the time between passes is left out."""
         waits, total = dict.fromkeys(_WAITS, 0.0), 0.0
         for steps in self.steps:
             pairs = list(_intervals(steps, figures.start, figures.end))
@@ -108,7 +108,8 @@ class Forecast:
         figures.waits = {name: seconds / max(total, 1e-9) for name, seconds in waits.items()}
 
     def _staleness(self) -> dict[str, float]:
-        """By table, how many updates lay between a batch's pull and its push, on average, as the last worker knows."""
+        """Return the staleness by table: the mean number of updates between a batch's pull and its push, as reported by
+        the last worker."""
         final: Mapping[str, Any] = list(self._finals.values())[-1] if self._finals else {}
         ages: dict[str, list[tuple[int, int]]] = {}
         for server in final.get("servers", []):
@@ -122,14 +123,14 @@ class Forecast:
 
 
 def _intervals(steps: Sequence[StepRecord], start: float, end: float) -> Iterator[tuple[StepRecord, StepRecord]]:
-    """Pairs of steps between which nothing but training happened, within the window."""
+    """Yield the pairs of consecutive steps within the window between which the worker only trained."""
     for earlier, later in pairwise(steps):
         if start <= earlier.time and later.time <= end and not later.is_broken:
             yield earlier, later
 
 
 def _share(history: History, start: float, end: float) -> float:
-    """Which share of the time from `start` to `end` a process has computed."""
+    """Return the share of the time from `start` to `end` in which a process computed."""
     within = [(time, busy) for time, busy in history if start <= time <= end]
     if len(within) < 2 or within[-1][0] == within[0][0]:
         return 0.0

@@ -1,4 +1,4 @@
-"""The processes of a simulated job: forked from one that has imported everything, so that many fit into memory."""
+"""The processes of a simulated job: forked from a process with all imports, so that many fit into memory."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from torchfleet.ps.server.warm import warm_up
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LINE_BYTES = 1 << 22
 _PATIENCE = 60  # seconds
-_USER_TICKS, _SYSTEM_TICKS = 11, 12  # in /proc/PID/stat, behind the name
+_USER_TICKS, _SYSTEM_TICKS = 11, 12  # fields of /proc/PID/stat after the name
 
 
 class Child:
-    """A forked process, and the coordinator's end of its line."""
+    """A forked process and the coordinator's end of its line."""
 
     def __init__(self, part: Part, pid: int, connection: socket.socket) -> None:
         self.part, self.pid = part, pid
-        self.look: Callable[[], None] = lambda: None  # called while it computes for seconds
+        self.look: Callable[[], None] = lambda: None  # called while a turn takes seconds
         self.line = Line(connection, self._look_at_silence)
-        self._used, self._num_silent = -1, 0  # ticks of the processor; seconds without one
+        self._used, self._num_silent = -1, 0  # processor ticks used so far; seconds without a new tick
 
     def _look_at_silence(self) -> None:
-        """A process that has its turn computes. One that waits for something real will wait for ever."""
+        """Check that a process uses the processor during its turn. One that waits in real time would wait for ever."""
         self.look()
         with open(f"/proc/{self.pid}/stat") as status:
             fields = status.read().rpartition(")")[2].split()
@@ -58,7 +58,7 @@ class Child:
         self._num_silent = self._num_silent + 1 if used == self._used else 0
         self._used = used
         if self._num_silent >= _PATIENCE:
-            os.kill(self.pid, signal.SIGUSR1)  # its threads write where they are into the log
+            os.kill(self.pid, signal.SIGUSR1)  # its threads write their tracebacks to the log
             time.sleep(1.0)
             raise ProcessFailed(
                 self.part,
@@ -68,23 +68,24 @@ class Child:
 
 
 def end(child: Child) -> None:
-    """Kill a child and what it has started, and wait for it."""
+    """Kill a child and the processes that it started, and wait for its end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGKILL)  # one that has no group of its own yet
+        os.kill(child.pid, signal.SIGKILL)  # it may not have its own process group yet
     with contextlib.suppress(ChildProcessError):
         os.waitpid(child.pid, 0)
     child.line.close()
 
 
 def prepare() -> None:
-    """Import and compile what all processes need. No thread and no backward pass: they would not survive a fork."""
+    """Import and compile what all processes need. Starts no thread and runs no backward pass: neither survives a
+    fork."""
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # triggers many lazy imports
     warm_up()
     gc.collect()
-    gc.freeze()  # pages that nobody touches stay shared
+    gc.freeze()  # keeps pages shared: the collector does not write to them
 
 
 def fork(job: Job, number: int, epoch: float) -> Child:
@@ -109,7 +110,7 @@ def fork(job: Job, number: int, epoch: float) -> Child:
 
 
 def _live(job: Job, number: int, line: Line, epoch: float) -> int:
-    """All that a forked process does; returns its exit status."""
+    """Run a forked process from start to end and return its exit status."""
     part, conditions = job.parts[number], job.conditions
     _begin_process(part)
     _seed(conditions.seed * 100_003 + number)
@@ -128,7 +129,7 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
     schedule.go_on()
     code = _run(job.script, job.arguments, job.is_module)
     if code == 0:
-        stop_at_exit()  # while its threads are there
+        stop_at_exit()  # while its threads still run
     end_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -138,7 +139,7 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
 
 
 def _begin_process(part: Part) -> None:
-    """As a process of its own: session, signals, streams, environment."""
+    """Set up session, signals, streams and environment as for a separate process."""
     os.setsid()
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -149,7 +150,7 @@ def _begin_process(part: Part) -> None:
         os.dup2(opened, stream)
     for stream_object in (sys.stdout, sys.stderr):
         stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for one that is stuck in real time
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for a process that is stuck in real time
     os.environ.clear()
     os.environ.update(part.environment, **{VARIABLE: BACKEND})
 
@@ -160,7 +161,7 @@ def _seed(seed: int) -> None:
 
 
 def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
-    """Run the script, or the module, as a process of its own would; returns its exit status."""
+    """Run the script or the module as a separate process would, and return its exit status."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(script).absolute().parent))
     try:

@@ -1,4 +1,4 @@
-"""The network of a simulated job: what a message costs its processes, and when it arrives."""
+"""The network of a simulated job: the processor time of a message, and its arrival time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchfleet.base.errors import RoleError
 
-# What ZeroMQ takes of the thread that calls it, for a message, for each frame of it and for each byte; on both sides.
+# Seconds that ZeroMQ takes in the calling thread per message, per frame and per byte, on both sides.
 # docs/simulate.md says how they were measured.
 MESSAGE_SECONDS = 20e-6
 FRAME_SECONDS = 4e-6
@@ -19,22 +19,23 @@ _LINK = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>Mbit|Gbit)(,(?P<latency>\d+
 
 @dataclass(frozen=True)
 class Link:
-    """Every process is a machine of its own, with one link in each direction; a switch between them never blocks."""
+    """Every process has its own machine, with one link in each direction. The switch between them never blocks."""
 
     bytes_per_second: float = 10e9 / 8
     latency: float = 50e-6  # seconds from the first byte sent to the first byte received
 
     def seconds(self, num_bytes: int) -> float:
-        """How long this many bytes keep a link busy."""
+        """Return how long `num_bytes` occupy a link."""
         return num_bytes / self.bytes_per_second
 
     def ring_seconds(self, num_bytes: int, num_ranks: int, passes: int) -> float:
-        """How long a ring takes over `num_bytes` of each rank: one pass gathers or scatters, two reduce for all."""
+        """Return the time of a ring over `num_bytes` of each rank: one pass gathers or scatters, two passes
+        all-reduce."""
         hops = passes * (num_ranks - 1)
         return hops * (self.latency + self.seconds(num_bytes) / num_ranks)
 
     def tree_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """How long a tree takes to bring `num_bytes` from one rank to all, or from all to one."""
+        """Return the time of a tree that sends `num_bytes` from one rank to all, or from all ranks to one."""
         return (num_ranks - 1).bit_length() * (self.latency + self.seconds(num_bytes))
 
 
@@ -46,19 +47,19 @@ class Port:
         self.free_at = 0.0
 
     def begin(self, time: float, num_bytes: int) -> float:
-        """When the first byte passes, for a message that is ready at `time`."""
+        """Return when the first byte of a message that is ready at `time` passes."""
         begun = max(time, self.free_at)
         self.free_at = begun + self._link.seconds(num_bytes)
         return begun
 
     def end(self, time: float, num_bytes: int) -> float:
-        """When the last byte has passed, for a message whose first byte is here at `time`."""
+        """Return when the last byte of a message whose first byte arrives at `time` has passed."""
         self.begin(time, num_bytes)
         return self.free_at
 
 
 def parse_link(text: str) -> Link:
-    """`10Gbit`, `100Mbit`, with a latency behind a comma: `25Gbit,20us`."""
+    """Parse `10Gbit` or `100Mbit`, optionally with a latency after a comma: `25Gbit,20us`."""
     found = _LINK.fullmatch(text)
     if found is None or float(found["number"]) == 0 or (found["latency"] and float(found["latency"]) == 0):
         raise RoleError(
@@ -72,5 +73,5 @@ def parse_link(text: str) -> Link:
 
 
 def message_seconds(num_frames: int, num_bytes: int) -> float:
-    """What one message takes of the thread that sends it, and of the one that receives it."""
+    """Return the seconds that one message costs the sending thread; the receiving thread pays the same."""
     return MESSAGE_SECONDS + num_frames * FRAME_SECONDS + num_bytes * BYTE_SECONDS

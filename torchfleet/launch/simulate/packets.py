@@ -1,4 +1,4 @@
-"""What a simulated process and the coordinator tell each other, over a pair of sockets: packets with raw frames."""
+"""The messages between a simulated process and the coordinator, over a socket pair: packets with raw frames."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 Address = tuple[int, int]  # a process, and a mailbox in it
 
 COORDINATOR = -1  # as a process: a request to the coordinator itself
-STEPS = -2  # as a process: what the coordinator notes of a training step
+STEPS = -2  # as a process: a report of a training step to the coordinator
 
 _HEADER = struct.Struct("<iiiidIQ")
 _TURN = struct.Struct("<BBxxIddi")  # kind, whether the main thread is stuck, packets, a time, busy seconds, a code
 _ALIGN = 16
-_JOIN = 1 << 16  # bytes: below, one piece of memory is cheaper than many
+_JOIN = 1 << 16  # bytes: smaller messages are copied into one buffer
 _MOST_PIECES = 512
 _SILENCE = 1.0  # seconds
 
@@ -29,13 +29,13 @@ class LineClosed(Exception):
 
 @dataclass(slots=True)
 class Packet:
-    """Frames on their way from a process to another, or to the coordinator."""
+    """Frames sent from one process to another, or to the coordinator."""
 
     to: Address
     sender: Address
-    time: float  # when it was sent; when handed over, when it arrived
+    time: float  # the send time; on delivery, the arrival time
     sizes: tuple[int, ...]
-    body: Any  # the frames: a list of them at the sender, one piece of memory after
+    body: Any  # the frames: a list at the sender, one buffer at the receiver
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Packet:
 
     @property
     def frames(self) -> list[memoryview]:
-        """The frames of a packet that was received, over its memory."""
+        """The frames of a received packet, as views of its buffer."""
         view, at, found = memoryview(self.body), 0, []
         for size in self.sizes:
             found.append(view[at : at + size])
@@ -53,7 +53,8 @@ class Packet:
 
 @dataclass(slots=True)
 class Turn:
-    """A message on the line. GRANT: go on until `time`. YIELD: nothing to do before `time`. ENDED: with this code."""
+    """A message on the line. GRANT: run until `time`. YIELD: nothing to do before `time`. ENDED: with this exit
+    code."""
 
     kind: int
     time: float = 0.0
@@ -64,7 +65,7 @@ class Turn:
 
 
 def packet(to: Address, sender: Address, time: float, frames: Sequence[Any]) -> Packet:
-    """A packet of these frames, which are copied: their memory is free again when this returns."""
+    """Make a packet with copies of these frames: the caller may reuse their memory when this returns."""
     pieces: list[Any] = []
     sizes = []
     for frame in frames:
@@ -77,7 +78,7 @@ def packet(to: Address, sender: Address, time: float, frames: Sequence[Any]) -> 
 class Line:
     """One end of the line between a simulated process and the coordinator. Blocks.
 
-    `on_silence` is called whenever nothing has come for a second.
+    `on_silence` is called after each second without a message.
     """
 
     def __init__(self, connection: socket.socket, on_silence: Callable[[], None] | None = None) -> None:
@@ -85,7 +86,7 @@ class Line:
         connection.settimeout(None if on_silence is None else _SILENCE)
 
     def send(self, turn: Turn) -> None:
-        """Raises LineClosed if nobody is there."""
+        """Send a turn. Raises LineClosed if the other end is closed."""
         pieces = [_TURN.pack(turn.kind, turn.is_stuck, len(turn.packets), turn.time, turn.busy, turn.code)]
         for sent in turn.packets:
             header = _HEADER.pack(*sent.to, *sent.sender, sent.time, len(sent.sizes), len(sent.body))
@@ -97,7 +98,7 @@ class Line:
             raise LineClosed from None
 
     def receive(self) -> Turn:
-        """The next turn. Raises LineClosed if nobody is there."""
+        """Return the next turn. Raises LineClosed if the other end is closed."""
         kind, is_stuck, num, time, busy, code = _TURN.unpack(self._take(_TURN.size))
         return Turn(kind, time, busy, code, bool(is_stuck), [self._packet() for _ in range(num)])
 

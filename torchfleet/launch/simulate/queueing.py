@@ -1,7 +1,8 @@
-"""Workers and servers as queues, without training: for numbers of them whose models would not fit on one machine.
+"""Models workers and servers as queues, without training, for jobs too large to simulate on one machine.
 
-A worker asks all servers at once. Its link, a server's link in, the server, its link out and the worker's link in are
-passed one after the other, each by one message at a time. Exchanges are made in the order in which they begin.
+A worker asks all servers at once. A message passes the worker's uplink, the server's downlink, the server, the server's
+uplink and the worker's downlink, one after the other. Each of them handles one message at a time. Exchanges are
+computed in the order in which they begin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Round:
-    """One worker asks all servers: bytes to and from each, and what each takes for it."""
+    """A request of one worker to all servers: bytes to and from each server, and the service time of each."""
 
     sent: float
     received: float
@@ -37,11 +38,11 @@ class StepModel:
     compute: Times  # seconds, by worker
     steps_per_pull: int = 1
     steps_per_push: int = 1
-    is_joint: bool = False  # all workers make a step together, on the servers
-    pulls_ahead: bool = False  # rows of the next batch are asked for before this one is computed
-    pushes_beside: bool = False  # training goes on meanwhile
-    queue_size: int = 1  # pushes that may then wait to be sent
-    reduce_seconds: float = 0.0  # that ranks take, at the end of a step, to reduce their gradients
+    is_joint: bool = False  # synchronous: the servers apply one step of all workers together
+    pulls_ahead: bool = False  # the rows of the next batch are pulled before this batch is computed
+    pushes_beside: bool = False  # training continues during a push
+    queue_size: int = 1  # pushes that may then be queued
+    reduce_seconds: float = 0.0  # seconds of the all-reduce at the end of a step
 
     @property
     def num_workers(self) -> int:
@@ -50,27 +51,27 @@ class StepModel:
 
 @dataclass
 class Queues:
-    """All that is passed by one message at a time: by when each is free."""
+    """The links and servers, each with the time when it is free again. Each handles one message at a time."""
 
     link: Link
     num_workers: int
     num_servers: int
-    applied: list[float] = field(default_factory=list)  # when server 0 has applied a push
+    applied: list[float] = field(default_factory=list)  # times when server 0 applied a push
 
     def __post_init__(self) -> None:
         self._out, self._in = np.zeros(self.num_workers), np.zeros(self.num_workers)
         self._server_in, self._server_out = np.zeros(self.num_servers), np.zeros(self.num_servers)
         self._server: Times = np.zeros(self.num_servers)
         self._order = np.arange(self.num_servers, dtype=np.float64)
-        self.busy = 0.0  # seconds of each server
+        self.busy = 0.0  # busy seconds of each server
 
     def ask(self, worker: int, time: float, what: Round) -> tuple[Times, float]:
-        """When each server has served this worker, and when the last reply is there."""
+        """Return when each server has served this worker, and when the last reply has arrived."""
         served = self.send(worker, time, what)
         return served, self.reply(worker, served, what)
 
     def send(self, worker: int, time: float, what: Round) -> Times:
-        """When each server has served this worker's request."""
+        """Return when each server has served this worker's request."""
         seconds = what.sent / self.link.bytes_per_second
         begun = max(time, self._out[worker])
         self._out[worker] = begun + self.num_servers * seconds
@@ -81,7 +82,7 @@ class Queues:
         return self._server
 
     def reply(self, worker: int, ready: Times, what: Round) -> float:
-        """When the last of the replies is there that servers have ready by these times."""
+        """Return when the last reply arrives, given the times when the servers have them ready."""
         seconds = what.received / self.link.bytes_per_second
         begun = np.maximum(ready, self._server_out)
         self._server_out = begun + seconds
@@ -94,18 +95,19 @@ class Queues:
 
 @dataclass
 class Prediction:
-    """What the queues tell of a job."""
+    """The forecast of the queue model for a job."""
 
     steps_per_s: float
     pull_wait: float  # shares of the workers' time
     push_wait: float
     reduce_wait: float
     server_busy: float
-    staleness: float  # updates of others between a pull and its push
+    staleness: float  # updates of other workers between a pull and its push
 
 
 def predict(model: StepModel, link: Link, num_servers: int, num_steps: int, num_warm: int) -> Prediction:
-    """Rates of steps `num_warm` to `num_steps` of all workers, the first being still without queues."""
+    """Return the rates of steps `num_warm` to `num_steps` of all workers. Queues have not built up in the first
+    steps."""
     queues = Queues(link, model.num_workers, num_servers)
     record = _Record(model.num_workers)
     run = _run_joint if model.is_joint else _run_ranks if model.reduce_seconds else _run_apart
@@ -114,7 +116,7 @@ def predict(model: StepModel, link: Link, num_servers: int, num_steps: int, num_
 
 
 class _Record:
-    """Ends of steps, what was waited for, and ages of rows, by worker."""
+    """Ends of steps, waits, and staleness of rows, by worker."""
 
     def __init__(self, num_workers: int) -> None:
         self.ends: list[list[float]] = [[] for _ in range(num_workers)]
@@ -137,7 +139,7 @@ class _Record:
 
 
 def _run_joint(model: StepModel, queues: Queues, record: _Record, num_steps: int) -> None:
-    """Steps that all workers make together, on the servers: nobody's next step begins before all pushes are there."""
+    """Run synchronous steps: no worker begins its next step before all pushes have arrived."""
     begin = np.zeros(model.num_workers)
     for _ in range(num_steps):
         rows = np.empty(model.num_workers)
@@ -155,7 +157,8 @@ def _run_joint(model: StepModel, queues: Queues, record: _Record, num_steps: int
 
 
 def _run_ranks(model: StepModel, queues: Queues, record: _Record, num_steps: int) -> None:
-    """Workers that are ranks of torch.distributed as well: rows by the servers, beside, the rest by all of them."""
+    """Run workers that are also ranks of torch.distributed: servers update rows in the background, ranks all-reduce the
+    other gradients."""
     num = model.num_workers
     served = [queues.ask(worker, 0.0, model.pull) for worker in range(num)]
     seen, begin = [float(times[0]) for times, _ in served], np.array([back for _, back in served])
@@ -176,11 +179,11 @@ def _run_ranks(model: StepModel, queues: Queues, record: _Record, num_steps: int
             record.note(worker, begin[worker], begin[worker] - room, room - end, end - ends[worker])
 
 
-Asking = Generator[tuple[float, bool], tuple[Times, float], None]  # yields when, and whether it is a push
+Asking = Generator[tuple[float, bool], tuple[Times, float], None]  # yields (time, whether it is a push)
 
 
 def _run_apart(model: StepModel, queues: Queues, record: _Record, num_steps: int) -> None:
-    """Steps of workers that do not wait for each other."""
+    """Run steps of workers that do not wait for each other."""
     live = [_worker(model, queues, record, worker, num_steps) for worker in range(model.num_workers)]
     waiting = [(*next(asking), worker) for worker, asking in enumerate(live)]
     heapq.heapify(waiting)
@@ -194,9 +197,10 @@ def _run_apart(model: StepModel, queues: Queues, record: _Record, num_steps: int
 
 
 def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, num_steps: int) -> Asking:
-    """The life of one worker: when it asks for what. `yield` gives when servers have served it, and when it is back."""
+    """Yield the requests of one worker. Each `yield` returns when the servers have served it and when the reply
+    arrives."""
     compute = float(model.compute[worker])
-    served, rows = yield worker * compute / model.num_workers, False  # workers do not all begin at once
+    served, rows = yield worker * compute / model.num_workers, False  # workers start at different times
     seen, now, sent = float(served[0]), rows, [0.0]
     for step in range(num_steps):
         begun, pulled = now, seen
@@ -210,7 +214,7 @@ def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, num_
             served, back = yield begin_push, True
             record.ages.append(_age(queues.applied, pulled, float(served[0])))
             sent.append(back)
-            # Beside: training goes on when there is room in the queue, that is when an earlier push has been taken.
+            # In the background: training continues when the queue has room, that is, after an earlier push was taken.
             room = sent[max(0, len(sent) - 1 - model.queue_size)]
             end_push = max(end, room) if model.pushes_beside else back
         if not model.pulls_ahead and is_pulled:
@@ -221,7 +225,7 @@ def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, num_
 
 
 def _age(applied: list[float], pulled: float, pushed: float) -> int:
-    """How many pushes were applied since these rows were pulled; and this one is applied."""
+    """Return the staleness of rows: the number of pushes applied between their pull and this push."""
     age = bisect(applied, pushed) - bisect(applied, pulled)
     insort(applied, pushed)
     return age

@@ -1,4 +1,4 @@
-"""What the coordinator does for torch.distributed: ranks meet here for an operation, and for keys of a store."""
+"""The coordinator's part of torch.distributed: it matches the operations of ranks, and keeps the keys of a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Visit(msgspec.Struct):
-    """The first frame of a request: what a rank wants of its group. The tensors that it brings are the other frames."""
+    """The first frame of a request: the operation of a rank in its group. The other frames are the rank's tensors."""
 
     group: str
     number: int  # of the operation in its group
@@ -45,7 +45,7 @@ class Visit(msgspec.Struct):
 class Question(msgspec.Struct):
     """The only frame of a request to the store."""
 
-    action: str  # "set", "add", "get" (when all keys are there), "check", "delete"
+    action: str  # "set", "add", "get" (answered when all keys exist), "check", "delete"
     keys: list[str]
     value: bytes = b""
     amount: int = 0
@@ -56,13 +56,13 @@ Request = Visit | Question
 
 @dataclass
 class _Meeting:
-    """An operation that some ranks have come to."""
+    """An operation that some ranks have entered."""
 
     visits: dict[int, tuple[Visit, Packet]] = field(default_factory=dict)
 
 
 class MeetingPlace:
-    """Collects what ranks bring, and answers all of them when the last has come, by the time that their links take."""
+    """Collects the tensors of ranks. When the last rank has entered, it answers all after the time of the transfer."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -72,7 +72,8 @@ class MeetingPlace:
         self._waiting: list[tuple[Question, Packet]] = []
 
     def serve(self, request: Packet) -> Iterator[Packet]:
-        """The answers that this request makes ready. Raises FleetError if ranks of a group contradict each other."""
+        """Yield the answers that this request completes. Raises FleetError if ranks of a group contradict each
+        other."""
         first = bytes(request.frames[0])
         if request.to[1]:
             yield from self._ask(msgspec.msgpack.decode(first, type=Question), request)
@@ -102,7 +103,7 @@ class MeetingPlace:
             yield packet(came.sender, came.to, end, [_bytes(tensor) for tensor in result])
 
     def _seconds(self, visit: Visit, brought: Sequence[Tensors]) -> float:
-        """Rings for what all ranks get a share of, trees for what has one root."""
+        """Return the time of an operation: a ring if all ranks exchange data, a tree if it has one root."""
         most = max(sum(tensor.nbytes for tensor in tensors) for tensors in brought)
         link, size = self._link, visit.size
         if visit.operation == "all_reduce":
@@ -138,12 +139,12 @@ class MeetingPlace:
 
 
 def combine(visit: Visit, brought: Sequence[Tensors]) -> Sequence[Tensors]:
-    """By rank, the tensors that an operation gives it, of those that each rank brought."""
+    """Return the output tensors of an operation by rank, from the input tensors by rank."""
     size, operation = visit.size, visit.operation
     if operation in ("all_reduce", "reduce"):
         everything = [_reduced(visit, same) for same in zip(*brought, strict=True)]
     else:
-        everything = [tensor for tensors in brought for tensor in tensors]  # of a broadcast, what its root brought
+        everything = [tensor for tensors in brought for tensor in tensors]  # for a broadcast: the tensors of its root
     if operation == "reduce_scatter":
         return [[_reduced(visit, [tensors[rank] for tensors in brought])] for rank in range(size)]
     if operation == "all_to_all":

@@ -1,4 +1,4 @@
-"""A simulated job from its first process to its report."""
+"""Runs a simulated job, from its first process to its report."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchfleet.launch.simulate.forks import Child, end, fork, prepare
 from torchfleet.launch.simulate.rank_meetings import MeetingPlace
 from torchfleet.launch.simulate.trace import Trace
 
-_PERIOD = 5.0  # seconds between two lines about how far it is
-_LOOK = 0.2  # seconds between two looks at the log that is shown
+_PERIOD = 5.0  # seconds between two progress messages
+_LOOK = 0.2  # seconds between two polls of the log that is shown
 _LAST_LINES = 20
 
 
 class Interrupted(Exception):
-    """A signal has come."""
+    """A signal arrived."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -33,11 +33,12 @@ class Interrupted(Exception):
 
 
 class _Enough(Exception):
-    """All workers have made as many steps as were asked for."""
+    """All workers have made `max_steps` steps."""
 
 
 class Simulation:
-    """One run of a job in virtual time. `say` prints a line; figures are left in simulation.json in `run_dir`."""
+    """One run of a job in virtual time. `say` prints a line. The figures are written to simulation.json in
+    `run_dir`."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Simulation:
         trace: Trace | None = None,
         max_steps: int | None = None,
     ) -> None:
-        """`trace` is shown all requests. With `max_steps` it is over, and says nothing, when each worker has
-        made so many."""
+        """`trace` receives all requests. With `max_steps` the simulation ends silently when each worker has made that
+        many steps."""
         self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
         self.forecast = Forecast(len(job.servers), job.num_workers)
         self._children: list[Child] = []
@@ -59,7 +60,7 @@ class Simulation:
         self.figures: Figures | None = None
 
     def run(self) -> int:
-        """Run the job to its end and return its exit status. No process of it is left when this returns."""
+        """Run the job to its end and return its exit status. No process of the job is left when this returns."""
         before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             prepare()
@@ -142,7 +143,7 @@ class Tail:
         self._num_shown = 0  # bytes
 
     def show(self) -> None:
-        """Whole lines that were not shown yet."""
+        """Show complete lines that were not shown yet."""
         if not self._part.log.exists():
             return
         with open(self._part.log, "rb") as log:

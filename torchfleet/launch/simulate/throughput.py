@@ -1,4 +1,4 @@
-"""How many samples a second: a short simulation of few workers, then queues for as many as you like."""
+"""Forecasts samples per second: a short simulation of few workers, then a queue model for any number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PULLS, _PUSHES = (Command.PULL,), (Command.PUSH, Command.PULL_CHANGED)
 
 @dataclass(frozen=True)
 class Profile:
-    """A step, as the short simulation found it."""
+    """A step, as measured by the short simulation."""
 
     mode: str
     queue_size: int
@@ -36,13 +36,13 @@ class Profile:
     samples: float  # of a worker
     pull: Exchange
     push: Exchange
-    fixed: float  # seconds of a server for a request that is about no rows
-    reduced: float  # bytes that a worker brings to the other ranks
+    fixed: float  # seconds of a server for a request without rows
+    reduced: float  # bytes that a worker all-reduces
 
 
 def forecast_throughput(job: Job, num_workers: int, num_servers: int, run_dir: Path, say: Callable[[str], None]) -> int:
-    """Print what a job of so many workers and servers would reach under the conditions of `job`, which is the one to be
-    measured, without stragglers. Returns an exit status."""
+    """Print the throughput of a job with `num_workers` workers and `num_servers` servers under the conditions of `job`.
+    `job` itself is small: it is simulated without stragglers to measure a step. Returns an exit status."""
     trace = Trace(len(job.servers))
     measured = replace(job, conditions=replace(job.conditions, slow_share=0.0))
     simulation = Simulation(measured, run_dir, say, trace=trace, max_steps=_PROFILE_STEPS)
@@ -62,7 +62,7 @@ def forecast_throughput(job: Job, num_workers: int, num_servers: int, run_dir: P
 
 
 def profile_of(simulation: Simulation, trace: Trace, figures: Figures, num_workers: int) -> Profile:
-    """Of the steps in which the rates of the short simulation were measured."""
+    """Return the profile of the steps over which the short simulation measured its rates."""
     if not figures.samples_per_s:
         raise FleetError(
             f"the script made {figures.steps} steps, too few to measure one: give it data for at least "
@@ -86,7 +86,7 @@ def profile_of(simulation: Simulation, trace: Trace, figures: Figures, num_worke
 
 
 def step_model(profile: Profile, conditions: Conditions, num_workers: int, num_servers: int) -> StepModel:
-    """The step of a job of this size: every server has its share of a request."""
+    """Return the step of a job of this size: every server gets its share of a request."""
     factors = [conditions.factor("worker", worker, num_workers) for worker in range(num_workers)]
     return StepModel(
         pull=_round(profile.pull, num_servers, profile.fixed),
@@ -108,7 +108,7 @@ def _round(exchange: Exchange, num_servers: int, fixed: float) -> Round:
 
 
 def _period(exchange: Exchange) -> int:
-    """Steps between two exchanges; one that never was is one that never is."""
+    """Return the number of steps between two exchanges. An exchange that was never seen does not occur."""
     return max(1, round(1 / exchange.per_step)) if exchange.per_step else 1 << 30
 
 

@@ -1,4 +1,4 @@
-"""`fleet doctor`: looks at a machine and at its links, and says what will hurt."""
+"""`fleet doctor`: checks a machine and its links, and reports problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 
 _MOST_ROWS = 1e15
-# What is asked of a doctor, not of its other end.
+# Options that do not apply to --serve.
 _ASKED = ("json", "ports", "server_num", "worker_num", "rows", "dim", "rule", "seconds")
 _DESCRIPTION = """Look at this machine: cores, memory, limits, settings of the kernel, versions. With HOST:PORT, also at
 the links to machines that run `fleet doctor --serve`, and at what differs there. With --server_num and --worker_num,
@@ -69,7 +69,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """End with a message for what cannot be, and for what would be of no use."""
+    """Exit with a message for options that are invalid or have no effect."""
     if options.serve is not None:
         asked = [f"--{name}" for name in _ASKED if getattr(options, name)]
         if options.places or asked:

@@ -44,9 +44,9 @@ class SavedModel:
         }
 
     def check(self) -> int:
-        """Read every file of the chain: its checksum, and what must be in it; returns how many there are.
+        """Read every file of the chain, and check its checksum and its contents. Returns the number of files.
 
-        Raises CheckpointError if a table holds what is not finite.
+        Raises CheckpointError if a table contains values that are not finite.
         """
         num = 0
         for link in self._manifest.links():

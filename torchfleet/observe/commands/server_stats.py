@@ -41,7 +41,7 @@ def show_stats(addresses: str, key_dir: str | None, as_json: bool) -> None:
 
 
 def _endpoint(address: str) -> str:
-    """host:port as tcp://host:port; tcp:// and ipc:// as they are. Of a server with replicas all addresses."""
+    """Convert host:port to tcp://host:port; tcp:// and ipc:// stay unchanged. Converts all addresses of replicas."""
     if SEPARATOR in address:
         return SEPARATOR.join(map(_endpoint, address.split(SEPARATOR)))
     if "://" in address:
@@ -53,8 +53,8 @@ def _endpoint(address: str) -> str:
 
 
 def _expect_server(endpoint: str, has_keys: bool) -> None:
-    """Say at once what is wrong with an address, where waiting for an answer would only say that none came."""
-    if not endpoint.startswith("tcp://") or SEPARATOR in endpoint:  # of two, one may be away
+    """Report at once what is wrong with an address, instead of a timeout without a reason."""
+    if not endpoint.startswith("tcp://") or SEPARATOR in endpoint:  # one of two replicas may be down
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     found = mechanism_at(host.strip("[]"), int(port)) if port.isdigit() else None
@@ -89,13 +89,13 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
 
 
 def _worker(line: dict[str, Any]) -> str:
-    """A member, since when it is there, and whether it is still heard of."""
+    """Describe a member: when it joined, and whether it is still alive."""
     lost = f", lost: silent for {line['silent']:.0f} s" if line["is_lost"] else ""
     return f"{line['worker']} ({line['place']}, joined {line['age']:,.0f} s ago{lost})"
 
 
 def _bottleneck(servers: list[dict[str, Any]]) -> str:
-    """What the job waits for, as all its servers together know it; each hears of all workers."""
+    """Return what the job waits for, from the reports of all servers; each of them knows all workers."""
     busy = [server["busy"] for server in servers if server["busy"] is not None]
     waits = [line["waiting"] for line in servers[0]["workers"] if line["waiting"] is not None]
     return bottleneck(busy, waits, None)

@@ -1,4 +1,4 @@
-"""Who may see the page: requests by a name of this machine, from the page itself, with the token that was printed."""
+"""Access control of the page: a request must use a name of this machine, come from the page, and have the token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 200
 
 
 class Access:
-    """`token`: None lets everyone in who can reach the port, which is right on loopback alone."""
+    """`token`: None admits every client that can reach the port; use it on loopback only."""
 
     def __init__(self, host: str, token: str | None) -> None:
         if token is None and not is_loopback(host):
@@ -32,15 +32,16 @@ class Access:
             self._names.add(socket.getfqdn().lower())  # may wait for a name server
 
     def is_known_host(self, header: str | None) -> bool:
-        """Whether the Host of a request is ours. A page of another site whose name was made to lead here has its own.
+        """Whether the Host header names this machine. This stops DNS rebinding: a page of another site sends its own
+        name.
 
-        A number is no name, and cannot be made to lead elsewhere; the port may be that of a tunnel.
+        An IP address cannot be rebound and is accepted. The port is ignored, since it may be that of a tunnel.
         """
         name = _host_of(header or "")
         return name in self._names or _is_address(name)
 
     def is_own_page(self, headers: Message) -> bool:
-        """Whether a browser says that this page, or the user, sends the request; other programs say nothing."""
+        """Whether the browser reports that this page or the user sent the request. Other programs report nothing."""
         return headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
 
     def is_token(self, given: str) -> bool:
@@ -60,7 +61,7 @@ class Access:
         return found is not None and _same(found.value, self.cookie())
 
     def cookie(self) -> str:
-        """What a browser keeps in the place of the token."""
+        """The value that a browser stores instead of the token."""
         return hmac.new((self.token or "").encode(), b"fleet dashboard cookie", hashlib.sha256).hexdigest()
 
 
@@ -79,12 +80,12 @@ def new_token() -> str:
 
 @functools.cache
 def token_of_this_process() -> str:
-    """The same for every attempt of a job, so that a page that is open stays open."""
+    """Return the same token for every attempt of a job, so that an open page keeps working."""
     return new_token()
 
 
 def token_of(path: str | None) -> str:
-    """The token in this file, which is made if it is not there; without a file a random one. Raises FleetError."""
+    """Return the token in this file, which is created if missing; without a path, a random one. Raises FleetError."""
     if path is None:
         return new_token()
     file = Path(path)

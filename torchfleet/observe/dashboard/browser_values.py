@@ -1,4 +1,4 @@
-"""What a record of a run holds, made fit for a page: bounded, and with numbers that JSON has."""
+"""Converts values of a run's record for the page: bounded in size, with numbers that JSON supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDE = 1 << 53  # from here on JavaScript rounds integers
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """The value with long texts cut, large collections cut, and numbers that are not finite as texts: "nan", "inf"."""
+    """Return the value with long texts and large collections cut, and non-finite numbers as texts: "nan", "inf"."""
     if isinstance(value, (dict, list)):
         if depth >= _MOST_DEPTH:
             return None

@@ -29,7 +29,7 @@ from torchfleet.observe.dashboard.run_folders import RunFolders
 
 DEFAULT_PORT = 8470
 _NEXT_PORTS = 20  # that are tried if the default one is taken
-_HEARTBEAT = 15  # periods without news after which a comment shows that the server is there
+_HEARTBEAT = 15  # periods without events after which a comment keeps the stream alive
 _LONGEST_LOGIN = 512  # bytes
 BOUNDS = Bounds()
 _NUMBER = re.compile("[0-9]{1,20}")
@@ -51,19 +51,19 @@ class Dashboard:
         self._access, self._closing = Access(host, token), threading.Event()
         self._folders, self._feeds = folders, Feeds()
         self._num_streams, self._changed = 0, threading.Condition()
-        page_files()  # what is missing shows now
+        page_files()  # fails early if a file is missing
         self._server = _listen(host, port, _handler(self))
         self.host, self.port = host, self._server.server_port
         self._server.start()
 
     @property
     def url(self) -> str:
-        """Where the page is, with the token behind a # that browsers keep to themselves."""
+        """The URL of the page, with the token after a #, which browsers do not send."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{name}:{self.port}/" + (f"#token={self._access.token}" if self._access.token else "")
 
     def close(self, patience: float = 2.0) -> None:
-        """Send what is left to all clients, wait for them a little, and end."""
+        """Send the remaining events to all clients, wait up to `patience` seconds for them, and stop."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -78,7 +78,7 @@ class Dashboard:
         return None if folders is None else self._feeds.of(wanted, folders)
 
     def stream(self, request: _Request, feed: Feed, last: str) -> None:
-        """Send events until the client goes or the server closes."""
+        """Send events until the client disconnects or the server closes."""
         with self._changed:
             self._num_streams += 1
         try:
@@ -102,7 +102,7 @@ class Dashboard:
                 self._changed.notify_all()
 
     def answer(self, request: _Request, path: str, query: dict[str, str]) -> None:
-        """A GET of data. Who asks may have it."""
+        """Answer a GET of data. The request is already authorized."""
         feed = self.feed(query.get("run", ""))
         if path == "/api/runs":
             request.send_json({"runs": self._folders.names()})

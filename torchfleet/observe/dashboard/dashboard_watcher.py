@@ -1,4 +1,4 @@
-"""The dashboard of a job that runs, as one of its watchers: it serves the record of the run while the job is there."""
+"""The dashboard as a watcher of a running job: it serves the record of the run while the job runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchfleet.observe.watch.watchers import ANY_PORT
 
 
 class DashboardWatcher:
-    """Stands behind the writer of the record among the watchers, so that its last lines are sent before the end.
+    """It must come after the writer of the record in the list of watchers, so that it sends the last lines.
 
-    If the port cannot be opened the job does not begin; in a later attempt it goes on without the page.
+    If the port cannot be opened, the job does not start; a later attempt continues without the page.
     """
 
     def __init__(self, run_dir: Path, port: int, attempt: int, report: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What happened in a job, found in its record: lines of the launcher, restarts, losses, saves."""
+"""The events of a job, found in its record: lines of the launcher, restarts, losses, saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTED = {  # fields of a status that only grow: what an increase means
 
 
 class JobEvents:
-    """Events and saves in the order in which they were recorded. Of very many the oldest are left out."""
+    """Events and saves in the order of their records. The oldest are dropped beyond a limit."""
 
     def __init__(self) -> None:
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
@@ -41,12 +41,12 @@ class JobEvents:
             self.add(time, "fault", f"{key} ended with {number(after.get('returncode'))}", key)
         status, status_before = mapping(after.get("status")), mapping(before.get("status"))
         if num != num_before:
-            status_before = {}  # counted from zero again
+            status_before = {}  # counters restart from zero
         for field, (kind, did, noun, how) in _COUNTED.items():
             if status.get(field) == status_before.get(field):
                 continue
             grown = (number(status.get(field)) or 0) - (number(status_before.get(field)) or 0)
-            if grown > 0 and field in status_before:  # a worker may ask before its server is there: no event
+            if grown > 0 and field in status_before:  # a worker may retry before its server has started: no event
                 self.add(time, kind, f"{key} {did} {plural(int(grown), noun)}{how}", key)
         if status.get("saves") != status_before.get("saves"):
             self._compare_saves(time, key, mapping(status.get("saves")), mapping(status_before.get("saves")))

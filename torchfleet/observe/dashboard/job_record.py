@@ -1,7 +1,7 @@
 """The record of a run as the page shows it: every process as it is now, series for charts, and what happened.
 
-All is made from records of history.jsonl alone, one at a time, so that a job that runs and one that has ended look the
-same. What changed since the last question is handed out as a delta; applied to a snapshot it gives the next one.
+Everything is built from the records of history.jsonl, one at a time, so that a running job and an ended one look the
+same. Changes since the last call are returned as a delta; applied to a snapshot it gives the next snapshot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPEN = ("starting", "running", "waiting")  # states that no process of a job th
 
 
 class JobRecord:
-    """Takes records in the order in which they were written. Not for several threads."""
+    """Takes records in the order in which they were written. Not thread-safe."""
 
     def __init__(self) -> None:
         self._grid: Grid | None = None
@@ -38,7 +38,7 @@ class JobRecord:
         self._open: set[str] = set()  # sources that have begun and not ended
         self._changed: set[str] = set()
         self._unsummed: float | None = None  # the time of a look at all processes whose sums are not made yet
-        self._is_anew = True  # a delta would not do: the grid is another one
+        self._is_anew = True  # a snapshot is needed: the grid has changed
 
     @property
     def num_roles(self) -> int:
@@ -50,7 +50,7 @@ class JobRecord:
         return {key: str(role.get("log", "")) for key, role in self._roles.items()}
 
     def take(self, record: dict[str, Any], source: str = "") -> None:
-        """One record; `source` names the machine whose launcher wrote it. Records that make no sense are left out."""
+        """Take one record; `source` names the machine whose launcher wrote it. Invalid records are skipped."""
         time = number(record.get("time"))
         if time is None:
             return
@@ -68,7 +68,7 @@ class JobRecord:
             self._end(time, record.get("finished") is True, source)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it, as JSON has it. Deltas count from here on."""
+        """Return the whole record as JSON values. The next delta starts from here."""
         self.delta()
         grid = self._grid
         return {
@@ -81,8 +81,8 @@ class JobRecord:
         }
 
     def delta(self) -> dict[str, Any] | None:
-        """What changed since the last call, or None if a snapshot is needed. Applied twice it changes nothing more,
-        but for events and saves."""
+        """Return the changes since the last call, or None if a snapshot is needed. Applying a delta twice is harmless,
+        except for events and saves."""
         self._sum()
         changed, self._changed = self._changed, set()
         events, saves = self._events.take_new()
@@ -146,7 +146,7 @@ class JobRecord:
             columns.halve()
 
     def _sum(self) -> None:
-        """Of all processes together, as each was seen last. A backup holds the same rows as its primary."""
+        """Sum over all processes, with the last record of each. A backup holds the same rows as its primary."""
         if self._unsummed is None or self._grid is None:
             return
         sums: dict[str, Value] = {}

@@ -25,10 +25,10 @@ def is_log_name(name: str) -> bool:
 
 
 def read_piece(folder: Path, name: str, file_id: int = 0, start: int | None = None, end: int | None = None) -> Any:
-    """A piece of a log with where it lies: from `start` on, or up to `end`, or the end of the log.
+    """Return a piece of a log with its position: from `start` on, or up to `end`, or the end of the log.
 
-    A log that is full is put aside, and another begun. `file_id` says which of the two files is meant, as an earlier
-    answer named it; if that one is gone, or none is named, it is the present one. Returns None if there is no log.
+    A full log is rotated. `file_id`, from an earlier answer, selects one of the two files; if it is 0 or that file is
+    gone, the current file is read. Returns None if there is no log.
     """
     for is_aside, path in enumerate((folder / name, before(folder / name))):
         opened = _open(path, name)
@@ -46,7 +46,7 @@ def read_piece(folder: Path, name: str, file_id: int = 0, start: int | None = No
 
 
 def read_before(folder: Path, name: str) -> Any:
-    """The end of the file that was put aside; None if there is none."""
+    """Return the end of the rotated file; None if there is no rotated file."""
     opened = _open(before(folder / name), name)
     if opened is None:
         return None
@@ -55,7 +55,8 @@ def read_before(folder: Path, name: str) -> Any:
 
 
 def find_lines(folder: Path, name: str, text: str) -> Any:
-    """The last lines that hold a text, in upper or lower case, in the last megabytes of a log; None: no log."""
+    """Return the last lines that contain a text, ignoring case, in the last megabytes of a log; None if there is no
+    log."""
     opened = _open(folder / name, name)
     if opened is None:
         return None
@@ -71,7 +72,7 @@ def find_lines(folder: Path, name: str, text: str) -> Any:
 
 
 def _open(path: Path, name: str) -> IO[bytes] | None:
-    """Only plain files with plain names: no links out of the folder, no pipes that would wait."""
+    """Open only regular files with plain names: no links out of the folder, no pipes that would block."""
     if not is_log_name(name):
         return None
     try:
@@ -97,5 +98,5 @@ def _piece(file: IO[bytes], about: os.stat_result, start: int | None, end: int |
 
 
 def _shown(line: str) -> str:
-    """A line as a terminal would leave it, without colours; of a JSON line its text."""
+    """Return a line as a terminal would show it, without colours; for a JSON line, its text."""
     return bare(printable(readable(line)))[:_MOST_LINE]

@@ -1,4 +1,4 @@
-"""The record of a run as server-sent events. It is read once for all clients, and only while there is one."""
+"""The record of a run as server-sent events. It is read once for all clients, and only while a client is connected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchfleet.observe.dashboard.log_pieces import is_log_name
 from torchfleet.observe.watch.history import HistoryReader
 
 PERIOD = 1.0  # seconds between two looks at the record
-_MANY = 50  # processes, above which the looks are less often in proportion
+_MANY = 50  # with more processes than this, the period grows in proportion
 _MOST_KEPT = 4 << 20  # bytes of deltas that are kept for clients that come back
 
 
@@ -40,9 +40,9 @@ class Feed:
         self._snapshot: tuple[int, bytes] = (-1, b"")
 
     def messages(self, last: str = "", now: bool = False) -> tuple[bytes, str]:
-        """What a client that has the message `last` lacks, and what it has then. `now`: look at the record in any case.
+        """Return the messages after `last`, and the id of the newest one. `now`: read the record in any case.
 
-        A client that has none, or one that is not known any more, gets all of it.
+        A client without a last message, or with an unknown one, gets a snapshot.
         """
         with self._lock:
             if now or time.monotonic() - self._read_at >= PERIOD * max(1.0, self._record.num_roles / _MANY):
@@ -71,7 +71,7 @@ class Feed:
         self._read_at = time.monotonic()
         num = 0
         for source, reader in self._readers:
-            with contextlib.suppress(OSError):  # a folder that is gone: what was read stays
+            with contextlib.suppress(OSError):  # the folder is gone: keep what was read
                 for record in reader.records():
                     self._record.take(record, source)
                     num += 1
@@ -101,12 +101,12 @@ class Feed:
 def _encoded(body: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
-    except UnicodeEncodeError:  # the name of a file that is no UTF-8, such as that of the script: escapes can say it
+    except UnicodeEncodeError:  # a file name that is not UTF-8, such as the script's: use escapes
         return json.dumps(body).encode()
 
 
 class Feeds:
-    """The runs that clients look at; of many the one that was asked for longest ago is read anew when it is needed."""
+    """A cache of the runs that clients watch. The least recently used run is dropped and read again when needed."""
 
     def __init__(self, most: int = 8) -> None:
         self._feeds: dict[str, Feed] = {}

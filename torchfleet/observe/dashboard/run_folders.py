@@ -1,4 +1,4 @@
-"""Which runs there are to look at: folders that have a history.jsonl."""
+"""Finds the available runs: folders that have a history.jsonl."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _MOST_RUNS = 500
 
 
 class RunFolders:
-    """Runs by name. The names are those found on the disk: what a client asks for is looked up among them.
+    """Runs by name. A client's name is only looked up among the names found on the disk.
 
-    Of one folder that holds runs, as --log_dir does, all of them, the newest first. Several folders are the machines of
-    one job; of one that holds runs the newest counts. Raises FleetError if one of them is no such folder.
+    One folder that contains runs, such as --log_dir, gives all of them, the newest first. Several folders are the
+    machines of one job: each is a run, or contains runs, of which the newest is used. Raises FleetError if a folder
+    is neither.
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:

@@ -21,7 +21,7 @@ class Grid:
         return max(0, int((time - self.begin) / self.width))
 
     def doublings(self, time: float) -> int:
-        """How often the width must double before this time is on the grid."""
+        """Return how many times the width must double before this time is on the grid."""
         num, point = 0, self.point(time)
         while point >= self.most:
             num, point = num + 1, point // 2
@@ -32,7 +32,7 @@ class Grid:
 
 
 class Columns:
-    """Numbers by name at the points of a grid. Of several at one point the last counts; None where there is none."""
+    """Values by name at the points of a grid. The last value at a point wins; None marks a point without a value."""
 
     def __init__(self) -> None:
         self.points: list[int] = []
@@ -40,7 +40,8 @@ class Columns:
         self._num_told = 0  # points that `tail` has handed out
 
     def put(self, point: int, row: Mapping[str, Value], most_names: int = 200) -> None:
-        """Numbers at this point, or at the last one if a clock went back. Names above `most_names` are left out."""
+        """Set values at this point, or at the last point if a clock went back. Names beyond `most_names` are
+        dropped."""
         if not self.points or point > self.points[-1]:
             self.points.append(point)
             for column in self.values.values():
@@ -54,14 +55,14 @@ class Columns:
                 self.values[name][-1] = value
 
     def tail(self) -> dict[str, Any]:
-        """What is new since the last call, and at which index it begins: with the last point of then, which may have
-        changed."""
+        """Return the new values since the last call and the index where they begin. They include the last point of that
+        call, which may have changed."""
         begin, self._num_told = max(0, self._num_told - 1), len(self.points)
         values = {name: column[begin:] for name, column in self.values.items()}
         return {"begin": begin, "points": self.points[begin:], "values": values}
 
     def halve(self) -> None:
-        """Two points become one, as the width of the grid has doubled."""
+        """Merge each two points into one, after the width of the grid has doubled."""
         points: list[int] = []
         values: dict[str, list[Value]] = {name: [] for name in self.values}
         for index, point in enumerate(self.points):

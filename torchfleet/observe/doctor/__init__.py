@@ -1,1 +1,1 @@
-"""`fleet doctor`: what of this machine, its software and its links will hurt a job."""
+"""`fleet doctor`: finds problems of this machine, its software and its links that affect a job."""

@@ -1,4 +1,4 @@
-"""What will hurt, how much, and what to do."""
+"""A finding: a problem, its severity, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ORDER = {STOPS: 0, SLOWS: 1, NOTE: 2}
 
 
 class Finding(msgspec.Struct):
-    """`weight`: among findings of its kind, those with more come first."""
+    """`weight`: findings of one kind are sorted by it, the largest first."""
 
     kind: str
     what: str
@@ -20,7 +20,7 @@ class Finding(msgspec.Struct):
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """What hurts most comes first."""
+    """Sort findings, the most severe first."""
     return sorted(findings, key=lambda finding: (_ORDER[finding.kind], -finding.weight))
 
 

@@ -35,7 +35,7 @@ class LinkFacts(msgspec.Struct):
     to_bytes_s: float
     from_bytes_s: float
     clock_ahead_ms: float  # of the other machine
-    clock_error_ms: float  # it is right to this
+    clock_error_ms: float  # the error bound of clock_ahead_ms
     facts: dict[str, object]  # of the other machine; empty if a training server answers
 
 
@@ -66,7 +66,8 @@ class Link:
         self._channel.close()
 
     def measure(self, seconds: float) -> LinkFacts:
-        """`seconds`: how long bytes are sent each way. Raises FleetError if the other end is silent."""
+        """Measure the link. `seconds`: how long bytes are sent each way. Raises FleetError if the other end is
+        silent."""
         self._ask(Command.PING)  # the connection is made
         round_trips, offset, error = self._pings()
         to = self._rate(seconds, self._push)
@@ -77,7 +78,7 @@ class Link:
         return LinkFacts(self.place, self.is_encrypted, p50, p99, to, back, offset, error, facts)
 
     def _pings(self) -> tuple[list[float], float, float]:
-        """(milliseconds of all, how far the other clock is ahead by the fastest, half of that one)."""
+        """Return (milliseconds of all pings, clock offset from the fastest ping, half of that ping's time)."""
         round_trips: list[float] = []
         best, deadline = (float("inf"), 0.0), time.monotonic() + _PING_SECONDS
         while len(round_trips) < _PINGS and time.monotonic() < deadline:
@@ -96,13 +97,13 @@ class Link:
         return Command.PULL, [Array(0, np.array([size], np.uint64))]
 
     def _rate(self, seconds: float, request: Callable[[int], tuple[Command, list[Array]]]) -> float:
-        """Bytes a second: a short look with small requests, then with those that suit the link."""
+        """Return bytes per second: a short run with small requests, then one with requests that suit the link."""
         rough = self._flood(min(0.3, seconds / 4), _SMALL, request)
         return self._flood(seconds, _LARGE if rough > _FAST else _SMALL, request)
 
     def _flood(self, seconds: float, size: int, request: Callable[[int], tuple[Command, list[Array]]]) -> float:
-        """Some requests are always under way. Counted from the first reply on: what buffers take at once is not the
-        link's."""
+        """Keep several requests in flight and return the rate. It is counted from the first reply on, to exclude what
+        buffers absorb."""
         command, arrays = request(size)
         for _ in range(_UNDER_WAY):
             self._send(command, arrays)

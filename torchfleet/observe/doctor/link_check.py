@@ -16,7 +16,7 @@ _SETTINGS = ("overcommit", "huge_pages", "governor", "open_files")
 
 
 def check_link(link: LinkFacts) -> Iterator[Finding]:
-    """What of this link will hurt."""
+    """Yield the problems of this link."""
     rate = min(link.to_bytes_s, link.from_bytes_s)
     seconds = _STEP_BYTES / max(rate, 1.0)
     if seconds > _SLOW_STEP:

@@ -17,7 +17,7 @@ _SERVER_BYTES = 250 * 10**6  # of a server without rows
 
 
 def check_machine(facts: MachineFacts) -> Iterator[Finding]:
-    """What of this machine will hurt a job."""
+    """Yield the problems of this machine for a job."""
     yield from _memory(facts)
     yield from _cores(facts)
     yield from _limits(facts)
@@ -145,7 +145,7 @@ def _network(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def check_software(facts: SoftwareFacts, gpus: Sequence[str]) -> Iterator[Finding]:
-    """What of this Python will hurt."""
+    """Yield the problems of this Python installation."""
     for text in facts.unmet:
         yield Finding(STOPS, text, "pip install --upgrade torchfleet, or that package", 100)
     if not facts.has_curve:
@@ -180,9 +180,9 @@ def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
 
 
 def row_bytes(dim: int, rule: str) -> int:
-    """Of one row in a server: values, the rule's state, the map, lists. As docs/online.md counts it.
+    """Return the bytes of one row in a server: values, the rule's state, the map, lists. See docs/online.md.
 
-    Raises TableError for a rule or a dim that there is not.
+    Raises TableError for an unknown rule or an invalid dim.
     """
     from torchfleet.ps.tables.settings.spec import Rule, TableSpec  # compiled kernels are loaded with it
 

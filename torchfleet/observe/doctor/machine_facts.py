@@ -1,4 +1,4 @@
-"""What a machine is, and what it lets a process do: read from /proc, /sys and the limits of this process."""
+"""Facts about a machine and its limits for a process, read from /proc, /sys and the limits of this process."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _gpus(path: Path) -> list[str]:
 
 
 def _is_synchronized() -> bool | None:
-    """Whether something keeps the system's clock right, as the kernel knows it."""
+    """Whether the kernel reports that the system clock is synchronized."""
     try:
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_ADJTIMEX_BYTES))
     except (OSError, AttributeError):

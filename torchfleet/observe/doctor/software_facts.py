@@ -27,7 +27,7 @@ class SoftwareFacts(msgspec.Struct):
     libzmq: str
     has_curve: bool
     unmet: list[str]
-    kernel_folder: str  # where compiled kernels are kept; empty: nowhere, and they are compiled by every process
+    kernel_folder: str  # cache of compiled kernels; empty: no cache, and every process compiles them
     num_kernels: int  # that are there
 
 
@@ -86,7 +86,8 @@ def _requirements() -> list[str]:
 
 
 def _kernel_folder(sources: Path) -> Path | None:
-    """As torchfleet/ps/kernels/jit.py chooses it: what the user says, beside the sources, or in the user's cache."""
+    """Return the folder that torchfleet/ps/kernels/jit.py uses: the user's, next to the sources, or the user's
+    cache."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     beside = sources / "__pycache__"
@@ -98,7 +99,7 @@ def _kernel_folder(sources: Path) -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """It, or the first folder above it that is there."""
+    """Whether the folder, or its first existing parent, is writable."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return os.access(folder, os.W_OK | os.X_OK)

@@ -1,1 +1,1 @@
-"""`fleet profile`: asks a job for a profile, and makes one trace of what its processes leave."""
+"""`fleet profile`: requests a profile from a job, and merges the files of its processes into one trace."""

@@ -28,7 +28,7 @@ class Clock:
     """A machine's clock against that of the first worker's machine, in nanoseconds."""
 
     ahead: int
-    round_trip: int  # of the requests that it was measured by: it is right to half of that
+    round_trip: int  # of the requests that measured it: the error is at most half of that
     is_measured: bool = True
 
 
@@ -93,7 +93,7 @@ class ChromeTrace:
             }  # fmt: skip
             call = span.client, span.call
             if call in linked and span.kind in (REQUEST, HANDLE) and call not in seen:
-                seen.add(call)  # a request that was sent again is handled again: one arrow
+                seen.add(call)  # a request that was sent again is handled again: draw one arrow
                 yield _arrow(span, number, thread, start)
 
     def _moved(self, part: Part, time: int) -> int:
@@ -165,12 +165,12 @@ def _clock_text(clock: Clock) -> str:
 
 
 def clocks(parts: Sequence[Part]) -> dict[str, Clock]:
-    """By machine. Those that no chain of requests connects to the first worker's are taken to be right."""
+    """Return the clocks by machine. A machine without a chain of requests to the first worker's gets offset 0."""
     edges = _edges(parts)
     first = next((part.machine for part in parts if part.role != "server"), parts[0].machine)
     found: dict[str, Clock] = {}
     waiting = [(0, first, 0)]
-    while waiting:  # the way with the shortest round trips to every machine
+    while waiting:  # shortest path by round-trip time to every machine
         round_trip, machine, ahead = heapq.heappop(waiting)
         if machine in found:
             continue

@@ -124,7 +124,7 @@ def _is_wait(span: Span, name: str) -> bool:
 
 
 def _by_step(parts: Iterable[Part], is_meant: Callable[[Span], bool]) -> tuple[float, ...]:
-    """Milliseconds of the spans that are meant, summed by step; a step without any counts as 0 if others have some."""
+    """Sum the milliseconds of matching spans by step. A step without any counts as 0 if other steps have some."""
     sums: dict[tuple[int, int], float] = {}
     found = False
     for part in parts:

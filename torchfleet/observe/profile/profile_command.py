@@ -46,7 +46,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parse = made.parse_known_args
 
     def parse_known_args(args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> object:
-        """Own options stand first: those behind them are fleetrun's, and the script's."""
+        """Take this command's options, which come first. The rest belongs to fleetrun and the script."""
         given = list(args or ())
         num = _num_own(given, own)
         found, _ = parse(given[:num], namespace)
@@ -124,7 +124,7 @@ def _record(run: ProfileRun, out: Path, job: subprocess.Popen[bytes] | None = No
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """The job has given what was asked of it."""
+    """End the job after it has delivered its profile."""
     if job.poll() is None:
         job.send_signal(signal.SIGTERM)
         try:

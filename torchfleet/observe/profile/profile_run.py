@@ -1,4 +1,4 @@
-"""Asks the processes of a job for a profile, and waits for what they leave."""
+"""Requests a profile from the processes of a job, and waits for their files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ended = Callable[[], int | None]
 
 
 class ProfileRun:
-    """One request, from its file to the parts. Left as a context, the folder holds nothing of it."""
+    """One request, from its file to the parts. The context removes all of its files on exit."""
 
     def __init__(self, root: Path, request: ProfileRequest, ended: Ended, timeout: float) -> None:
         """`ended`: the exit status of the job, once it has one."""
@@ -40,7 +40,8 @@ class ProfileRun:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def parts(self) -> list[Part]:
-        """What all processes have to say. Raises FleetError if there is nothing, or it takes too long."""
+        """Block until all processes have written their parts, and return them. Raises FleetError if there are none, or
+        after the timeout."""
         workers = self._wait_for_workers()
         if self._ended() is None:
             write(self._folder / "begin.json", Begin(time.time_ns() + int(_AHEAD * 1e9)))
@@ -54,7 +55,7 @@ class ProfileRun:
         return {name: TorchTrace(path, pid) for name, (path, pid) in paths.items() if path.exists()}
 
     def _wait_for_workers(self) -> list[Part]:
-        """Those that are ready to begin: all of the job, or all of this machine if no more come."""
+        """Block until the workers are ready: all of the job, or all of this machine if no more appear."""
         num_before, since = 0, time.monotonic()
         while True:
             here, ready = self._found("here"), self._found("ready")
@@ -88,7 +89,7 @@ class ProfileRun:
     def _check(self, state: str) -> None:
         code = self._ended()
         if code is not None:
-            time.sleep(_LOOK)  # its last files may just have come
+            time.sleep(_LOOK)  # its last files may just have been written
             raise FleetError(f"the job has ended with status {code} before its profile was complete: {state}")
         if time.monotonic() > self._deadline:
             raise FleetError(f"no profile after {self._timeout:g} s (--timeout): {state}")

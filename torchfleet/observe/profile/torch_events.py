@@ -30,8 +30,8 @@ class TorchTrace:
         self._pid = pid
 
     def events(self, process: int, name: str, base: int, first: int, last: int) -> Iterator[Event]:
-        """Those between `first` and `last`, nanoseconds by the clock of that process; on the axis that begins at
-        `base`, by the same clock. `process`: its number in the trace; its GPUs get numbers of their own."""
+        """Yield the events between `first` and `last`, in nanoseconds by that process's clock, on a time axis that
+        begins at `base` by the same clock. `process`: its number in the trace; its GPUs get numbers of their own."""
         shift = (self._base - base) / 1000
         begin, end = (first - base) / 1000, (last - base) / 1000
         others: dict[Any, int] = {}

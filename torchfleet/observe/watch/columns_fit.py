@@ -1,5 +1,5 @@
-"""A table for a terminal: columns that have nothing to say are left out, and the least important ones where it is
-narrow. Rows that do not fit are folded: their least, median and largest numbers are shown."""
+"""A table for a terminal. Empty columns are left out, and on a narrow terminal the least important ones. Rows that do
+not fit are folded into their minimum, median and maximum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATES = {"running": "green", "failed": "red bold", "starting": "yellow", "wait
 
 @dataclass(frozen=True)
 class Column:
-    """`rank`: the higher, the sooner it is left out. `number`: what a folded row is made of; None: nothing."""
+    """`rank`: columns with a higher rank are left out first. `number`: the value for folded rows; None: none."""
 
     heading: str
     rank: int
@@ -56,7 +56,7 @@ def table(roles: Sequence[RoleSnapshot], columns: Sequence[Column], width: int, 
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Which columns are shown: those with something in them, as long as they fit; the first always."""
+    """Return the columns to show: those that are not empty, as long as they fit. The first is always shown."""
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     needed = {i: max(cell_len(columns[i].heading), *(cell_len(row[i]) for row in rows)) for i in kept}
     while len(kept) > 1 and sum(needed[i] + _GAP for i in kept) - _GAP > width:

@@ -1,4 +1,4 @@
-"""What a person sees of a job: at a terminal a display that changes in place, elsewhere a line now and then."""
+"""The display of a job: updated in place at a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from torchfleet.observe.watch.plain_lines import PlainLines, end_lines
 from torchfleet.observe.watch.reader_gone import Shown
 from torchfleet.observe.watch.screen import Screen
 
-_PERIOD = 0.95  # seconds between two looks: drawing is what costs most
+_PERIOD = 0.95  # seconds between two updates: drawing costs most
 Name = tuple[str, int]  # role and index of a process
-_FOR_THE_LOG = 4  # of the screen's height, the part that is left to lines of the job
+_FOR_THE_LOG = 4  # one part in this many of the screen's height is left for lines of the job
 
 
 class Display:
-    """A watcher that shows processes until it is closed. Lines given to `note` stand above what changes in place.
+    """A watcher that shows processes until it is closed. Lines given to `note` appear above the part updated in place.
 
-    When nobody reads any more, as behind `| head`, the job goes on and nothing is shown.
+    When the reader of the output is gone, as with `| head`, the job continues and nothing is shown.
     """
 
     def __init__(
         self, log_dir: Path | None = None, verbose: bool = False, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """`warn`: is told what is off, too."""
+        """`warn` also receives each warning."""
         self._warn = warn
         self._safely = Shown()  # `note` is called from other threads, too
         self._console = _Console(file=sys.stdout)
@@ -49,7 +49,7 @@ class Display:
             self._safely(self._begin)
 
     def note(self, line: str, is_event: bool) -> None:
-        """Show a line, which may come from a process: without what commands a terminal, but for colours."""
+        """Show a line, which may come from a process. Terminal control sequences except colours are removed."""
         shown = printable(line)
         if self._live is not None:
             self._safely(lambda: self._console.print(Text.from_ansi(shown)))
@@ -78,7 +78,7 @@ class Display:
             self.note(f"[fleetrun] {line}", True)
 
     def end(self, snapshot: JobSnapshot) -> None:
-        """What the job has come to, which stays readable after the display is gone, and what it waited for."""
+        """Show the result of the job and what it waited for. These lines stay after the display is closed."""
         for line in end_lines(snapshot, snapshot.time - (self._started or snapshot.time)):
             self.note(f"[fleetrun] {line}", True)
         if told := self._load.whole():
@@ -95,7 +95,7 @@ class Display:
 
     def _draw(self, snapshot: JobSnapshot, elapsed: float, warnings: list[str], told: str) -> None:
         assert self._live is not None
-        if self._console.size != self._size:  # what was drawn is wrapped now: nobody knows how many lines it has
+        if self._console.size != self._size:  # the terminal wrapped the drawn lines: their number is unknown
             self._live.stop()
             self._console.clear()
             self._begin()
@@ -106,22 +106,22 @@ class Display:
 
 
 def _short(folder: Path | None) -> str:
-    """As it is from here, if it is below this folder."""
+    """Return the path relative to the current folder if it is below it."""
     if folder is None:
         return ""
-    with contextlib.suppress(OSError, ValueError):  # elsewhere; or this folder is gone
+    with contextlib.suppress(OSError, ValueError):  # not below it, or the current folder is gone
         return str(folder.relative_to(Path.cwd()))
     return str(folder)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Not the end of the process, as it is by default: it has a job to run."""
+        """Do not exit, which is the default: the launcher has a job to run."""
         raise BrokenPipeError
 
 
 class JobLoad:
-    """Takes notes of the shares that servers and workers of this machine report while they run."""
+    """Collects the time shares that servers and workers of this machine report while they run."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores, self._num_processes = num_cores, 0
@@ -130,25 +130,25 @@ class JobLoad:
         self._num_looks: dict[Name, int] = defaultdict(int)
 
     def look(self, statuses: Mapping[Name, Mapping[str, Any]]) -> str:
-        """The last status of every process: returns what the job waits for now, or nothing while that is not known.
+        """Take the last status of every process. Returns what the job waits for now, or "" while that is not known.
 
-        Without the shares: whoever looks shows them beside it.
+        The text has no shares: the display shows them next to it.
         """
-        self._num_processes = max(self._num_processes, len(statuses))  # those that end last make no room
+        self._num_processes = max(self._num_processes, len(statuses))  # the number never falls when processes end
         now: dict[Name, float] = {}
         for name, status in statuses.items():
             self._is_sync |= status.get("mode") == "sync"
             share = status.get("busy" if name[0] == "server" else "waiting")
             if isinstance(share, (int, float)) and not status.get("left"):
                 now[name] = share
-        if len({role for role, _ in now}) == 2:  # a server that waits for the first worker is no idle server
+        if len({role for role, _ in now}) == 2:  # a server that waits for the first worker is not idle
             for name, share in now.items():
                 self._sums[name] += share
                 self._num_looks[name] += 1
         return self._sentence(now, tells_shares=False)
 
     def whole(self) -> str:
-        """What the job waited for, on average over all looks."""
+        """Return what the job waited for, averaged over all calls of `look`."""
         return self._sentence({name: total / self._num_looks[name] for name, total in self._sums.items()})
 
     def _sentence(self, shares: Mapping[Name, float], tells_shares: bool = True) -> str:

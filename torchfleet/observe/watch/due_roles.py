@@ -1,4 +1,4 @@
-"""When a process is to be recorded: the same moments for every record of a run."""
+"""Decides when a process is recorded: at the same moments for every record of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SHARE = 1 / 600  # of the age of the job
 
 
 class DueRoles:
-    """A process is due when its state changes, else once a period if its status has changed.
+    """A process is due when its state changes, and otherwise once a period if its status has changed.
 
-    The period grows with the age of the job, from a second to a minute: the record of a week has megabytes.
+    The period grows with the age of the job, from a second to a minute, so that the record of a week takes megabytes.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class DueRoles:
         self._taken: dict[str, tuple[float, RoleSnapshot]] = {}  # by key: when, and what
 
     def of(self, snapshot: JobSnapshot) -> list[RoleSnapshot]:
-        """Those that are due now, and count as recorded from now on."""
+        """Return the processes that are due now. They count as recorded."""
         period = min(_LONGEST, max(_SHORTEST, (snapshot.time - self._started) * _SHARE))
         found = [role for role in snapshot.roles if self._is_due(role, snapshot.time, period)]
         for role in found:
@@ -31,5 +31,5 @@ class DueRoles:
     def _is_due(self, role: RoleSnapshot, now: float, period: float) -> bool:
         when, before = self._taken.get(role.key, (0.0, None))
         is_new = before is None or (before.state, before.num_restarts) != (role.state, role.num_restarts)
-        is_time = not 0 <= now - when < period  # a clock that was set back must not stop the record
+        is_time = not 0 <= now - when < period  # a clock set back must not stop the recording
         return is_new or (is_time and role != before)

@@ -28,12 +28,12 @@ from torchfleet.observe.watch.due_roles import DueRoles
 
 NAME = "history.jsonl"
 _MOST_TEXT = 2000  # characters of an event
-_TOKEN = re.compile(r"#token=\S+")  # of the dashboard's address: who may read the record need not have it
+_TOKEN = re.compile(r"#token=\S+")  # of the dashboard's address: a reader of the record must not get it
 _MOST_LINE = 16 << 20  # bytes of a record that is read
 
 
 class HistoryWriter:
-    """A watcher that writes the record of a run. If the disk is full it says so once, and the job goes on."""
+    """A watcher that writes the record of a run. If the disk is full it reports that once, and the job continues."""
 
     def __init__(self, run_dir: Path, command: Sequence[str], attempt: int = 0) -> None:
         self._path = run_dir / NAME
@@ -89,18 +89,18 @@ class HistoryWriter:
 
 
 class HistoryReader:
-    """Reads a record as it grows. Lines that are no records, such as a torn one, are left out."""
+    """Reads a record while it grows. Invalid lines, such as a torn one, are skipped."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._offset = run_dir / NAME, 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What was written since the last call: whole lines."""
+        """Yield the records of the complete lines written since the last call."""
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             while line := file.readline(_MOST_LINE):
                 if not line.endswith(b"\n") and len(line) < _MOST_LINE:
-                    return  # the rest is being written
+                    return  # the rest of the line is not written yet
                 self._offset += len(line)
                 with contextlib.suppress(ValueError, RecursionError):
                     found = json.loads(line)
@@ -109,7 +109,7 @@ class HistoryReader:
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Whether a record can go on as it is: an earlier attempt may have left half a line on a disk that was full."""
+    """Whether the file ends with a newline: an earlier attempt may have left half a line when the disk was full."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))

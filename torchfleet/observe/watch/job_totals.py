@@ -1,4 +1,4 @@
-"""A job as a whole, from what its processes report: what one line or a few can tell of it."""
+"""Totals of a job from the reports of its processes, for a summary of a few lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchfleet.observe.watch import figures
 
 @dataclass(frozen=True)
 class Progress:
-    """How far all workers together are with their data."""
+    """The progress of all workers together through their data."""
 
-    epoch: int  # from 0: that of the last of them
-    epochs: int | None  # how many there are going to be, if the script says so
+    epoch: int  # from 0: of the slowest worker
+    epochs: int | None  # the total number, if the script reports it
     share: float | None  # of this epoch; None: its size is not known
     done: int
     unit: str
-    eta_s: float | None  # until the last worker is through
+    eta_s: float | None  # until the slowest worker is done
 
     @property
     def heading(self) -> str:
@@ -39,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class JobTotals:
-    """Sums and means over all processes. What no process reports is None, or empty."""
+    """Sums and means over all processes. A value that no process reports is None or empty."""
 
     mode: str = ""
     samples: int = 0
@@ -68,7 +68,7 @@ class JobTotals:
 
 
 def totals_of(snapshot: JobSnapshot) -> JobTotals:
-    """A backup has the rows of its primary, and counts for its memory alone."""
+    """Compute the totals. A backup holds the same rows as its primary, so only its memory counts."""
     servers = [role.status for role in snapshot.of("server")]
     primaries = [status for status in servers if not status.get("backup")]
     workers = [role for role in snapshot.roles if role.role != "server"]
@@ -94,7 +94,7 @@ def totals_of(snapshot: JobSnapshot) -> JobTotals:
 
 
 def is_training(role: RoleSnapshot) -> bool:
-    """Whether a worker runs, and has not said good-bye."""
+    """Whether a worker runs and has not left the job."""
     return _runs(role) and not role.status.get("left")
 
 
@@ -108,7 +108,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of every metric, over the workers that report it."""
+    """Return the mean of every metric over the workers that report it."""
     found: dict[str, list[float]] = {}
     for reported in metrics:
         for name, value in reported.items():
@@ -117,7 +117,7 @@ def means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _progress(statuses: Sequence[dict[str, Any]]) -> Progress | None:
-    """Workers that are ahead, or have left, are through with the epoch of the last one."""
+    """Compute the progress. Workers that are ahead, or have left, count as done with the slowest worker's epoch."""
     told = [status["progress"] for status in statuses if "progress" in status]
     open_ = [status["progress"] for status in statuses if "progress" in status and not status.get("left")]
     if not told:

@@ -1,5 +1,5 @@
-"""What is off with a running job, in sentences: a straggler, a full queue, an old network, repeated requests, silence,
-little memory or disk."""
+"""Warnings about a running job: a straggler, a full queue, a stale network, repeated requests, silence, little memory
+or disk."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.job_totals import is_training
 
-_WINDOW = 10.0  # seconds over which something must be off
-_HOLD = 10.0  # seconds for which it must be well again before it counts as over
+_WINDOW = 10.0  # seconds for which a condition must hold before it is a warning
+_HOLD = 10.0  # seconds without the condition before the warning ends
 _SLOW = 0.5  # of the others' rate
 _FULL = 0.9  # of a queue, on average
-_WAITS = 0.2  # share of time waited from which on a full queue holds training up
-_SILENT = {"server": 15.0, "worker": 60.0, "rank": 60.0}  # seconds; a worker says nothing while it evaluates
-_MACHINE = 5.0  # seconds between two looks at memory and disk
+_WAITS = 0.2  # share of time waited above which a full queue slows training
+_SILENT = {"server": 15.0, "worker": 60.0, "rank": 60.0}  # seconds; a worker does not report while it evaluates
+_MACHINE = 5.0  # seconds between two checks of memory and disk
 _LITTLE_MEMORY = 0.05  # of all
 _LITTLE_DISK = 200_000_000  # bytes
-_MANY_PUSHES = 200  # since the last look, below which an age says little
+_MANY_PUSHES = 200  # with fewer pushes in the window, staleness is not significant
 
-Found = tuple[str, str]  # what tells a warning from others, and its sentence
+Found = tuple[str, str]  # (identity of a warning, its text)
 
 
 class JobWarnings:
-    """Looks at one snapshot after another. Times are those of the snapshots."""
+    """Checks one snapshot after another. Times are those of the snapshots."""
 
     def __init__(self, log_dir: Path | None = None) -> None:
         self._log_dir = log_dir
@@ -40,11 +40,11 @@ class JobWarnings:
         self._changed: dict[str, tuple[float, object]] = {}  # when a status last changed, and to what
         self._ages: deque[tuple[float, Ages]] = deque()
         self._machine: tuple[float, list[Found]] = (0.0, [])
-        self._active: dict[str, tuple[float, str]] = {}  # when it was last so, and the sentence
-        self.new: list[str] = []  # sentences that were not there at the look before
+        self._active: dict[str, tuple[float, str]] = {}  # (when the condition last held, text)
+        self.new: list[str] = []  # texts that were not active in the previous snapshot
 
     def look(self, snapshot: JobSnapshot) -> list[str]:
-        """What is off now, or was a moment ago."""
+        """Return the active warnings, including those that held a moment ago."""
         now = snapshot.time
         self._note(snapshot)
         before = set(self._active)
@@ -77,7 +77,7 @@ class JobWarnings:
         yield from self._machine[1]
 
     def _window(self, role: RoleSnapshot, now: float) -> list[RoleSnapshot]:
-        """Its looks in a whole window in which it trained, or none: what is short is no trend."""
+        """Return the snapshots of a process over a full window of training; empty if the window is not full yet."""
         looks = self._looks[role.key]
         is_whole = now - looks[0][0] >= 0.8 * _WINDOW and len(looks) > 2
         training = [found for _, found in looks if is_training(found) and found.status.get("steps")]
@@ -91,7 +91,7 @@ class JobWarnings:
         for worker in workers if len(means) == len(workers) > 1 else []:
             others = median(rate for key, rate in means.items() if key != worker.key)
             if not worker.status.get("samples_per_s"):
-                continue  # at a standstill: it evaluates or saves, or its silence will be told
+                continue  # no progress: it evaluates or saves, or the silence check reports it
             if others > 0 and means[worker.key] < _SLOW * others:
                 told = f"{figures.rate(means[worker.key])} samples/s, {figures.share(means[worker.key] / others)} of"
                 yield (
@@ -112,7 +112,7 @@ class JobWarnings:
     def _retries(self, worker: RoleSnapshot) -> Iterator[Found]:
         first = self._looks[worker.key][0][1]
         num = worker.status.get("retries", 0) - first.status.get("retries", worker.status.get("retries", 0))
-        if num > 0 and first.status.get("steps"):  # while it starts, servers may not be there yet
+        if num > 0 and first.status.get("steps"):  # servers may not have started before its first step
             yield (
                 f"retries {worker.key}",
                 f"{worker.name} sent {figures.plural(num, 'request')} again in the last {_WINDOW:.0f} s: answers come "
@@ -120,7 +120,7 @@ class JobWarnings:
             )
 
     def _old_network(self, snapshot: JobSnapshot) -> Iterator[Found]:
-        """By the pushes of the last window, not of the whole job."""
+        """Check the staleness of the network over the pushes of the last window, not of the whole job."""
         total = summed(role.status.get("staleness_dense", {}) for role in snapshot.of("server"))
         self._ages.append((snapshot.time, total))
         while snapshot.time - self._ages[0][0] > _WINDOW:
@@ -160,6 +160,6 @@ class JobWarnings:
 
 
 def _report(role: RoleSnapshot) -> object:
-    """What is new as long as the process reports. The rates of a worker are set to nothing when it does not."""
+    """Return a value that changes while the process reports. A worker's rates are cleared when it does not."""
     status = role.status
     return status if role.role == "server" else [status.get(name) for name in ("pid", "steps", "samples", "metrics")]

@@ -1,4 +1,4 @@
-"""The launcher's own lines as JSON, with --log_format json: in the place of the display."""
+"""Prints the launcher's own lines as JSON instead of the display, with --log_format json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAILED = ("the job ends", "the simulation ends")
 
 
 def line_printer(watching: Watching) -> Callable[[str], None]:
-    """Prints lines of the launcher, as text or as JSON."""
+    """Return a function that prints lines of the launcher as text or as JSON."""
     return print_json if watching.is_json else print_text
 
 
@@ -32,7 +32,7 @@ def print_text(line: str) -> None:
 
 
 def print_json(line: str) -> None:
-    """`[worker 0] text` is a line of that process, any other one of the launcher."""
+    """Print a line as JSON. `[worker 0] text` is a line of that process; any other is a line of the launcher."""
     role = _ROLE.fullmatch(line)
     if role is not None:
         made = json_line(role[4], role[1], int(role[2]), int(role[3] or 0))
@@ -46,11 +46,11 @@ def print_json(line: str) -> None:
 
 
 class JsonDisplay:
-    """A watcher that prints what is said, what is off, and what the job has come to. It shows no progress:
-    history.jsonl and the metrics have that."""
+    """A watcher that prints lines, warnings and the result of the job. It prints no progress, which history.jsonl and
+    the metrics contain."""
 
     def __init__(self, log_dir: Path, warn: Callable[[str], None]) -> None:
-        """`warn`: is told what is off, too."""
+        """`warn` also receives each warning."""
         self._safely, self._warn = Shown(), warn
         self._warnings, self._started, self._looked = JobWarnings(log_dir), 0.0, 0.0
 
@@ -72,4 +72,4 @@ class JsonDisplay:
             self.note(f"{_OWN}{line}", True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: it holds no resources."""

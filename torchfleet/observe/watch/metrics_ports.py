@@ -1,4 +1,4 @@
-"""Which process serves its metrics at which port, and the list of them for Prometheus."""
+"""The metrics port of each process, and the list of targets for Prometheus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def port_variables(watching: Watching, number: int) -> dict[str, str]:
 
 
 def check_free(watching: Watching, num: int) -> None:
-    """Raise RoleError if one of these ports is taken: a process would fail with it later."""
+    """Raise RoleError if one of these ports is in use: a process would fail later."""
     for number in range(num if watching.metrics_port is not None else 0):
         found = port_variables(watching, number)
         family = socket.AF_INET6 if ":" in watching.metrics_host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""A job in single lines, for where there is no terminal: few of them, and none twice."""
+"""Shows a job without a terminal: in few lines, none of them twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERIOD = 5.0  # seconds between two lines about the job
 
 
 class PlainLines:
-    """Says what is new since the last look."""
+    """Returns lines about changes since the last call."""
 
     def __init__(self) -> None:
         self._is_begun = self._is_running = False
@@ -46,7 +46,7 @@ class PlainLines:
 
 
 def job_line(snapshot: JobSnapshot) -> str:
-    """The job as it is now; empty while there is nothing to tell."""
+    """Return a line about the current state of the job; empty while nothing is known."""
     totals, parts = totals_of(snapshot), []
     if not (totals.samples or totals.metrics or totals.rows):
         return ""
@@ -66,7 +66,7 @@ def job_line(snapshot: JobSnapshot) -> str:
 
 
 def end_lines(snapshot: JobSnapshot, elapsed: float) -> list[str]:
-    """What the job has come to."""
+    """Return the lines about the result of the job."""
     totals, lines = totals_of(snapshot), []
     if totals.samples:
         rate = f"{figures.rate(totals.mean_rate)} samples/s" if totals.mean_rate else ""

@@ -1,4 +1,4 @@
-"""The launcher's output when nobody reads it any more: the job goes on."""
+"""Keeps the job running when the reader of the launcher's output is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Shown:
-    """Shows things, from any thread, until whoever reads is gone, as behind `| head`. Then it does nothing."""
+    """Writes output from any thread until the reader is gone, as with `| head`. After that it does nothing."""
 
     def __init__(self) -> None:
         self.is_gone = sys.stdout is None
@@ -22,13 +22,13 @@ class Shown:
                 return
             try:
                 _show_in_letters_it_has(show)
-            except (OSError, ValueError):  # the terminal, or whoever reads, is gone; or the stream is closed
+            except (OSError, ValueError):  # the terminal or the reader is gone, or the stream is closed
                 self.is_gone = True
                 _write_to_nowhere()
 
 
 def _show_in_letters_it_has(show: Callable[[], object]) -> None:
-    """A terminal of another encoding has not all letters, and nothing has half a character: escapes stand for them."""
+    """Replace characters that the terminal's encoding lacks, and lone surrogates, by escapes."""
     try:
         show()
     except UnicodeEncodeError:
@@ -39,7 +39,7 @@ def _show_in_letters_it_has(show: Callable[[], object]) -> None:
 
 
 def _write_to_nowhere() -> None:
-    """What is still printed goes there, so that no error ends the launcher or changes its exit status."""
+    """Redirect stdout to /dev/null, so that no later error ends the launcher or changes its exit status."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)

@@ -70,7 +70,7 @@ def scalars_of_job(snapshot: JobSnapshot) -> dict[str, float]:
 
 
 class TensorBoardEvents:
-    """A watcher that writes event files. If they cannot be written it says so once, and the job goes on."""
+    """A watcher that writes event files. If writing fails it reports that once, and the job continues."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._folder, self._due, self._writers = folder, DueRoles(), dict[str, _Run]()
@@ -81,7 +81,7 @@ class TensorBoardEvents:
         self._guarded(lambda: self._write(snapshot, self._due.of(snapshot)))
 
     def note(self, line: str, is_event: bool) -> None:
-        """Lines are in the logs."""
+        """Does nothing: lines are in the logs."""
 
     def end(self, snapshot: JobSnapshot) -> None:
         self._guarded(lambda: self._write(snapshot, snapshot.roles))
@@ -109,7 +109,7 @@ class TensorBoardEvents:
             return
         try:
             work()
-        except Exception as error:  # of a library that stands on files and threads: what it is does not matter here
+        except Exception as error:  # tensorboard may raise anything from its files and threads
             self._is_on = False
             tell(f"[fleetrun] {self._folder} cannot be written: {error}. The job goes on without event files.")
 
@@ -154,7 +154,7 @@ class _Run:
 
 
 def _histogram(ages: Mapping[int, int]) -> Any:
-    """The sums are those of the ages as they are counted."""
+    """Make a histogram of staleness. Its sums are exact, from the counted values."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     return HistogramProto(

@@ -1,4 +1,4 @@
-"""What watches a job. The launcher looks at its processes once, and hands the same snapshot to all watchers."""
+"""The watchers of a job. The launcher reads its processes once and passes the same snapshot to all watchers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ANY_PORT = -1  # of the dashboard: its default port, or the next that is free
 
 
 class Watcher(Protocol):
-    """One way to show or record a job. All calls come from the launcher's loop, and none may wait for long."""
+    """One way to show or record a job. The launcher's loop makes all calls, and no call may block for long."""
 
     def look(self, snapshot: JobSnapshot) -> None:
-        """The job as it is now; several times a second."""
+        """Take the current state of the job. Called several times a second."""
 
     def note(self, line: str, is_event: bool) -> None:
-        """A line for the user. `is_event`: the launcher says it; else it is output of a process."""
+        """Take a line for the user. `is_event`: it comes from the launcher; otherwise it is output of a process."""
 
     def end(self, snapshot: JobSnapshot) -> None:
-        """The job has finished, and this is the last of it. Not called for a job that failed or was stopped."""
+        """Take the last state of a job that has finished. Not called for a job that failed or was stopped."""
 
     def close(self) -> None:
-        """Nothing more will come, however the job ended."""
+        """Close the watcher, however the job ended. No call follows."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Watching:
     """How the user wants to watch the job, from the options of the command line."""
 
     verbose: bool = False  # show every table of every server, and every setting
-    dashboard: int | None = None  # the port of the web page; None: there is none
-    metrics_port: int | None = None  # of the first process of this machine; the next ones have the next ports
+    dashboard: int | None = None  # the port of the web page; None: no web page
+    metrics_port: int | None = None  # of the first process of this machine; the others use the following ports
     metrics_host: str = LOOPBACK  # the address on which they serve
     tensorboard: str | None = None  # the folder of event files
     log_format: str = "text"  # of the logs and of the launcher's own lines: one of json_lines.FORMATS
@@ -50,7 +50,7 @@ class Watching:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options about watching, which all launchers share."""
+    """Add the options about watching, which all launchers share."""
     group = parser.add_argument_group("watching")
     group.add_argument("--verbose", action="store_true", help="show every table of every server, and every setting")
     group.add_argument(
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exports(group: argparse._ArgumentGroup) -> None:
-    """The options about what processes give to other tools; `fleetrun k8s` and `fleetrun slurm` have them, too."""
+    """Add the options about exports to other tools; `fleetrun k8s` and `fleetrun slurm` have them, too."""
     group.add_argument(
         "--metrics_port",
         metavar="PORT",
@@ -91,10 +91,10 @@ def add_exports(group: argparse._ArgumentGroup) -> None:
 
 
 def watching_of(options: argparse.Namespace) -> Watching:
-    """Raises FleetError for what makes no sense, and for a package that is not there."""
+    """Return the settings from the options. Raises FleetError for invalid options and for a missing package."""
     if options.metrics_host is not None and options.metrics_port is None:
         raise RoleError("--metrics_host says where metrics are served, and there is no port: add --metrics_port PORT")
-    tensorboard = getattr(options, "tensorboard", None)  # fleetrun slurm leaves these to the tasks
+    tensorboard = getattr(options, "tensorboard", None)  # fleetrun slurm has no such options: its tasks do
     if tensorboard is not None:
         check_installed("tensorboard", "--tensorboard", "tensorboard")
     if options.metrics_port is not None:
@@ -110,13 +110,13 @@ def watching_of(options: argparse.Namespace) -> Watching:
 
 
 class _NoPort(str):
-    """Stands behind a --dashboard that has no port: argparse would take the script for it."""
+    """Inserted after a --dashboard without a port: argparse would take the script as the port."""
 
     __slots__ = ()
 
 
 def parse_with_ports(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """As `parser.parse_args`, with `--dashboard train.py` understood as --dashboard without a port, and a script."""
+    """Like `parser.parse_args`, but `--dashboard train.py` is --dashboard without a port, followed by a script."""
     options = parser.parse_args(list(_with_ports(arguments)))
     options.arguments = [argument for argument in options.arguments if not isinstance(argument, _NoPort)]
     return options
@@ -135,7 +135,7 @@ def _port(text: str) -> int:
 
 
 def port_or_any(text: str) -> int:
-    """The type of an option that is a port; 0: any. Raises ArgumentTypeError."""
+    """Parse an option that is a port; 0: any free port. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
     return int(text)

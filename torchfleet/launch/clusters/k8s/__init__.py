@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes: manifests of built-in kinds, and what is asked of a cluster about them."""
+"""Jobs on Kubernetes: manifests made of built-in kinds."""

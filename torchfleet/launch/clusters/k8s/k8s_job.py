@@ -1,4 +1,4 @@
-"""A job as Kubernetes is to run it: how many pods of which role, their names, and what each needs."""
+"""A job for Kubernetes: the number of pods of each role, their names, and what each pod needs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Resources
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
-Document = dict[str, Any]  # an object of Kubernetes, or a part of one
+Document = dict[str, Any]  # a Kubernetes object, or a part of one
 SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"
 PORT, HEALTH_PORT, MASTER_PORT = 7000, 7001, 6170
 KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/job", "/tmp", "/cache", "/server-log"
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_MOST_NAME = 40  # characters; "-server-9999-0-0" comes behind it, and a host's name has at most 63
+_MOST_NAME = 40  # characters; "-server-9999-0-0" is appended, and a host name has at most 63
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A volume that is there already, and where pods see it."""
+    """An existing volume, and the path where pods mount it."""
 
     name: str
     path: str
@@ -29,39 +29,39 @@ class Claim:
 
 @dataclass(frozen=True)
 class K8sJob:
-    """Everything that the manifests of a job depend on, but its keys and the files of its script."""
+    """Everything that the manifests of a job depend on, except its keys and the files of its script."""
 
     name: str
     image: str
-    command: tuple[str, ...]  # the script as a pod has it, or -m and a module, and its arguments
+    command: tuple[str, ...]  # the path of the script in a pod, or -m and a module; then the arguments
     num_servers: int = 0
     num_workers: int = 0
-    num_nodes: int = 0  # of a collective job: its pods
+    num_nodes: int = 0  # the number of pods of a collective job
     ranks_per_node: int = 0
     namespace: str | None = None
     server: Resources = field(default_factory=Resources)
-    worker: Resources = field(default_factory=Resources)  # of a collective job: of one pod, with all of its ranks
+    worker: Resources = field(default_factory=Resources)  # in a collective job: of one pod with all of its ranks
     claims: tuple[Claim, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    env_secrets: tuple[str, ...] = ()  # Secrets whose keys are variables, such as those of a store
+    env_secrets: tuple[str, ...] = ()  # Secrets whose keys become environment variables, such as credentials of a store
     pull_secrets: tuple[str, ...] = ()
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: tuple[dict[str, str], ...] = ()
     max_restart: int = 0
-    max_job_restart: int = 0  # a JobSet's
-    log_size: str | None = None  # of a server's log, with --durability log; None: servers keep none
+    max_job_restart: int = 0  # restarts of the whole job, which need a JobSet
+    log_size: str | None = None  # of a server's log, with --durability log; None: servers keep no log
     storage_class: str | None = None  # of the volumes of logs
     fsync_ms: float | None = None
-    run: str = ""  # tells this run from others, for logs and the coordinator
+    run: str = ""  # identifies this run to logs and to the coordinator
     coordinator: str | None = None  # with replicas
     is_jobset: bool = False
-    save_on_stop: str | None = None  # where worker 0 saves when its pod is asked to end
-    grace: int = 0  # seconds that it has for this; 0: a pod that is asked to end ends
+    save_on_stop: str | None = None  # where worker 0 saves when its pod is terminated
+    grace: int = 0  # seconds that worker 0 has for saving; 0: pods end at once
     ttl: int = 86_400  # seconds that a finished Job is kept
     user: int = 10_001
     metrics_port: int | None = None  # of the first process of a pod
     has_json_logs: bool = False
-    insecure: bool = False  # beside the keys of servers: workers of hybrid mode, and ranks, talk without any
+    insecure: bool = False  # servers have keys; workers of hybrid mode, and ranks, communicate without encryption
 
     @property
     def is_collective(self) -> bool:
@@ -69,12 +69,12 @@ class K8sJob:
 
     @property
     def has_script_volume(self) -> bool:
-        """Whether the script travels in a ConfigMap, instead of being in the image."""
+        """Whether the script is in a ConfigMap instead of in the image."""
         return self.command[0].startswith(f"{SCRIPT}/")
 
     @property
     def server_endpoints(self) -> str:
-        """As FLEET_SERVER_ENDPOINTS has it: every server's name and port, with that of its backup behind it."""
+        """The value of FLEET_SERVER_ENDPOINTS: host and port of every server, each followed by those of its backup."""
         return ",".join(self._places(i) for i in range(self.num_servers))
 
     @property
@@ -87,10 +87,10 @@ class K8sJob:
         return SEPARATOR.join(f"{self._host(role, index)}:{PORT}" for role in roles)
 
     def _host(self, role: str, index: int) -> str:
-        """A pod's name in DNS, from inside its namespace: its host's, and that of the headless Service.
+        """Return a pod's DNS name inside its namespace: its host name and the name of the headless Service.
 
-        A pod of an Indexed Job is called by the Job and its index; a JobSet puts the number of the Job between them.
-        Servers with logs are a Job each, for each has a volume of its own.
+        The host name of a pod of an Indexed Job is the Job's name and the pod's index; a JobSet puts the number of the
+        Job between them. Each server with a log is a Job of its own, because each has its own volume.
         """
         jobs = "-0" if self.is_jobset else ""
         if role == SERVER and self.log_size:
@@ -99,7 +99,7 @@ class K8sJob:
 
 
 def check_name(name: str, option: str, most: int = _MOST_NAME) -> str:
-    """`name`, if Kubernetes takes it as the name of a Service, and of a host. Raises RoleError."""
+    """Return `name` if it is valid as the name of a Service and of a host. Raises RoleError otherwise."""
     if len(name) > most or not _LABEL.fullmatch(name):
         raise RoleError(
             f"{option}: expected at most {most} small letters, digits and -, beginning with a letter and not ending "
@@ -109,7 +109,7 @@ def check_name(name: str, option: str, most: int = _MOST_NAME) -> str:
 
 
 def name_of(script: str) -> str:
-    """A name for a job, from that of its script."""
+    """Derive the name of a job from the name of its script."""
     stem = script.rpartition("/")[2].removesuffix(".py").lower()
     found = re.sub(r"[^a-z0-9]+", "-", stem)[:_MOST_NAME].strip("-")
     return found if _LABEL.fullmatch(found) else f"job-{found}".strip("-")[:_MOST_NAME].strip("-")

@@ -1,4 +1,4 @@
-"""Manifests as text: YAML that every parser reads alike, in one stream or in a folder of files."""
+"""Manifests as YAML that all parsers read the same way, in one stream or in a folder of files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import yaml
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import Document, K8sJob
 
-# Words that are text to every parser. Others are quoted: 1e3, 0o17 or y are numbers and truths to some of them.
+# Words that every parser reads as text. Others are quoted: some parsers read 1e3, 0o17 or y as numbers or booleans.
 _PLAIN = re.compile(r"[A-Za-z][-A-Za-z0-9_./]*[A-Za-z0-9]")
 _NO_TEXT = {"yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 KUSTOMIZATION = "kustomization.yaml"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Text is quoted unless no parser could take it for anything else."""
+    """Quotes text unless every parser reads it as text."""
 
     def ignore_aliases(self, data: object) -> bool:
-        return True  # an object that appears twice is written twice
+        return True  # no anchors: an object that appears twice is written twice
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -41,19 +41,20 @@ _Dumper.add_representer(str, _text)
 
 
 def text_of(document: Document) -> str:
-    """A document as YAML."""
+    """Return a document as YAML."""
     return str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20))
 
 
 def stream_of(documents: Sequence[Document]) -> str:
-    """All of them, for `kubectl apply --server-side -f -`."""
+    """Return all documents as one stream, for `kubectl apply --server-side -f -`."""
     return "".join(f"---\n{text_of(document)}" for document in documents)
 
 
 def write_folder(folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool) -> list[Path]:
-    """One file for each object, in a new or empty folder; numbered, for `kubectl apply -f` takes them by name.
+    """Write one file for each object into a new or empty folder. The names are numbered because `kubectl apply -f`
+    applies files in the order of their names.
 
-    Returns the files. Those with keys are readable by their owner only.
+    Returns the paths. Only the owner can read files with keys.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RoleError(f"-o {folder}: expected a new or an empty folder; remove it, or name another")

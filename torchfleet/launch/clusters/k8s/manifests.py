@@ -1,7 +1,7 @@
 """The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes, Jobs.
 
-Servers are Jobs, as workers are: a StatefulSet would start a server again that has finished. The name of an Indexed
-Job's pod in DNS stays when the pod is replaced, and that is what workers know a server by.
+Servers run as Jobs, like workers: a StatefulSet would restart a server that has finished. Workers address a server by
+the DNS name of its pod, which an Indexed Job keeps when it replaces the pod.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 from torchfleet.ps.net.keys import keygen
 
-MISTAKE = 2  # the exit status of a process whose options, environment or keys are wrong: it would fail again
-SAVED = 75  # of one that was asked to end, and has saved: it is to be started again
+MISTAKE = 2  # exit status for wrong options, environment or keys: a retry would fail again
+SAVED = 75  # exit status of a process that saved because it was asked to end: it must be restarted
 
 
 def new_keys() -> dict[str, bytes]:
-    """A set of keys for one job: what `fleetrun --keygen` writes, by the names of the files."""
+    """Return keys for one job, by file name: the same files that `fleetrun --keygen` writes."""
     with tempfile.TemporaryDirectory(prefix="torchfleet-keys-") as folder:
         return {path.name: path.read_bytes() for path in keygen(Path(folder) / "keys")}
 
 
 def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -> list[Document]:
-    """All objects, in the order in which they are to be made: what pods need is there before them."""
+    """Return all objects in the order of their creation: what a pod needs comes before the pod."""
     found = [network_policy(job)]
     if not job.is_jobset:
-        found.insert(0, service(job))  # a JobSet makes one itself
+        found.insert(0, service(job))  # a JobSet creates its own Service
     if not job.is_collective:
         found.append(secret(job, keys))
     if files:
@@ -42,7 +42,7 @@ def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -
 
 
 def service(job: K8sJob) -> Document:
-    """Gives every pod its name. Also of those that are not ready: servers and workers start in any order."""
+    """The headless Service that gives every pod a DNS name, even before it is ready: roles start in any order."""
     made = _object(job, "v1", "Service", job.name)
     selector = {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}
     made["spec"] = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
@@ -50,9 +50,9 @@ def service(job: K8sJob) -> Document:
 
 
 def network_policy(job: K8sJob) -> Document:
-    """Pods of this job are reached by pods of this job, and their metrics by all.
+    """Only pods of this job can connect to pods of this job, except to the metrics ports, which are open to all.
 
-    A cluster whose network knows no policies lets all in.
+    A cluster whose network does not implement policies lets every connection in.
     """
     made = _object(job, "networking.k8s.io/v1", "NetworkPolicy", job.name)
     own = {"matchLabels": {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}}
@@ -78,7 +78,7 @@ def config_map(job: K8sJob, files: list[ScriptFile]) -> Document:
 
 
 def log_claim(job: K8sJob, index: int, size: str) -> Document:
-    """The volume of a server's log."""
+    """The claim for the volume of a server's log."""
     made = _object(job, "v1", "PersistentVolumeClaim", f"{job.name}-log-{index}")
     spec: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if job.storage_class:
@@ -99,7 +99,7 @@ def jobs(job: K8sJob, files: list[ScriptFile]) -> list[Document]:
 
 
 def job_set(job: K8sJob, files: list[ScriptFile]) -> Document:
-    """The same Jobs as one object, of a kind that JobSet's controller brings: it can start all of them again."""
+    """The same Jobs as one JobSet, whose controller can restart all of them together."""
     made = _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", job.name)
     replicated = [
         {"name": name, "replicas": 1, "template": {"metadata": {"labels": labels(job)}, "spec": spec}}
@@ -116,13 +116,13 @@ def job_set(job: K8sJob, files: list[ScriptFile]) -> Document:
 
 
 def _job_specs(job: K8sJob, files: list[ScriptFile]) -> dict[str, Document]:
-    """What each Job is to do, by the end of its name."""
+    """Return the spec of each Job, by the suffix of its name."""
     if job.is_collective:
         return {RANK: _job_spec(job, RANK, job.num_nodes, job.max_restart, pod_template(job, RANK, files))}
-    # A server without its rows is of no use: only one with a log, or with a backup that has them, is started again.
+    # A server that lost its rows is useless: it is restarted only if a log or a backup has them.
     restarts = job.max_restart if job.log_size or job.coordinator else 0
     made: dict[str, Document] = {}
-    if job.log_size:  # a volume each, and so a template each
+    if job.log_size:  # each server has its own volume, and so its own template
         for index in range(job.num_servers):
             template = pod_template(job, SERVER, files, index)
             made[f"{SERVER}-{index}"] = _job_spec(job, SERVER, 1, restarts, template)
@@ -134,11 +134,11 @@ def _job_specs(job: K8sJob, files: list[ScriptFile]) -> dict[str, Document]:
 
 
 def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Document) -> Document:
-    """`num` pods at the same time, each replaced so often when it fails. One that is given up fails the Job."""
+    """The spec of a Job with `num` parallel pods. Each is replaced up to `restarts` times, then the Job fails."""
     rules: list[Document] = [
         {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [MISTAKE]}}
     ]
-    if restarts:  # a pod that Kubernetes itself has moved away has not failed
+    if restarts:  # a pod that Kubernetes evicted does not count as failed
         moved = {"type": "DisruptionTarget", "status": "True"}
         saved = {"containerName": role, "operator": "In", "values": [SAVED]}
         rules += [{"action": "Ignore", "onExitCodes": saved}, {"action": "Ignore", "onPodConditions": [moved]}]
@@ -149,7 +149,7 @@ def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Documen
         "backoffLimitPerIndex": restarts,
         "maxFailedIndexes": 0,
         "podFailurePolicy": {"rules": rules},
-        "podReplacementPolicy": "Failed",  # two pods of one name would be two servers of one log
+        "podReplacementPolicy": "Failed",  # two pods with one name would be two servers with one log
         "template": template,
     }
 

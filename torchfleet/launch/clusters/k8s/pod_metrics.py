@@ -1,4 +1,4 @@
-"""What pods give to the tools of a cluster: metrics for Prometheus, and logs as JSON lines."""
+"""What pods export to the tools of a cluster: metrics for Prometheus, and logs as JSON lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchfleet.base.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.launch.clusters.k8s.k8s_job import HEALTH_PORT, MASTER_PORT, PORT, RANK, Document, K8sJob
 
 _TAKEN = (PORT, HEALTH_PORT, MASTER_PORT)
-_EVERYWHERE = "0.0.0.0"  # whoever scrapes is outside of the pod
+_EVERYWHERE = "0.0.0.0"  # Prometheus connects from outside the pod
 
 
 def metrics_port_of(text: str | None, host: str | None, num: int) -> int | None:
-    """--metrics_port, of a pod with `num` processes. Raises RoleError."""
+    """Parse --metrics_port for a pod with `num` processes. Raises RoleError."""
     if host is not None:
         raise RoleError(
             f"--metrics_host {host}: pods serve their metrics to the network of the cluster; leave it out, or unset "
@@ -30,7 +30,7 @@ def metrics_port_of(text: str | None, host: str | None, num: int) -> int | None:
 
 
 def ports(job: K8sJob, role: str) -> list[Document]:
-    """A port of each process of a pod."""
+    """Return one metrics port for each process of a pod."""
     if job.metrics_port is None:
         return []
     num = job.ranks_per_node if role == RANK else 1
@@ -39,7 +39,7 @@ def ports(job: K8sJob, role: str) -> list[Document]:
 
 
 def scrape_annotations(job: K8sJob) -> Document:
-    """By which many a Prometheus finds pods; of several ranks in a pod it names the first."""
+    """The annotations by which many Prometheus setups find pods. In a pod with several ranks they name the first."""
     if job.metrics_port is None:
         return {}
     found = {"scrape": "true", "port": str(job.metrics_port), "path": "/metrics"}
@@ -52,6 +52,6 @@ def variables(job: K8sJob) -> dict[str, str]:
 
 
 def ingress(job: K8sJob) -> list[Document]:
-    """Metrics are for whoever asks: the NetworkPolicy lets them in at these ports, and at no other."""
+    """The rule of the NetworkPolicy that opens the metrics ports, and no others, to all clients."""
     found = [] if job.metrics_port is None else ports(job, RANK if job.is_collective else "")
     return [{"ports": [{"protocol": "TCP", "port": port["containerPort"]} for port in found]}] if found else []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
 
-# Set by the manifests themselves. A second one of these would be ignored, or take a pod's role away.
+# The manifests set these. A second value would be ignored, or would change the role of a pod.
 RESERVED = (
     "FLEET_INDEX", "FLEET_GROUP", "FLEET_SERVER_ENDPOINTS", "FLEET_NUM_WORKERS", "FLEET_HEALTH_PORT", "FLEET_GRACE",
     "FLEET_SAVE_ON_STOP", "FLEET_KEY_DIR", "FLEET_INSECURE", "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN",
@@ -26,7 +26,7 @@ _TAKEN = (KEYS, SCRIPT, WORK, TMP, CACHE, LOGS, "/dev/shm")
 
 
 def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """--env NAME=VALUE. The last one of a name counts."""
+    """Parse --env NAME=VALUE. The last value of a name wins."""
     found: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -39,7 +39,7 @@ def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def pairs(option: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """LABEL=VALUE, each label once."""
+    """Parse LABEL=VALUE. Each label may occur once."""
     found: dict[str, str] = {}
     for text in texts:
         key, separator, value = text.partition("=")
@@ -50,7 +50,7 @@ def pairs(option: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def claims(texts: Sequence[str]) -> tuple[Claim, ...]:
-    """--pvc, each path once."""
+    """Parse all --pvc options. Each path may occur once."""
     found = tuple(_claim(text) for text in texts)
     paths = [each.path for each in found]
     twice = next((path for path in paths if paths.count(path) > 1), None)
@@ -60,7 +60,7 @@ def claims(texts: Sequence[str]) -> tuple[Claim, ...]:
 
 
 def _claim(text: str) -> Claim:
-    """--pvc CLAIM=/PATH, or CLAIM=/PATH:ro."""
+    """Parse --pvc CLAIM=/PATH, or CLAIM=/PATH:ro."""
     name, separator, path = text.partition("=")
     is_read_only = path.endswith(":ro")
     path = path.removesuffix(":ro")
@@ -74,7 +74,7 @@ def _claim(text: str) -> Claim:
 
 
 def toleration(text: str) -> dict[str, str]:
-    """--toleration KEY, KEY=VALUE, each with :EFFECT or for all effects."""
+    """Parse --toleration KEY or KEY=VALUE, followed by :EFFECT or nothing for all effects."""
     rest, _, effect = text.partition(":")
     key, separator, value = rest.partition("=")
     if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value) or (":" in text and effect not in _EFFECTS):
@@ -84,7 +84,7 @@ def toleration(text: str) -> dict[str, str]:
 
 
 def object_name(option: str, text: str) -> str:
-    """The name of an object of the cluster, such as a Secret."""
+    """Check the name of an object of the cluster, such as a Secret."""
     if not _OBJECT.fullmatch(text) or len(text) > 253:
         raise RoleError(f"{option}: expected the name of an object: small letters, digits, - and .; found {text!r}")
     return text

@@ -1,4 +1,4 @@
-"""The pods of a job: one container each, without rights, with the files, keys and volumes that its role needs."""
+"""The pods of a job: one unprivileged container each, with the files, keys and volumes that its role needs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NO_RIGHTS = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-_COMPILED = "/opt/torchfleet/cache"  # as the Dockerfile has it
-_LEAST_GRACE = 30  # seconds, as Kubernetes has it where nothing is said
-_FAREWELL = 10  # seconds for a script to end in, once its time to save is over
+_COMPILED = "/opt/torchfleet/cache"  # the same path as in the Dockerfile
+_LEAST_GRACE = 30  # seconds: the default of Kubernetes
+_FAREWELL = 10  # seconds that a script has to end after its time for saving
 
 
 def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | None = None) -> Document:
-    """The template of a Job's pods. `server`: the number of the one server that this Job runs; None: the pod's index
-    says which one it is."""
+    """The template of a Job's pods. `server`: the index of the server if this Job runs a single one; None: each pod
+    takes its completion index."""
     spec: Document = {
-        "restartPolicy": "Never",  # a failed pod is replaced by a new one, which may be elsewhere
+        "restartPolicy": "Never",  # a new pod, possibly on another node, replaces a failed one
         "terminationGracePeriodSeconds": max(_LEAST_GRACE, job.grace + _FAREWELL),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -64,7 +64,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
 
 
 def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
-    """What all objects of a job have in common, by which they are found again; with its role, those of a pod."""
+    """The labels that all objects of a job share; with `role`, the labels of a pod of that role."""
     common = {
         "app.kubernetes.io/name": "torchfleet",
         "app.kubernetes.io/instance": job.name,
@@ -74,7 +74,7 @@ def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
 
 
 def literal(text: str) -> str:
-    """`text` as Kubernetes takes it in a command, or in the value of a variable, where $(NAME) would be expanded."""
+    """Escape `text` for a command or the value of a variable, where Kubernetes would expand $(NAME)."""
     return text.replace("$", "$$")
 
 
@@ -101,7 +101,7 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
 
 
 def _kernels(job: K8sJob) -> Document:
-    """Kernels that were compiled with the image, where it has any: else every pod compiles for a minute or more."""
+    """Use the kernels compiled into the image, if it has any. Otherwise every pod compiles for a minute or more."""
     copy = f"if [ -d {_COMPILED} ]; then cp -R {_COMPILED}/. {CACHE}; fi"
     return {
         "name": "kernels",
@@ -129,7 +129,7 @@ def _command(job: K8sJob, role: str) -> list[str]:
 
 
 def _probes(role: str) -> Document:
-    """The member answers as soon as it runs: that its script takes minutes to import is no failure."""
+    """The probes. A member answers as soon as it runs, so a script that imports for minutes does not fail them."""
     probe: Document = {"httpGet": {"path": "/healthz", "port": "health"}, "timeoutSeconds": 5}
     found = {
         "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": 60},
@@ -158,13 +158,13 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         **({"FLEET_INSECURE": "1"} if job.insecure else {}),
         **_endurance(job, role),
     }
-    # A replica that comes back when the job is over must not begin it anew; of workers the servers know it.
+    # A replica that restarts after the end of the job must not start the job again. Workers learn it from the servers.
     told = [_annotation("FLEET_RESTART", FAILURES)] if job.coordinator and role != WORKER else []
     return [index, *told, *_variables(fixed), *given]
 
 
 def _endurance(job: K8sJob, role: str) -> dict[str, str]:
-    if job.log_size:  # workers, too: they wait for a server that is away
+    if job.log_size:  # for workers too: they wait for a server that restarts
         found = {"FLEET_DURABILITY": "log", "FLEET_LOG_STORE": LOGS, "FLEET_LOG_RUN": job.run}
         return found if job.fsync_ms is None else {**found, "FLEET_FSYNC_MS": f"{job.fsync_ms:g}"}
     if job.coordinator and role != WORKER:
@@ -173,7 +173,7 @@ def _endurance(job: K8sJob, role: str) -> dict[str, str]:
 
 
 def _threads(job: K8sJob, role: str) -> dict[str, str]:
-    """A pod that asks for cores may see all of its node's: torch would start a thread for each."""
+    """Limit torch's threads to the cores that the pod requests. It may see all cores of its node."""
     if role in (SERVER, BACKUP):
         return {"OMP_NUM_THREADS": "1"}
     cpus = job.worker.cpus
@@ -187,7 +187,7 @@ def _variables(values: dict[str, str]) -> list[Document]:
 
 
 def _annotation(variable: str, name: str) -> Document:
-    """A variable that the Job's controller tells: "" where it does not."""
+    """A variable with the value of an annotation that the Job's controller sets; "" if it is not set."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{name}']"}}}
 
 
@@ -211,7 +211,7 @@ def _security(job: K8sJob) -> Document:
 
 
 def _spread(job: K8sJob) -> Document:
-    """Servers, with their backups, on as many machines as there are; so are the pods of a collective job."""
+    """Spread servers and their backups, or the pods of a collective job, over as many nodes as possible."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",

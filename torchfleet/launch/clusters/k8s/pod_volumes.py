@@ -1,4 +1,4 @@
-"""What pods of a job have on disk: places to write, the script, keys of the role, volumes of the user and of a log."""
+"""The volumes of a job's pods: scratch space, the script, the role's keys, the user's claims and a server's log."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
 _PUBLIC = ("server.key", "worker.key", "first_worker.key", "launcher.key")
-# Worker 0 is a pod of the same template as the others, so all have both keys.
+# Worker 0 shares its pod template with the other workers, so all of them get both keys.
 _SECRET = {
     SERVER: ("server.key_secret",),
     BACKUP: ("server.key_secret",),
     WORKER: ("worker.key_secret", "first_worker.key_secret"),
 }
-_KEY_MODE = 0o440  # the group is that of the pod, by fsGroup
+_KEY_MODE = 0o440  # readable by the pod's group, which fsGroup sets
 
 
 def mounts(job: K8sJob, role: str) -> list[Document]:
-    """Where the container of a role sees them."""
+    """Return the mounts of these volumes in the container of a role."""
     found: list[Document] = [
         {"name": "work", "mountPath": WORK},
         {"name": "tmp", "mountPath": TMP},

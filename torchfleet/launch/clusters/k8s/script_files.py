@@ -1,4 +1,4 @@
-"""The files of a training script, as a ConfigMap has them: small, of text, and readable by all pods of the job."""
+"""The files of a training script for a ConfigMap: small text files that all pods of the job can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_BYTES = 1 << 20  # of a ConfigMap
 _SPARE = 1 << 14  # for names, labels and paths
 KINDS = (".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".cfg", ".ini", ".sh", ".sql", ".proto")
 _KEY = re.compile(r"[-._a-zA-Z0-9]+")
-_MOST_FILES = 512  # more is no folder of a script
+_MOST_FILES = 512  # a folder with more files is probably not a script's folder
 _SKIPPED = ("__pycache__", "log", "node_modules")
 
 
@@ -26,10 +26,10 @@ class ScriptFile:
 
 
 def script_files(script: Path, is_alone: bool = False) -> tuple[list[ScriptFile], list[str]]:
-    """The script and the files of its folder that are source or settings, by their suffix; and the paths of others,
-    which are left out. Hidden files are left out silently.
+    """Return the script with the source and settings files of its folder, chosen by suffix, and the paths of the files
+    that were left out. Hidden files are left out and not reported.
 
-    Raises RoleError if they are more than a ConfigMap may hold.
+    Raises RoleError if the files do not fit into a ConfigMap.
     """
     paths = [script] if is_alone else sorted(_below(script.parent))
     taken = [path for path in paths if path.suffix in KINDS or path == script]

@@ -1,1 +1,1 @@
-"""Processes of a job as children of actors of Ray."""
+"""Runs the processes of a job as children of Ray actors."""

@@ -1,7 +1,7 @@
-"""`python -m torchfleet.launch.clusters.on_ray.called`: calls the function that fleet.ray.run has sent.
+"""`python -m torchfleet.launch.clusters.on_ray.called`: calls the function that fleet.ray.run sent.
 
-It runs in a process of the job. The function comes from the driver over Ray's own channel: only those who may run
-anything on that cluster can send one.
+It runs in a process of the job. The driver sends the function over Ray's own channel: only a user who may already run
+arbitrary code on that cluster can send one.
 """
 
 from __future__ import annotations

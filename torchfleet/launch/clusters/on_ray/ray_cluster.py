@@ -1,4 +1,4 @@
-"""A cluster of Ray: connected to, with the script's folder sent to its nodes, and actors in placement groups."""
+"""Connects to a Ray cluster, sends the script's folder to its nodes, and places actors in placement groups."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from torchfleet.launch.job_spec import JobSpec, Report, Resources
 
 EXCLUDED = [".git", ".venv", "venv", "__pycache__", "*.pyc", "log", ".mypy_cache", ".ruff_cache", ".pytest_cache"]
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
-_CALLS = 4  # of an actor at the same time: one looks, others signal and tell
-_ANSWER = 10.0  # seconds that an actor may take to answer
-_FIRST_ANSWER = 300.0  # and to begin: a node may have to unpack the script's folder
-_PARTING = 3.0  # and to end: one without a node never answers
-_ROOM = 1800.0  # seconds that a job waits for room in the cluster
-_TELL = 5.0  # seconds between two lines about it
+_CALLS = 4  # concurrent calls of an actor: one polls, others send signals and addresses
+_ANSWER = 10.0  # seconds that an actor has to answer
+_FIRST_ANSWER = 300.0  # seconds that an actor has to start: its node may have to unpack the script's folder
+_PARTING = 3.0  # seconds that an actor has to end: an actor whose node is lost never answers
+_ROOM = 1800.0  # seconds that a job waits for resources of the cluster
+_TELL = 5.0  # seconds between two messages about the wait
 
 
 def require_ray() -> Any:
-    """The module ray. Raises MissingPackage if it is not installed."""
+    """Return the module `ray`. Raises MissingPackage if it is not installed."""
     return required("ray", "--cluster ray", "ray", ", on every node of the cluster")
 
 
 @contextlib.contextmanager
 def connected(address: str, job: JobSpec) -> Iterator[Path]:
-    """A connection to the cluster at `address` ("auto": the one that Ray finds; "local": a new one on this machine).
+    """Connect to the cluster at `address` ("auto": the cluster that Ray finds; "local": a new one on this machine).
 
-    Yields the folder of this machine that the nodes have, as the folder that their actors are in. A connection that is
-    there already is used, and stays.
+    Yields the local folder whose copy is the working directory of the actors. An existing connection is used, and stays
+    open.
     """
     ray = require_ray()
     if ray.is_initialized():
@@ -46,7 +46,7 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
         return
     _require_answer(address)
     folder = Path.cwd() if _is_sent_by_job() else job.folder
-    # None, not an empty one: that would take the place of the job's, and its folder would be removed.
+    # None, not an empty runtime_env: that would replace the job's runtime_env and drop its working directory.
     environment = None if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
     try:
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
@@ -59,13 +59,13 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
 
 
 def _is_sent_by_job() -> bool:
-    """Whether `ray job submit --working-dir` has sent the folder that this process is in to the nodes."""
+    """Whether `ray job submit --working-dir` sent the working directory of this process to the nodes."""
     config = json.loads(os.environ.get(_JOB_CONFIG) or "{}")
     return bool((config.get("runtime_env") or {}).get("working_dir"))
 
 
 def _require_answer(address: str) -> None:
-    """Raise RoleError if nobody listens at this host:port: Ray itself would try for minutes."""
+    """Raise RoleError if no server listens at this host:port: Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return
@@ -100,14 +100,14 @@ def _why_not(ray: Any, address: str, folder: Path, error: Exception) -> str:
 
 
 class RayNode:
-    """The handle of an actor. As NodeHandle."""
+    """The handle of an actor. Implements NodeHandle."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._ray = require_ray()
         self._actor = self._ray.remote(Node).options(max_concurrency=_CALLS, **options).remote()
 
     def place(self) -> str:
-        """host:port of a port that the actor has. Waits until Ray has started it."""
+        """Return host:port of a port that the actor reserved. Blocks until Ray has started the actor."""
         return str(self._answer(self._actor.place.remote(), _FIRST_ANSWER))
 
     def start(self, work: Work) -> int:
@@ -145,12 +145,12 @@ class RayNode:
 
 
 def _first_lines(text: str) -> str:
-    """What Ray says of a lost actor, without its advice."""
+    """Return Ray's message about a lost actor without its advice."""
     return "; ".join(line.strip() for line in text.strip().splitlines()[:3])
 
 
 class PlacementGroup:
-    """Room for processes of one role, which stays theirs until it is closed. A lost node's share is found elsewhere."""
+    """Resources for the processes of one role, reserved until it is closed. Ray replaces the share of a lost node."""
 
     def __init__(self, num: int, resources: Resources, strategy: str, what: str) -> None:
         self._ray, self._what = require_ray(), what
@@ -159,7 +159,7 @@ class PlacementGroup:
         self._group = self._groups.placement_group([dict(self._bundle) for _ in range(num)], strategy=strategy)
 
     def wait(self, report: Report) -> None:
-        """Until the cluster has room for it. Raises RoleError if it has none for a long time."""
+        """Block until the cluster has reserved the resources. Raises RoleError after _ROOM seconds."""
         deadline = time.monotonic() + _ROOM
         while not self._group.wait(_TELL):
             free, whole = self._ray.available_resources(), self._ray.cluster_resources()
@@ -171,7 +171,7 @@ class PlacementGroup:
             report(f"[fleetrun] waiting for room in the cluster: {text}")
 
     def actor(self, number: int, is_restarted: bool) -> RayNode:
-        """An actor in the bundle of this number. `is_restarted`: by Ray, elsewhere, if its node is lost."""
+        """Create an actor in bundle `number`. `is_restarted`: Ray restarts it on another node if its node is lost."""
         kind = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         asked = self._bundle
         return RayNode(
@@ -189,7 +189,7 @@ class PlacementGroup:
 
 
 def bundle_of(resources: Resources) -> dict[str, float]:
-    """What one process asks Ray for: a core, unless it is told otherwise."""
+    """Return the resources that one process requests from Ray: one core by default."""
     found = {"CPU": 1.0 if resources.cpus is None else resources.cpus}
     if resources.memory is not None:
         found["memory"] = resources.memory
@@ -203,7 +203,7 @@ def _spelled(bundle: dict[str, float]) -> str:
 
 
 def relative(command: Sequence[str], script: Path | None, folder: Path) -> tuple[tuple[str, ...], str]:
-    """The command as nodes run it, without the interpreter, and the script that must be there ("" for a module)."""
+    """Return the command for the nodes, without the interpreter, and the script that they need ("" for a module)."""
     if script is None:
         return tuple(command[1:]), ""
     inside = os.path.relpath(script, folder)

@@ -1,4 +1,4 @@
-"""One attempt to run a job on Ray: actors placed, their addresses handed out, then a supervisor as on one machine."""
+"""One attempt to run a job on Ray: places actors, distributes their addresses, then runs the usual supervisor."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torchfleet.ps.net.addresses import write_book
 from torchfleet.ps.net.keys import is_private, keygen
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
-# Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
+# Variables of fleetrun's environment that define a role: each process gets its own. The others are passed on to all.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
         "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS", FUNCTION)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RayPlan:
-    """What a job asks of the cluster. `command` and `script`: as its nodes see them."""
+    """What a job requests from the cluster. `command` and `script` are paths on the nodes."""
 
     command: tuple[str, ...]
     script: str
     num_servers: int = 0
     num_workers: int = 0
     replicas: int = 1
-    min_workers: int = 0  # as many as num_workers, unless the job is elastic
+    min_workers: int = 0  # equal to num_workers unless the job is elastic
     num_machines: int = 0  # of a collective job
     ranks_per_machine: int = 0
     placement: str = "PACK"  # of workers
@@ -53,26 +53,26 @@ class RayPlan:
 
 
 class RayJob:
-    """The actors of a job, and the supervisor over them. `function`: what fleet.ray has packed for every process."""
+    """The actors of a job and their supervisor. `function`: the pickled function that every process calls."""
 
     def __init__(self, job: JobSpec, plan: RayPlan, run_dir: Path, report: Report, function: bytes = b"") -> None:
         self._job, self._plan, self._run_dir, self._report = job, plan, run_dir, report
         self._function = function
-        self.is_finished = False  # all processes that were not lost have ended with status 0
+        self.is_finished = False  # every process except lost workers has ended with status 0
         self._first: RayTask | None = None  # worker 0, or rank 0
-        self._lasting: list[RayTask] = []  # workers that are there from the beginning
+        self._lasting: list[RayTask] = []  # workers that run from the beginning
         self._stack = contextlib.ExitStack()
-        self._nodes: dict[tuple[str, int, int], RayNode] = {}  # by role, number and replica
+        self._nodes: dict[tuple[str, int, int], RayNode] = {}  # by role, index and replica
         self._places: dict[tuple[str, int, int], str] = {}
-        self._moved: dict[str, str] = {}  # a server's first address → where it is now
+        self._moved: dict[str, str] = {}  # first address of a server → current address
 
     @property
     def result(self) -> bytes:
-        """What the function returned on worker 0, packed."""
+        """The pickled value that the function returned on worker 0."""
         return self._first.result if self._first else b""
 
     def run(self, base: Mapping[str, str], attempt: int) -> int:
-        """The exit status. `base`: variables of every process. No actor is left when this returns."""
+        """Run the job and return its exit status. `base`: variables of every process. No actor is left afterwards."""
         with self._stack:
             try:
                 self._reserve()
@@ -83,7 +83,7 @@ class RayJob:
             layout = self._layout()
             self._way, self._servers = job.way, layout.servers
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
-            for number, task in enumerate(made):  # one number each: several may be on one node
+            for number, task in enumerate(made):  # a different port for each: several may share a node
                 task.environment |= port_variables(job.watching, number)
             self._tell_targets(made)
             supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
@@ -92,7 +92,7 @@ class RayJob:
             return code
 
     def _tell_targets(self, made: Sequence[Task]) -> None:
-        """Where metrics are; those of workers that Ray starts later are at nodes that are not known yet."""
+        """Write the metrics targets. Workers that Ray starts later are missing: their nodes are not known yet."""
         placed = [(task, self._places.get((task.role, task.index, task.replica))) for task in made]
         hosts = {task.name: (task, place.rpartition(":")[0].strip("[]")) for task, place in placed if place}
         ports = {name: served_on(host, task.environment) for name, (task, host) in hosts.items()}
@@ -100,7 +100,7 @@ class RayJob:
             self._report(f"[fleetrun] {told}")
 
     def _reserve(self) -> None:
-        """Room in the cluster, an actor for every process, and the address of each."""
+        """Reserve resources, create an actor for every process, and get the address of each."""
         plan, groups = self._plan, []
         if plan.num_ranks:
             groups.append((self._group("rank", plan.num_ranks, plan.placement), "rank", plan.num_ranks, 1))
@@ -114,7 +114,7 @@ class RayJob:
                 key = (role, i % num, i // num)
                 self._nodes[key] = group.actor(i, is_restarted=bool(self._job.max_restart))
         self._places = {key: node.place() for key, node in self._nodes.items()}
-        for i in range(plan.min_workers, plan.num_workers):  # Ray starts these when it has room, and where
+        for i in range(plan.min_workers, plan.num_workers):  # Ray starts these when and where it has resources
             self._nodes["worker", i, 0] = self._group("worker", 1, plan.placement).actor(0, is_restarted=True)
         told = ", ".join(f"{Task(*key[:2], replica=key[2]).name} on {place}" for key, place in self._places.items())
         self._report(f"[fleetrun] placed by Ray: {told}")
@@ -125,7 +125,7 @@ class RayJob:
         return group
 
     def _with_keys(self) -> JobSpec:
-        """The job with keys: those that were given, or a set of its own; and the book of addresses of this machine."""
+        """Return the job with the given or newly generated keys, and with the address book of this machine."""
         folder = private_folder()
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         book = folder / "addresses"
@@ -153,7 +153,7 @@ class RayJob:
         made = tasks(layout, len(layout.workers), common)
         for task in made:
             if self._is_elastic:
-                del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all are known
+                del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all addresses are known
             if task.role == "worker" and not os.environ.get("OMP_NUM_THREADS"):
                 task.environment["OMP_NUM_THREADS"] = str(max(1, int(job.resources_of("worker").cpus or 1)))
         return made
@@ -173,7 +173,7 @@ class RayJob:
             "LOCAL_WORLD_SIZE": str(plan.ranks_per_machine),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, int(self._cpus))),
         }  # fmt: skip
-        # Ray shows an actor its own GPUs only: the first of those is a rank's.
+        # An actor sees only the GPUs that Ray assigned to it: the rank uses the first.
         is_alone = bool(self._job.resources_of("rank").gpus)
         local = [0 if is_alone else i % plan.ranks_per_machine for i in range(plan.num_ranks)]
         return [Task("rank", i, {**common, "RANK": str(i), "LOCAL_RANK": str(n)}) for i, n in enumerate(local)]
@@ -183,7 +183,7 @@ class RayJob:
         return self._job.resources_of("rank").cpus or 1.0
 
     def _start(self, task: Task, report: Report, echo: bool, append: bool) -> RayTask:
-        """As Start."""
+        """Implements Start."""
         job = self._job
         keys = keys_for(task.role, task.index, self._key_dir)
         work = Work(task, self._plan.command, self._plan.script, keys, function=self._function)
@@ -199,7 +199,7 @@ class RayJob:
         return started
 
     def _is_gone(self, task: Task) -> None:
-        """A worker that comes and goes is gone with its node."""
+        """Called when an elastic worker was lost with its node."""
         try:
             leave_for(task.index, self._way, self._servers)
         except FleetError as error:
@@ -210,11 +210,12 @@ class RayJob:
         return self._plan.min_workers < self._plan.num_workers
 
     def _is_needed(self) -> bool:
-        """Of an elastic job: whether workers that came later still have something to do."""
+        """Whether an elastic job still has work for workers that joined later."""
         return any(worker.returncode is None for worker in self._lasting)
 
     def _has_moved(self, task: Task, place: str) -> dict[str, str]:
-        """A process starts again at this address. If it is a server, everybody is told; returns all that moved."""
+        """Called when a process restarts at `place`. The new address of a server is sent to all processes. Returns the
+        current addresses of all servers that moved."""
         name = self._places[task.role, task.index, task.replica]
         if task.role == "server" and self._moved.get(name, name) != place:
             self._moved = {**self._moved, name: place}
@@ -226,7 +227,7 @@ class RayJob:
 
 
 def _passed_on() -> dict[str, str]:
-    """Variables of this process that are torchfleet's settings, not its role."""
+    """Return the variables of this process that are settings of torchfleet and do not define a role."""
     return {
         name: value for name, value in os.environ.items() if name.startswith("FLEET_") and not name.startswith(_OWN)
     }

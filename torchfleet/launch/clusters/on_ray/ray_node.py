@@ -1,4 +1,4 @@
-"""What runs on a node of Ray: an actor that starts the script of one role as a child process, and tells how it is."""
+"""The actor on a Ray node: starts the script of one role as a child process and reports its state."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, Sink
 from torchfleet.ps.net.addresses import write_book
 
-FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process calls; its result goes beside it
+FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process calls; the result is written next to it
 RESULT = ".result"
-_MOST_OUTPUT = 16 << 20  # bytes that wait for the driver; what is older is lost
-_IN_MEMORY = "/dev/shm"  # a folder that no disk has
-_PREFIX = "torchfleet-ray-"  # of folders; the number of the process follows
+_MOST_OUTPUT = 16 << 20  # bytes buffered for the driver; older output is dropped
+_IN_MEMORY = "/dev/shm"  # a folder in memory, not on a disk
+_PREFIX = "torchfleet-ray-"  # of folder names; the process id follows
 _LOST = b"\n[fleetrun] output was lost here: more than could be sent\n"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a node is to run."""
+    """What an actor runs."""
 
     task: Task
-    command: tuple[str, ...]  # without the interpreter: that of the node is used
-    script: str  # a file that must be there, seen from the actor's folder; "": none
-    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files of the folder of keys
-    moved: Mapping[str, str] = field(default_factory=dict)  # servers that are not where their name says
-    function: bytes = field(default=b"", repr=False)  # of fleet.ray.run: what the process calls, packed
+    command: tuple[str, ...]  # without the interpreter: the node's own is used
+    script: str  # a file that must exist, relative to the actor's folder; "": none
+    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # contents of the key files, by name
+    moved: Mapping[str, str] = field(default_factory=dict)  # servers that moved: first address → current address
+    function: bytes = field(default=b"", repr=False)  # the pickled function of fleet.ray.run
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a process is. `start`: which start of this actor it is; 0: none."""
+    """The state of a process. `start`: the number of the start; 0: nothing was started."""
 
     start: int
     returncode: int | None
@@ -51,7 +51,7 @@ class Look:
 
 
 class Outbox:
-    """Output of a process on its way to the driver. As Sink; `closed` when the process has closed its streams."""
+    """Buffers output of a process for the driver. Implements Sink; `closed` once the process has closed its streams."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -70,7 +70,7 @@ class Outbox:
             self._changed.notify()
 
     def take(self, timeout: float) -> bytes:
-        """What has come since the last call; waits for it, or for the end, up to `timeout` seconds."""
+        """Return the output since the last call. Blocks until there is output or the end, at most `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._data or self._closed, timeout)
             taken = bytes(self._data)
@@ -85,7 +85,7 @@ class _NodeProcess(Process):
 
 
 class Node:
-    """The actor of one role. Its methods may be called at the same time."""
+    """The actor of one role. Its methods may be called concurrently."""
 
     def __init__(self) -> None:
         self._folder = private_folder()
@@ -95,8 +95,8 @@ class Node:
         self._lock = threading.Lock()
 
     def place(self) -> str:
-        """host:port, with a port of this node that stays this actor's: bound and not listened on, which leaves it to
-        the script."""
+        """Return host:port with a port that stays reserved for this actor: it is bound but not listening, so the script
+        can listen on it."""
         host = str(import_module("ray").util.get_node_ip_address())
         if self._held is None:
             self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -106,7 +106,7 @@ class Node:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def start(self, work: Work) -> int:
-        """Start the script, after the one before has ended. Returns the number of this start."""
+        """Start the script, after the previous one has ended. Returns the number of this start."""
         if work.script and not Path(work.script).is_file():
             raise RoleError(
                 f"no {work.script} on node {socket.gethostname()} in {os.getcwd()}: the script's folder was not sent "
@@ -127,7 +127,7 @@ class Node:
             return self._start
 
     def look(self, timeout: float) -> Look:
-        """How the process is, and its output since the last look. Waits up to `timeout` seconds for output."""
+        """Return the state of the process and its output since the last call. Blocks up to `timeout` s for output."""
         process, start = self._process, self._start
         if process is None:
             return Look(0, None, {}, b"")
@@ -139,12 +139,12 @@ class Node:
         return Look(start, code, process.status(), output)
 
     def result(self) -> bytes:
-        """What the function returned, packed; nothing if there is none."""
+        """Return the pickled result of the function; empty if there is none."""
         found = self._folder / f"function{RESULT}"
         return found.read_bytes() if found.exists() else b""
 
     def move(self, moved: Mapping[str, str]) -> None:
-        """Servers are somewhere else now."""
+        """Tell the process the current addresses of servers that moved."""
         write_book(self._book, moved)
 
     def signal(self, number: int) -> None:
@@ -180,8 +180,8 @@ class Node:
 
 
 def private_folder() -> Path:
-    """A new folder of mode 0700, in memory where there is such a place: keys do not come to a disk. Folders that killed
-    processes of this user have left are removed."""
+    """Create a folder of mode 0700, in memory if possible, so that keys are not written to a disk. Folders left by
+    killed processes of this user are removed."""
     parent = Path(_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir())
     for left in parent.glob(f"{_PREFIX}*-*"):
         pid = left.name.removeprefix(_PREFIX).partition("-")[0]
@@ -192,7 +192,7 @@ def private_folder() -> Path:
 
 
 def keys_for(role: str, index: int, folder: str | None) -> dict[str, bytes]:
-    """The files of a folder of keys that a role needs: all public ones, and its own secret one."""
+    """Return the key files that a role needs: all public keys, and its own secret key."""
     if folder is None:
         return {}
     own = {"server": "server", "worker": "worker" if index else "first_worker"}[role]

@@ -1,4 +1,4 @@
-"""A task that runs in an actor of Ray, as a supervisor sees it. A thread asks the actor how it is."""
+"""A task in a Ray actor, as the supervisor sees it. A thread polls the actor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
 from torchfleet.launch.job_spec import Report, Task
 from torchfleet.launch.processes import Output
 
-LOST = -9  # the exit status of a process whose node is gone: as if killed
+LOST = -9  # exit status of a process whose node is lost: the same as if it was killed
 _LOOK = 0.5  # seconds that an actor waits for output before it answers
-_PATIENCE = 5.0  # seconds without an answer after which an actor's process counts as lost
-_PAUSE = 0.2  # seconds between two questions to an actor that does not answer
+_PATIENCE = 5.0  # seconds without an answer after which the process counts as lost
+_PAUSE = 0.2  # seconds between two calls of an actor that does not answer
 
 
 class NodeHandle(Protocol):
-    """An actor of Ray, with calls that wait. They raise NodeLost if it does not answer, whether it is gone or not."""
+    """A Ray actor with blocking calls. They raise NodeLost if the actor does not answer for any reason."""
 
     def place(self) -> str: ...
 
@@ -31,28 +31,28 @@ class NodeHandle(Protocol):
     def look(self, timeout: float) -> Look: ...
 
     def signal(self, number: int) -> None:
-        """Does not wait."""
+        """Send a signal. Does not block."""
 
     def kill(self) -> None: ...
 
     def result(self) -> bytes: ...
 
     def end(self) -> None:
-        """The actor, its process and its keys are gone when this returns, or soon after."""
+        """End the actor and its process, and remove its keys. This may complete shortly after the call returns."""
 
 
 class NodeLost(Exception):
-    """An actor does not answer: it has ended, its node is gone, or the way to it."""
+    """An actor does not answer: it has ended, its node is lost, or the network to it is down."""
 
 
-Moved = Callable[[Task, str], dict[str, str]]  # a server's task has this address now → all that moved
+Moved = Callable[[Task, str], dict[str, str]]  # (task, its new address) → current addresses of all servers that moved
 
 
 class RayTask:
-    """As RunningTask. Its log is on the driver's machine.
+    """Implements RunningTask. The log is on the driver's machine.
 
-    `needed`: of a worker that comes and goes with nodes, whether the job still needs it. While Ray has no room for it,
-    and when its node is gone, which `gone` is told, it counts as one that is done.
+    `needed`: for an elastic worker, returns whether the job still needs it. An elastic worker counts as finished while
+    Ray has no resources for it. It also does so after its node is lost; then `gone` is called.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class RayTask:
         self.task, self.log, self.num_restarts = work.task, log_dir / work.task.log_name, 0
         self._work, self._node, self._output, self._report, self._moved = work, node, output, report, moved
         self._status: dict[str, Any] = {}
-        self.result = b""  # what its function returned, once it has ended
+        self.result = b""  # the pickled result of the function, once the task has ended
         self._returncode: int | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._returncode, self._status = (None if self._needed is None else 0), {}
-        self.is_waiting = self._needed is not None  # for room
-        self._is_over = threading.Event()  # of this start
+        self.is_waiting = self._needed is not None  # for resources
+        self._is_over = threading.Event()  # set when this start is over
         self._thread = threading.Thread(target=self._run, args=(self._is_over, self.num_restarts), daemon=True)
         self._thread.start()
 
@@ -95,7 +95,7 @@ class RayTask:
         self._node.signal(number)
 
     def restart(self) -> None:
-        """On the node where Ray has the actor now, which is another one if its own is gone."""
+        """Start the task again on the current node of the actor: another node if its own was lost."""
         self._end_thread()
         self.num_restarts += 1
         self._begin()
@@ -116,19 +116,19 @@ class RayTask:
         self._thread.join(timeout=2 * _LOOK)
 
     def _run(self, is_over: threading.Event, restart: int) -> None:
-        """One start of the task, to its end."""
+        """Run one start of the task to its end."""
         try:
             while not self._is_gone(is_over, restart):
                 pass
         except NodeLost as error:
             self._report(f"[fleetrun] {self.task.name}: {error}")
             self._returncode = LOST
-        except Exception as error:  # the actor refused the work: a mistake that every node would make
+        except Exception as error:  # the actor refused the work: every other node would refuse it too
             self._report(f"[fleetrun] {self.task.name} cannot be started: {error}")
             self._returncode = 1
 
     def _is_gone(self, is_over: threading.Event, restart: int) -> bool:
-        """Start the task and watch it. False if it comes and goes with nodes, and has lost its own: it waits anew."""
+        """Start the task and watch it. Returns False if it is an elastic worker that lost its node and waits again."""
         try:
             if self._needed is not None:
                 place = self._again(self._node.place, is_over)
@@ -158,7 +158,7 @@ class RayTask:
         return number
 
     def _again(self, call: Callable[[], Any], is_over: threading.Event) -> Any:
-        """The answer of an actor that Ray may still have to start somewhere."""
+        """Repeat a call until the actor answers: Ray may still have to start it."""
         told = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -188,7 +188,7 @@ class RayTask:
                 self._output.write(look.output)
             self._status = look.status or self._status
             if self._needed is not None and not look.status.get("steps") and not self._needed():
-                self._node.kill()  # it came when all was done
+                self._node.kill()  # it started after the job was done
                 self._returncode = 0
                 return
             if look.returncode is not None:

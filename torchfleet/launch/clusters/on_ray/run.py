@@ -1,4 +1,4 @@
-"""A script or a function as a job on Ray, started from Python."""
+"""Starts a script or a function as a job on Ray from Python."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def run(
     address: str = "auto",
     **options: Any,
 ) -> Any:
-    """Run a script, or call a function, in every process of a job on Ray. Waits for its end.
+    """Run a script, or call a function, in every process of a job on Ray. Blocks until the job has ended.
 
-    A script: `arguments` are those of its command line. Returns the exit status, as fleetrun does.
-    A function: it is called with `arguments` by every process, servers too, as a script would be run there. Returns
-    what it returns on worker 0. Raises FleetError if the job fails. It travels by Ray's own serialization, as do its
-    arguments and its result: a function of a module that the nodes have goes by its name, one of a notebook as it is.
+    A script: `arguments` are its command-line arguments. Returns the exit status, as fleetrun does.
+    A function: every process, servers included, calls it with `arguments`, just as it would run a script. Returns the
+    value that the function returns on worker 0. Raises FleetError if the job fails. Ray serializes the function, its
+    arguments and its result: a function of a module that the nodes have by name, a function of a notebook by value.
 
-    `address`: of the cluster; "local" for one on this machine. A connection that ray.init has made is used instead.
-    `options`: those of fleetrun, by their names: worker_cpus=2, max_restart=3, insecure=True, nproc_per_node=4.
+    `address`: of the cluster; "local" for one on this machine. A connection made by ray.init takes precedence.
+    `options`: options of fleetrun, by name: worker_cpus=2, max_restart=3, insecure=True, nproc_per_node=4.
     """
     is_function = callable(what)
     script = ["-m", _CALLED] if is_function else [str(what), *map(str, arguments)]
@@ -58,6 +58,6 @@ def _counts(server_num: int, worker_num: int) -> dict[str, int]:
 
 
 def _pickle() -> Any:
-    """Ray's own way to send objects between its processes."""
+    """Return Ray's pickle module, with which Ray sends objects between its processes."""
     require_ray()
     return import_module("ray.cloudpickle")

@@ -1,1 +1,1 @@
-"""What runs inside a simulated process, in the place of real threads, clocks, sockets and ranks."""
+"""What replaces real threads, clocks, sockets and ranks inside a simulated process."""

@@ -1,8 +1,8 @@
 """Virtual time inside a simulated process: every thread is an actor with a clock of its own, and one runs at a time.
 
-While an actor runs, its clock advances by the processor time that it takes. Where it could meet others (a lock, a
-message, a sleep) it stops, and the actor goes on whose clock is furthest behind, of all processes of the job. So an
-actor sees everything that happened before its time, and nothing that happens after it.
+While an actor runs, its clock advances by the processor time that it uses. Where it could interact with others (a lock,
+a message, a sleep) it stops, and the actor with the earliest clock in all processes of the job continues. So an actor
+sees everything that happened before its time, and nothing that happens after it.
 """
 
 from __future__ import annotations
@@ -16,62 +16,62 @@ from typing import Any
 from torchfleet.launch.simulate.packets import ENDED, GRANT, YIELD, Address, Line, Packet, Turn, packet
 
 NEVER = float("inf")
-_processor_time = time.thread_time  # before anybody takes its name for something else
+_processor_time = time.thread_time  # the real one, before time.thread_time is replaced
 
 
 class Actor:
-    """One thread. `time` is how far it has come, `at` when it may go on; it runs when its gate opens."""
+    """One thread. `time` is its clock, `at` the time when it may continue. It runs when its gate opens."""
 
     def __init__(self, name: str, number: int, start: float) -> None:
         self.name, self.number = name, number
         self.time = self.at = start
-        self.resumed = 0.0  # the thread's processor time when it went on
-        self.waits_for = ""  # in words, while it waits
+        self.resumed = 0.0  # the thread's processor time when it last continued
+        self.waits_for = ""  # description of what it waits for
         self.ended_at = NEVER
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
-        self.joining: list[Actor] = []  # those who wait for its end
+        self.joining: list[Actor] = []  # actors that wait for its end
 
 
 class Schedule:
-    """The actors of this process. All methods are called by the actor that runs, `current`."""
+    """The actors of this process. Only the running actor, `current`, calls its methods."""
 
     def __init__(self, line: Line, index: int, latency: float, scale: float) -> None:
-        """`scale`: virtual seconds per second of the processor; 0: computing takes no time but what `spend` adds."""
+        """`scale`: virtual seconds per processor second; 0: computing takes only the time that `spend` adds."""
         self.index, self.latency = index, latency
         self._line, self._scale = line, scale
         self.current = self.main = Actor("main", 0, 0.0)
         self._actors = [self.main]
         self._num_actors = 1
-        self._horizon = 0.0  # nothing that happens elsewhere has a part in what happens here before
-        self._limit = 0.0  # before this time the actor that runs need not look at anybody else
+        self._horizon = 0.0  # no other process can affect this one before this time
+        self._limit = 0.0  # until this time the running actor need not check other actors
         self._outbox: list[Packet] = []
         self.mailboxes: dict[int, Mailbox] = {}
         self.busy = 0.0  # seconds that all actors have computed
 
     def now(self) -> float:
-        """The time of the actor that runs."""
+        """Return the time of the running actor."""
         me = self.current
         return me.time + (_processor_time() - me.resumed) * self._scale
 
     def pause(self) -> None:
-        """What follows is the simulator's own work, and takes no time."""
+        """Stop the clock: the simulator's own work, which follows, takes no virtual time."""
         me = self.current
         seconds = (_processor_time() - me.resumed) * self._scale
         me.time += seconds
         self.busy += seconds
 
     def go_on(self) -> None:
-        """The end of what began with `pause`."""
+        """Start the clock again after `pause`."""
         self.current.resumed = _processor_time()
 
     def spend(self, seconds: float) -> None:
-        """The actor that runs has computed for so long; between `pause` and `go_on`."""
+        """Add compute time to the running actor. Call between `pause` and `go_on`."""
         self.current.time += seconds
         self.busy += seconds
 
     def reach(self) -> float:
-        """Everything that happens before this actor's time has happened when this returns. Begins a pause."""
+        """Block until everything before this actor's time has happened. Begins a pause."""
         self.pause()
         me = self.current
         if me.time >= self._limit:
@@ -80,7 +80,7 @@ class Schedule:
         return me.time
 
     def wait(self, until: float, what: str) -> float:
-        """The actor that runs goes on at `until`, or when `wake` says so. Within a pause."""
+        """Block the running actor until `until`, or until `wake`. Call within a pause."""
         me = self.current
         me.at, me.waits_for = until, what
         self._switch()
@@ -88,13 +88,13 @@ class Schedule:
         return me.time
 
     def wake(self, actor: Actor, at: float) -> None:
-        """An actor that waits goes on at this time, unless it would earlier."""
+        """Let a waiting actor continue at this time, unless it continues earlier anyway."""
         if at < actor.at:
             actor.at = max(at, actor.time)
             self._limit = min(self._limit, actor.at)
 
     def add(self, name: str) -> Actor:
-        """A new actor, which begins now; its thread calls `run`."""
+        """Add an actor that begins now. Its thread must call `run`."""
         actor = Actor(name, self._num_actors, self.current.time)
         self._num_actors += 1
         self._actors.append(actor)
@@ -102,7 +102,7 @@ class Schedule:
         return actor
 
     def run(self, actor: Actor, work: Callable[[], Any]) -> None:
-        """The life of an actor, in its own thread."""
+        """Run an actor to its end in its own thread."""
         actor.gate.acquire()
         self.go_on()
         try:
@@ -121,7 +121,7 @@ class Schedule:
         return ended
 
     def join(self, actor: Actor, timeout: float | None) -> bool:
-        """Whether the actor has ended, within `timeout` seconds."""
+        """Block up to `timeout` seconds for the end of an actor. Returns whether it has ended."""
         now = self.reach()
         deadline = NEVER if timeout is None else now + max(0.0, timeout)
         if actor.ended_at == NEVER and deadline > now:
@@ -134,23 +134,23 @@ class Schedule:
         return actor.ended_at <= self.current.time
 
     def post(self, to: Address, box: int, frames: Sequence[Any], hops: float) -> None:
-        """Send frames now, within a pause. What they cause is back here after `hops` latencies at the earliest."""
+        """Send frames now. Call within a pause. Their effects return here after `hops` latencies at the earliest."""
         now = self.current.time
         self._outbox.append(packet(to, (self.index, box), now, frames))
         self._horizon = min(self._horizon, now + hops * self.latency)
         self._limit = min(self._limit, self._horizon)
 
     def end(self, code: int) -> None:
-        """The process ends; nothing may be called after this."""
+        """End the process. No method may be called after this."""
         self.reach()
         self._line.send(Turn(ENDED, self.current.time, self.busy, code, packets=self._outbox))
 
     def describe(self) -> str:
-        """What every actor waits for."""
+        """Describe what every actor waits for."""
         return "; ".join(f"{actor.name} waits for {actor.waits_for or 'its turn'}" for actor in self._actors)
 
     def _switch(self) -> None:
-        """Let the actor run whose time has come; return when it is the turn of the one that called."""
+        """Run the actor with the earliest time. Returns when it is the caller's turn again."""
         me = self.current
         following = self._next()
         while following.at >= self._horizon:
@@ -170,7 +170,7 @@ class Schedule:
         return min(self._actors, key=lambda actor: (actor.at, actor.number))
 
     def _yield(self, at: float) -> None:
-        """Tell the coordinator that nothing happens here before `at`, and wait for its leave to go on."""
+        """Tell the coordinator that nothing happens here before `at`, and block until it grants the next turn."""
         is_stuck = self.main.at == NEVER
         self._line.send(Turn(YIELD, at, self.busy, is_stuck=is_stuck, packets=self._outbox))
         self._outbox = []
@@ -181,12 +181,12 @@ class Schedule:
         self._horizon = turn.time
         for received in turn.packets:
             mailbox = self.mailboxes.get(received.to[1])
-            if mailbox is not None:  # else nobody is there any more
+            if mailbox is not None:  # otherwise the receiver has closed it
                 mailbox.deliver(received)
 
 
 class Mailbox:
-    """Where packets to one socket of this process wait. One actor at a time takes them."""
+    """Queues packets for one socket of this process. One actor at a time takes them."""
 
     def __init__(self, schedule: Schedule, number: int, what: str) -> None:
         self._schedule, self.number, self._what = schedule, number, what
@@ -200,7 +200,7 @@ class Mailbox:
             self._schedule.wake(self._waiting, received.time)
 
     def take(self, timeout: float) -> Packet | None:
-        """The next packet that is here now, or comes within `timeout` seconds. Begins a pause."""
+        """Return the next packet; None if none arrives within `timeout` seconds. Begins a pause."""
         now = self._schedule.reach()
         if timeout > 0 and not (self._packets and self._packets[0].time <= now):
             self._waiting = self._schedule.current

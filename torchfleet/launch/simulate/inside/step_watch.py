@@ -1,4 +1,4 @@
-"""What a simulated worker tells the coordinator of its steps."""
+"""Reports the steps of a simulated worker to the coordinator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STEP, FINAL, SETTINGS = 0, 1, 2  # mailboxes of the coordinator: a step; the sta
 
 @dataclass(slots=True)
 class StepRecord:
-    """The end of a step: by then, samples that the worker has trained on, and seconds that its training waited."""
+    """The end of a step, with the samples trained and the seconds waited up to then."""
 
     time: float
-    is_broken: bool  # since the step before, the worker also did something else: it evaluated, or met others
+    is_broken: bool  # since the previous step the worker also did something else, such as an evaluation or a barrier
     samples: int
     pull: float
     push: float
@@ -44,17 +44,17 @@ def decode_body(frame: memoryview) -> dict[str, Any]:
 
 
 class StepWatch:
-    """Looks at the steps of this process's worker; a step takes `step_seconds` if its time is given."""
+    """Watches the steps of this process's worker. If `step_seconds` is given, a step takes that time."""
 
     def __init__(self, schedule: Schedule, step_seconds: float) -> None:
         self._schedule, self._step_seconds = schedule, step_seconds
-        self._is_broken = True  # what comes before the first step is no step
+        self._is_broken = True  # the time before the first step is not a step
         self._settings: dict[str, Any] = {}
         self._may_pull_ahead = False
-        self._reduce_seconds = 0.0  # that the worker has waited for other ranks
+        self._reduce_seconds = 0.0  # that the worker waited for other ranks
 
     def install(self) -> None:
-        """From now on steps are reported."""
+        """Start to report steps."""
         watch = self
         _around(DistributedOptimizer, "step", before=watch.begin)
         _around(DistributedOptimizer, "step_apart", before=watch.begin)
@@ -66,14 +66,14 @@ class StepWatch:
         _around(Engine, "prefetch", before=watch.look_at_prefetch)
 
     def begin(self, *arguments: Any) -> None:
-        """The gradients of a step are there."""
+        """Called when the gradients of a step are ready."""
         if self._step_seconds:
             self._schedule.pause()
             self._schedule.spend(self._step_seconds)
             self._schedule.go_on()
 
     def look_at_pull(self, communicator: Communicator, keys: Any, create: bool, *more: Any, **named: Any) -> None:
-        """Rows that are not created are read for prediction."""
+        """Called for a pull. Without `create` the rows are read for prediction."""
         if not create:
             self._is_broken = True
 
@@ -100,7 +100,7 @@ class StepWatch:
         self._tell(SETTINGS, self._settings)
 
     def look_at_prefetch(self, engine: Engine, *arguments: Any) -> None:
-        """Whether rows are pulled a batch ahead is up to the mode, and to the script."""
+        """Called for a prefetch. The mode and the script decide whether rows are pulled one batch ahead."""
         if self._may_pull_ahead and not self._settings["pulls_ahead"]:
             self._settings["pulls_ahead"] = True
             self._tell(SETTINGS, self._settings)
@@ -115,7 +115,7 @@ class StepWatch:
 
 
 def _around(owner: type, name: str, before: Any = None, after: Any = None) -> None:
-    """Call `before` with the arguments of a method, `after` with the object and the result."""
+    """Wrap a method: call `before` with its arguments, and `after` with the object and the result."""
     method = getattr(owner, name)
 
     def called(self: Any, *arguments: Any, **named: Any) -> Any:

@@ -18,21 +18,21 @@ from torchfleet.launch.simulate.packets import COORDINATOR
 from torchfleet.launch.simulate.rank_meetings import Question, Visit
 
 BACKEND = "sim"
-VARIABLE = "FLEET_DIST_BACKEND"  # by which a job learns which backend it is to use
+VARIABLE = "FLEET_DIST_BACKEND"  # selects the backend of a job
 _FIRST_BOX = 1 << 20  # above the mailboxes of channels
 _boxes = itertools.count(_FIRST_BOX)
-_torch: Any = dist  # its stubs know neither all names nor that these classes may be derived from
+_torch: Any = dist  # its stubs lack some names, and do not allow these classes as bases
 
 
 class VirtualRanks:
-    """Puts the backend in the place of every other. `waited` is told how long training waited for other ranks."""
+    """Replaces every backend by the virtual one. `waited` receives the seconds that training waited for other ranks."""
 
     def __init__(self, schedule: Schedule, waited: Callable[[float], None]) -> None:
         self._schedule, self._waited = schedule, waited
-        self._stores: list[VirtualStore] = []  # torch keeps the C++ half of an object alive, not the other
+        self._stores: list[VirtualStore] = []  # torch keeps only the C++ part of an object alive
 
     def install(self, rank: int, size: int) -> None:
-        """From now on, process groups of this process are virtual, whatever backend they ask for."""
+        """Make all process groups of this process virtual from now on, whatever backend they request."""
         dist.Backend.register_backend(BACKEND, self._group, extended_api=True, devices=["cpu"])
         really_init = dist.init_process_group
 
@@ -52,7 +52,7 @@ class VirtualRanks:
         torch_c._distributed_c10d.TCPStore = self._any_store
 
     def _any_store(self, *place: Any, **settings: Any) -> VirtualStore:
-        """Wherever it is said to listen: there is one."""
+        """Return a virtual store for any address: all processes share the same keys."""
         return self.store()
 
     def store(self) -> VirtualStore:
@@ -64,7 +64,7 @@ class VirtualRanks:
 
 
 class VirtualWork(_torch._Work):  # type: ignore[misc]
-    """An operation under way. Whoever waits for it writes what it brings."""
+    """A running operation. `wait` writes its result into the outputs."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class VirtualWork(_torch._Work):  # type: ignore[misc]
         return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Within a backward pass, one that is done when the pass is: DistributedDataParallel waits for it behind that,
-        where no other thread could run. Elsewhere one that is done."""
+        """Return a future. Within a backward pass it completes at the end of the pass: DistributedDataParallel waits
+        for it after the pass, where no other thread could run. Elsewhere it is already complete."""
         if not self._is_done and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         else:
@@ -121,7 +121,7 @@ class VirtualWork(_torch._Work):  # type: ignore[misc]
 
 
 class VirtualGroup(_torch.ProcessGroup):  # type: ignore[misc]
-    """A group of ranks, of which this process is one. Its operations meet those of the others at the coordinator."""
+    """A group of ranks that includes this process. The coordinator matches its operations with those of other ranks."""
 
     def __init__(self, schedule: Schedule, rank: int, size: int, name: str, waited: Callable[[float], None]) -> None:
         super().__init__(rank, size)
@@ -219,7 +219,7 @@ class VirtualStore(_torch.Store):  # type: ignore[misc]
         return bool(self._ask("delete", [key])[0])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Keys are waited for until the simulation finds that nobody will set them."""
+        """Ignored: a get waits until the simulation detects a deadlock."""
 
     def _ask(self, action: str, keys: list[str], value: bytes = b"", amount: int = 0) -> list[bytes]:
         schedule = self._schedule

@@ -1,4 +1,4 @@
-"""The transport of a simulated process: what ZeroMQ is to a real one."""
+"""The transport of a simulated process, in place of ZeroMQ."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _THERE_AND_BACK = 2
 
 
 class VirtualNetwork:
-    """Stands for tcp:// in a simulated process. `servers`: by address, the number of the server's process."""
+    """Replaces tcp:// in a simulated process. `servers`: address → number of the server's process."""
 
     def __init__(self, schedule: Schedule, servers: Mapping[str, int], service: Callable[[int], float]) -> None:
-        """`service`: what a request of so many bytes takes of its server beside the processor time that is measured."""
+        """`service`: bytes of a request → service time that is added to the measured processor time."""
         self._schedule, self._servers, self._service = schedule, servers, service
         self._numbers = itertools.count(LISTENER + 1)
 
     def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> VirtualListener:
-        """As Transport.listen."""
+        """Implements Transport.listen."""
         if self._servers.get(endpoint) != self._schedule.index:
             raise FleetError(f"cannot listen on {endpoint}: {self._places('it is not the address of this server')}")
         return VirtualListener(self._schedule, endpoint, self._service)
 
     def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> VirtualChannel:
-        """As Transport.connect."""
+        """Implements Transport.connect."""
         if endpoint not in self._servers:
             raise FleetError(f"not an address to connect to: {endpoint!r}; {self._places('nobody is there')}")
         return VirtualChannel(self._schedule, endpoint, self._servers[endpoint], next(self._numbers))
@@ -42,7 +42,7 @@ class VirtualNetwork:
 
 
 class VirtualChannel:
-    """As Channel: to one server."""
+    """A Channel to one server."""
 
     def __init__(self, schedule: Schedule, endpoint: str, server: int, number: int) -> None:
         self._schedule, self._server = schedule, server
@@ -62,7 +62,7 @@ class VirtualChannel:
         return packet.frames if packet is not None else None
 
     def reconnect(self) -> None:
-        """Nothing is lost on the way."""
+        """Does nothing: the virtual network loses no messages."""
 
     def close(self) -> None:
         self._mailbox.close()
@@ -75,14 +75,14 @@ class VirtualChannel:
 
 
 class VirtualListener:
-    """As ServerSocket: the loop of net/sockets.py, in virtual time."""
+    """A ServerSocket: the loop of net/sockets.py in virtual time."""
 
     def __init__(self, schedule: Schedule, endpoint: str, service: Callable[[int], float]) -> None:
         self.endpoint, self._schedule, self._service = endpoint, schedule, service
         self._mailbox = Mailbox(schedule, LISTENER, "requests")
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
-        """As ServerSocket.serve."""
+        """Implements ServerSocket.serve."""
         schedule, next_tick, worked = self._schedule, 0.0, None
         while not is_over():
             handler.rest()

@@ -1,7 +1,7 @@
-"""Python's threads, locks and clocks in virtual time: put in the place of the real ones, in a simulated process.
+"""Python's threads, locks and clocks in virtual time. They replace the real ones in a simulated process.
 
-Conditions, events, semaphores and queues of the standard library are built of one lock, `_allocate_lock` of threading.
-With another lock there, all of them wait in virtual time. Locks that were made before stay real ones.
+Conditions, events, semaphores and queues of the standard library are built on one lock, threading._allocate_lock.
+Replacing that lock makes all of them wait in virtual time. Locks created earlier stay real.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torchfleet.launch.simulate.inside.actors import NEVER, Actor, Schedule
 
 
 class VirtualLock:
-    """As `_thread.lock`. Whoever waited first gets it first."""
+    """Like `_thread.lock`. Waiting actors get it in first-come, first-served order."""
 
     schedule: Schedule  # of this process
 
     def __init__(self) -> None:
         self._is_held = False
-        self._free_at = 0.0  # by then it was released, on the clock of the actor that released it
+        self._free_at = 0.0  # when it was released, by the clock of the actor that released it
         self._waiting: deque[tuple[Actor, float]] = deque()  # actors, and when they give up
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -39,7 +39,7 @@ class VirtualLock:
         return is_mine
 
     def _take(self, now: float, deadline: float) -> bool:
-        """Within a pause."""
+        """Call within a pause."""
         if not self._is_held and self._free_at <= now:
             self._is_held = True
             return True
@@ -53,7 +53,7 @@ class VirtualLock:
                 return True  # it was handed over
             self._waiting.remove((me, deadline))
             return False
-        # Free, but only later: on this actor's clock, the one that has released it still holds it.
+        # Released at a later time: by this actor's clock, the other actor still holds it.
         now = schedule.wait(min(self._free_at, deadline), "a lock")
         return self._take(now, deadline)
 
@@ -62,7 +62,7 @@ class VirtualLock:
             raise RuntimeError("release unlocked lock")
         now = self.schedule.now()
         for actor, deadline in self._waiting:
-            if deadline >= now:  # else it has given up by then
+            if deadline >= now:  # otherwise its timeout has expired
                 self._waiting.remove((actor, deadline))
                 self.schedule.wake(actor, now)
                 return
@@ -82,7 +82,7 @@ class VirtualLock:
 
 
 class _Started:
-    """What a thread's start waits for, in real time: the thread is there at once."""
+    """Replaces the event that Thread.start waits for in real time: the thread has started at once."""
 
     def __init__(self) -> None:
         self._closed = _thread.allocate_lock()
@@ -102,11 +102,11 @@ class _Started:
 
 
 def install(schedule: Schedule, epoch: float) -> None:
-    """From now on this process has virtual time. `epoch`: the time of day at its beginning."""
+    """Switch this process to virtual time. `epoch`: the time of day at virtual time 0."""
     VirtualLock.schedule = schedule
     threads: Any = threading
     threads._allocate_lock = threads.Lock = VirtualLock
-    threads._CRLock = None  # so that RLock is made in Python, of the lock above
+    threads._CRLock = None  # so that RLock uses the Python version, built on the lock above
     queues: Any = queue
     queues.SimpleQueue = queues._PySimpleQueue
     _install_threads(schedule)
@@ -131,7 +131,7 @@ def _install_threads(schedule: Schedule) -> None:
     def join(self: Any, timeout: float | None = None) -> None:
         actor = getattr(self, "actor", None)
         if actor is None or actor is schedule.current:
-            really_join(self, timeout)  # not started, or itself: which raises
+            really_join(self, timeout)  # raises: not started, or the current thread
         elif schedule.join(actor, timeout):
             really_join(self)
 
@@ -159,14 +159,14 @@ def _install_clocks(schedule: Schedule, epoch: float) -> None:
     real = clocks.clock_gettime
     clocks.clock_gettime = lambda which: schedule.now() if which == clocks.CLOCK_BOOTTIME else real(which)
     clocks.time_ns = lambda: int((epoch + schedule.now()) * 1e9)
-    for module in (threading, queue):  # which have taken monotonic by another name
+    for module in (threading, queue):  # these imported monotonic under another name
         for name in ("_time", "time"):
             if getattr(module, name, None) is not None:
                 setattr(module, name, schedule.now)
 
 
 def end_threads() -> None:
-    """As the interpreter does at its end: pools of threads are closed, and those are waited for that are no daemons."""
+    """Do what the interpreter does at exit: close thread pools and join all threads that are not daemons."""
     for close in reversed(getattr(threading, "_threading_atexits", [])):
         close()
     for thread in threading.enumerate():
