@@ -154,7 +154,9 @@ class RowStore(Table):
         return {"seen": now, "born": now, "tick": np.full(num, self.step, np.uint32), **columns}
 
     def check_values(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError if these cannot be rows of this table. Reads no mutable state, so any thread may call it."""
+        """Raise TableError if these cannot be rows of this table. Does not access the rows, so any
+        thread may call it.
+        """
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
         check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
         if num_words > self.spec.dim:

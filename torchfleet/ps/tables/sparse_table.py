@@ -198,7 +198,7 @@ class SparseTable(RowStore):
         self.update(keys, grads, lr)
 
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
-        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
+        """`push` without the check: a message is checked as a whole with `check_push` before any of it is applied."""
         self.step += 1
         rate, store = learning_rate(self.spec.rule, lr, self.step), self.index.store
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
@@ -223,14 +223,14 @@ class SparseTable(RowStore):
         self._row_rule.apply_to_rows(rule, store, self._layout, at, grads, rate, step)
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
-        """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
+        """Record the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
         distinct, inverse = unique(keys)
         sums = np.empty((len(distinct), wide.shape[1]), np.float32)
         segment_sum(wide, inverse, sums)
-        sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
+        sums[inverse, -1] = wide[:, -1]  # a slot is a number, so the last one counts, not the sum
         grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
         at = self.find(distinct)
-        if self.admission is None and (at < 0).any():  # dropped since they were pulled: they begin anew, here and now
+        if self.admission is None and (at < 0).any():  # rows dropped since they were pulled: create them again
             for start in range(0, len(distinct), CHUNK):
                 self._locate(distinct[start : start + CHUNK], True, self._row_words)
             at = self.find(distinct)
@@ -242,7 +242,7 @@ class SparseTable(RowStore):
         return distinct, grads
 
     def add(self, keys: Keys, deltas: Floats) -> None:
-        """value ← value + delta, for differences that another copy of the rows has learned."""
+        """value ← value + delta, for differences learned by another copy of the rows."""
         self.check_add(keys, deltas)
         self.step += 1
         keys, deltas = sum_by_key(keys, deltas)
@@ -299,9 +299,9 @@ class SparseTable(RowStore):
         }
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Rows for those of these keys, distinct and without one, that the entry lets in.
+        """Create rows for those of these distinct keys without a row that the entry admits.
 
-        A capacity has room for so many beside the rows in use; a key beyond them begins to be counted anew.
+        A capacity admits only as many keys as fit beside the rows in use; the counts of the other keys start again.
         """
         carried: Columns | None = None
         if self.admission is not None:
@@ -324,7 +324,7 @@ class SparseTable(RowStore):
                     self.statistics.put(name, at, column[some][: len(at)])
 
     def _with_room(self, keys: Keys, carried: Columns | None) -> tuple[Keys, Columns | None]:
-        """Those of these keys that got a row where this request was first applied, with what was known of them."""
+        """The keys that got a row where this request was first applied, with their statistics."""
         kept = self.decisions.with_room(keys)
         return kept, None if carried is None else {
             name: column[np.isin(keys, kept)] for name, column in carried.items()
