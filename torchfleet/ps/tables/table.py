@@ -25,8 +25,8 @@ from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
 
 PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
-# "full": everything; "delta": changes since the last save; values without state; and everything for a server that
-# replaces this one, which is not a save and does not affect the next delta.
+# full: everything. delta: the changes since the last save. inference: values without state. copy: everything, for a
+# server that replaces this one; a copy is not a save and does not affect the next delta.
 SaveMode = Literal["full", "delta", "inference", "copy"]
 
 
