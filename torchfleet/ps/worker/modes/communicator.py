@@ -5,7 +5,7 @@ half_async  each worker waits for its own update, and for no other worker
 async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
             (bounded.py) with max_staleness: a worker too far ahead waits
 geo         (geo.py, whole_tables.py) training on a local copy, differences are exchanged periodically
-hybrid      (hybrid.py) as async for rows; the workers exchange the dense gradients among themselves
+hybrid      (hybrid.py) as async for rows; the workers synchronize the dense network by torch.distributed
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hybrid mode, as the servers see it: rows as in async mode, and no pushes to dense tables.
 
-The workers exchange dense gradients among themselves (api/hybrid). Each worker's push is applied as it arrives, at the
-table's rate: rows learn from every worker's batch.
+The workers synchronize the dense network by torch.distributed (api/hybrid). Each worker's push is applied as it
+arrives, at the table's rate: rows learn from every worker's batch.
 """
 
 from __future__ import annotations
