@@ -145,7 +145,7 @@ def reserved_for(storage: Storage, folder: str) -> int | None:
 
 
 def _owners(storage: Storage, folder: str) -> set[int]:
-    """The users that own a reserved folder and its reservation."""
+    """The user that owns both a reserved folder and its reservation; empty if their owners differ."""
     places = storage.place(folder), storage.place(f"{folder}/{RESERVED}")
     owners = {os.lstat(place).st_uid for place in places if os.path.lexists(place)}
     return owners if len(owners) == 1 else set()
