@@ -1,8 +1,8 @@
-"""Tensors of any type in a block of float32: their bytes, two to a word, each word a whole number from 0 to 65535.
+"""Tensors of any type in a block of float32: their bytes, two to a word, each word an integer from 0 to 65535.
 
-A table holds finite float32 values. The bytes of an int64 or a bfloat16 read as float32 may be none (a NaN), but every
-16-bit number is one exactly. So counters, masks and frozen half-precision weights go the way of all dense values: to
-every worker, into saves, to another number of servers, without a kind of array of their own.
+A table holds finite float32 values. The bytes of an int64 or a bfloat16 read as float32 may be NaN, but float32
+represents every 16-bit integer exactly. So counters, masks and frozen half-precision weights are handled like all dense
+values: sent to every worker, saved, and resharded, without a kind of array of their own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def num_words(num_bytes: int) -> int:
 
 
 def to_words(data: Bytes) -> Floats:
-    """The words of these bytes; an odd number of them ends with a byte of zero."""
+    """Encode bytes as words; an odd number of bytes is padded with a zero byte."""
     padded = np.zeros(_WORD.itemsize * num_words(len(data)), np.uint8)
     padded[: len(data)] = data
     return padded.view(_WORD).astype(np.float32)
 
 
 def to_bytes(words: Floats, num_bytes: int, name: str) -> Bytes:
-    """The bytes that `to_words` was given, of the tensor `name`. Raises CheckpointError for what are no words."""
+    """The inverse of `to_words`, for the tensor `name`. Raises CheckpointError if `words` are not valid."""
     flat = np.ascontiguousarray(words).reshape(-1)
     whole = flat.astype(_WORD) if len(flat) and 0 <= flat.min() <= flat.max() < 1 << 16 else np.empty(0, _WORD)
     if len(flat) != num_words(num_bytes) or not np.array_equal(whole, flat):

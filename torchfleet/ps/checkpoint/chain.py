@@ -16,14 +16,14 @@ from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys
 from torchfleet.ps.tables.rows.row_statistics import row_columns
 from torchfleet.ps.tables.table import PartKind
 
-_CHUNK = 1 << 12  # keys at a time: as many as a map takes at its best
+_CHUNK = 1 << 12  # keys at a time: the best size for a map
 
 Choose = Callable[[Keys], npt.NDArray[np.bool_]]
 Mask = npt.NDArray[np.bool_]
 
 
 def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
-    """Which statistics a saved table has: those that its policies look at, unless it was saved for prediction."""
+    """The statistics of a saved table: those that its policies read, or none if it was saved for prediction."""
     saved = manifest.table(table)
     kept = row_columns(saved.spec()) if not saved.is_dense and manifest.kind == "full" else ()
     return tuple(name for name in STATISTICS if name in kept)
@@ -32,10 +32,10 @@ def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
 def live_rows(
     storage: Storage, manifest: Manifest, table: str, choose: Choose | None = None
 ) -> Iterator[tuple[Keys, Arrays]]:
-    """All rows of a sparse table, each exactly once: keys, and `rows` and statistics beside them, a file at a time.
+    """All rows of a sparse table, each exactly once: keys, with `rows` and statistics, one file at a time.
 
-    `choose` says of keys which of them are wanted. Arrays may be read-only; some are empty. Memory: a few files, and
-    20 to 30 bytes per wanted key: of all keys, or of one server's if all saves were made by the same number of servers.
+    `choose` returns which keys are wanted. Arrays may be read-only; some are empty. Memory: a few files, and 20 to 30
+    bytes per wanted key: of all keys, or of one server's if all saves were made by the same number of servers.
     """
     saved = manifest.table(table)
     if saved.is_dense:
@@ -47,12 +47,14 @@ def live_rows(
 def live_candidates(
     storage: Storage, manifest: Manifest, table: str, choose: Choose | None = None
 ) -> Iterator[tuple[Keys, Arrays]]:
-    """All keys that were seen and have no row, each exactly once, with their statistics; as `live_rows`."""
+    """All candidates (keys that were seen and have no row), each exactly once, with their statistics; as
+    `live_rows`.
+    """
     return _live(storage, manifest, manifest.table(table), "candidates", "candidates_gone", choose)
 
 
 class KeySet:
-    """Keys that have been met."""
+    """A set of the keys seen so far."""
 
     def __init__(self, max_keys: int, num_expected: int) -> None:
         self._map = KeyMap(0, 4 * KEY_WORDS * (max_keys + 1))
@@ -60,7 +62,7 @@ class KeySet:
         self._found = np.empty(_CHUNK, np.int64)
 
     def add(self, keys: Keys) -> Mask:
-        """Which of them are new; of equal ones the last."""
+        """Add keys; returns a mask of the new ones, of equal keys the last."""
         is_new = np.zeros(len(keys), np.bool_)
         for stop in range(len(keys), 0, -_CHUNK):
             chunk = keys[max(0, stop - _CHUNK) : stop][::-1].copy()
@@ -80,7 +82,7 @@ def _live(
         yield from _live_of(storage, saved, links, kind, gone, choose)
         return
     shards = {part.shard for link in links for part in link.parts_of(saved.name, kind)}
-    for shard in sorted(shards):  # a key has the same owner in all links, so they can be taken one by one
+    for shard in sorted(shards):  # a key has the same owner in all links, so shards can be processed one by one
         own = [_share(link, shard) for link in links]
         yield from _live_of(storage, saved, own, kind, gone, choose)
 
@@ -93,7 +95,7 @@ def _share(link: Link, shard: int) -> Link:
 def _live_of(
     storage: Storage, saved: Table, links: Sequence[Link], kind: PartKind, gone: PartKind, choose: Choose | None
 ) -> Iterator[tuple[Keys, Arrays]]:
-    """`links`: the newest first. What a newer save has, or has seen go, hides what older ones have."""
+    """`links`: newest first. Rows and deletions of a newer save hide the rows of older ones."""
     counts = [sum(part.rows for part in link.parts_of(saved.name, kind)) for link in links]
     num_gone = sum(part.rows for link in links for part in link.parts_of(saved.name, gone))
     met = KeySet(sum(counts) + num_gone, 0 if choose else max(counts, default=0))
@@ -102,7 +104,7 @@ def _live_of(
         return _chosen(_checked(saved, part, arrays), choose)
 
     for link in links:
-        # From the end: if a row went and came back during one save, its later place is the one that counts.
+        # From the end: if a row was dropped and created again during one save, the later one counts.
         for keys, arrays in read_parts(storage, link.save, link.parts_of(saved.name, kind)[::-1], prepare):
             yield _where(met.add(keys), keys, arrays)
         if link is not links[-1]:
@@ -121,7 +123,7 @@ def _where(mask: Mask, keys: Keys, arrays: Arrays) -> tuple[Keys, Arrays]:
 
 
 def _checked(saved: Table, part: Part, arrays: Arrays) -> tuple[Keys, Arrays]:
-    """Keys in memory of their own, and what stands beside them."""
+    """Keys in new memory, and the arrays beside them."""
     check_arrays(saved, part, arrays)
     rest = dict(arrays)
     return np.array(rest.pop("keys")), rest

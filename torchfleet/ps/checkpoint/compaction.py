@@ -1,4 +1,4 @@
-"""Turns a chain of saves into one full save, which loads to the same bits."""
+"""Turns a chain of saves into one full save, which loads bit-identically."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _COMPACTED = re.compile("save-[0-9]{12}")
 
 
 def compact(dirname: str, output: str | None = None, show: Show = lambda text: None) -> Manifest:
-    """Put one full save in the place of a chain, or into the folder `output`; returns its manifest.
+    """Replace a chain by one full save, or write the full save into the folder `output`; returns its manifest.
 
-    Number, token, time and extra stay those of the chain's newest save, so that a job goes on from it with deltas. A
-    process that is killed at any moment leaves the chain, or the full save. Deltas that are saved meanwhile stay, and
-    stand behind the full save; another full save stays as it is, and this is an error. `show` is told how far it is.
+    Number, token, time and extra are those of the chain's newest save, so that a job can continue it with deltas. A
+    process that is killed at any moment leaves either the chain or the full save. Deltas saved meanwhile are kept, and
+    continue the full save; if another full save was made meanwhile, it is kept and this raises an error. `show`
+    receives the progress.
 
-    Memory: one file per server, a few more on their way, and the keys of a table (`live_rows`).
+    Memory: one file per server, a few more in flight, and the keys of a table (`live_rows`).
     """
     source = Storage(dirname)
     target = source if output is None else Storage(output)
@@ -46,7 +47,7 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
     if in_place and not manifest.base:
         return manifest
     with alone(target):
-        folder = f"save-{next_save(target):012}"  # a name that no save of a job takes at the same moment
+        folder = f"save-{next_save(target):012}"  # a name that no concurrent save of a job takes
         write_file(
             target, f"{folder}/compacted.json", [msgspec.json.encode([link.number for link in manifest.links()])]
         )
@@ -87,7 +88,7 @@ def _no_rows(table: Table) -> part_file.Arrays:
 
 
 def _replace(target: Storage, made: Manifest, compacted: list[Link] | None) -> Manifest:
-    """The moment at which the full save becomes the model, or the beginning of its chain."""
+    """Commit the full save as the model, or as the start of its chain."""
     now = read_manifest(target) if compacted is not None else made
     later = now.links()[len(compacted or []) :]
     if compacted is not None and now.links()[: len(compacted)] != compacted:
@@ -110,7 +111,7 @@ def _replace(target: Storage, made: Manifest, compacted: list[Link] | None) -> M
 
 
 def _remove(target: Storage, made: Manifest, old: set[str]) -> None:
-    """The folders of the chain that was, and what is left of compactions that were killed."""
+    """Remove the folders of the old chain, and the remains of killed compactions."""
     saves = {name for name in target.folders() if _SAVE.fullmatch(name)} - {link.save for link in made.links()}
     mine = {name for name in saves if _COMPACTED.fullmatch(name)}
     if saves - mine - old:

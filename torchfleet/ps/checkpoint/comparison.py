@@ -1,4 +1,4 @@
-"""Compares two saved models: what only one of them has, and how far they differ in what both have."""
+"""Compares two saved models: what only one of them has, and the differences in what both have."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
 
 _SETTINGS = [field for field in Table.__struct_fields__ if field not in ("name", "rows", "parameters")]
 
-Settings = dict[str, tuple[Any, Any]]  # of those that differ: A's and B's
+Settings = dict[str, tuple[Any, Any]]  # of the settings that differ: A's and B's
 
 
 class TableDifference(msgspec.Struct):
-    """Of a table that both have."""
+    """The differences of a table that both models have."""
 
     settings: Settings
-    rows: Difference | None = None  # None: a dense table, or another dim
+    rows: Difference | None = None  # None for a dense table, or if dim differs
     candidates: Difference | None = None
     is_sketch_equal: bool = True
 
@@ -44,8 +44,8 @@ class Comparison(msgspec.Struct):
     only_in_b: list[str]
     tables: dict[str, TableDifference]
     parameters: dict[str, Difference]
-    shapes: dict[str, tuple[list[int], list[int]]]  # of parameters that have one shape in A and another in B
-    types: dict[str, tuple[str, str]] = {}  # of parameters that have one type in A and another in B
+    shapes: dict[str, tuple[list[int], list[int]]]  # parameters whose shape in A differs from that in B
+    types: dict[str, tuple[str, str]] = {}  # parameters whose type in A differs from that in B
 
     @property
     def is_equal(self) -> bool:
@@ -56,7 +56,7 @@ class Comparison(msgspec.Struct):
 
 
 class Model:
-    """A saved model, and the dense table that was read last."""
+    """A saved model, with a cache of the last dense table read."""
 
     def __init__(self, dirname: str) -> None:
         self.storage = Storage(dirname)
@@ -70,7 +70,7 @@ class Model:
         self._block: tuple[str, npt.NDArray[np.float32]] | None = None
 
     def parameter(self, name: str) -> npt.NDArray[np.float32]:
-        """A line of values, and one for each kind of state."""
+        """One row of values, and one for each kind of state."""
         table, parameter = self.parameters[name]
         if self._block is None or self._block[0] != table.name:
             self._block = table.name, read_dense(self.storage, self.manifest, table)
@@ -80,7 +80,7 @@ class Model:
         return Rows(self.storage, self.manifest, table, of_candidates)
 
     def sketch(self, table: str) -> npt.NDArray[np.uint8]:
-        """All blocks of the window's counters; of one that two servers have held, the larger counts."""
+        """All blocks of the window's counters; for a block that two servers held, the larger counts."""
         found = np.zeros((self.tables[table].spec().entry.num_blocks, BLOCK_BYTES), np.uint8)
         for part in self.manifest.links()[-1].parts_of(table, "sketch"):
             blocks = read_part(self.storage, self.manifest.save, part)["blocks"]
@@ -92,10 +92,11 @@ class Model:
 
 
 def compare(a: str, b: str, max_bytes: int | None = None, show: Show = lambda text: None) -> Comparison:
-    """The models in two folders: chains or single saves, by any numbers of servers. `show` is told how far it is.
+    """Compare the models in two folders: chains or single saves, by any numbers of servers. `show` receives the
+    progress.
 
-    Memory: for one table at a time the rows of A, or `max_bytes` (half of the machine's memory): with less than the
-    rows need, both models are read several times. Numbers, times and `extra` of the saves are not compared.
+    Memory: for one table at a time the rows of A, or `max_bytes` (default: half of the machine's memory): if the rows
+    need more, both models are read several times. Numbers, times and `extra` of the saves are not compared.
     """
     first, second = Model(a), Model(b)
     budget = physical_bytes() // 2 if max_bytes is None else max_bytes
@@ -120,7 +121,7 @@ def compare(a: str, b: str, max_bytes: int | None = None, show: Show = lambda te
 
 
 def _compare_words(parameter: Parameter, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> Difference:
-    """Of a tensor that is kept as its bytes: bit by bit, a value that is no number being infinitely far from others."""
+    """Compare tensors that are kept as bytes, bit by bit; NaN is infinitely far from other values."""
     kind = parameter.dtype, parameter.shape, parameter.name
     x, y = to_numbers(a[0], *kind), to_numbers(b[0], *kind)
     differs = (x.view(np.uint8) != y.view(np.uint8)).reshape(len(x), -1).any(axis=1)

@@ -30,11 +30,11 @@ def export_table(
     with_state: bool = False,
     with_statistics: bool = False,
 ) -> int:
-    """Write a sparse table's rows to a file, some at a time; returns how many. Keys are written as signed numbers.
+    """Write a sparse table's rows to a file, in chunks; returns how many. Keys are written as signed numbers.
 
-    `path` may be any that fsspec opens. A folder on this machine must be there.
-    Statistics that the table keeps come in columns of their own behind the values, as they are saved: times in seconds
-    since 1970, shows and clicks as of the day on which the row was last looked up. The file appears when all is in it.
+    `path` may be any path that fsspec opens. A folder on this machine must exist.
+    The table's statistics follow the values in columns of their own, as saved: times in seconds since 1970, shows and
+    clicks as of the day of the row's last lookup. The file appears when it is complete.
     """
     if file_format not in FORMATS:
         raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")
@@ -57,7 +57,7 @@ def export_table(
 
 
 def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple[str, ...]) -> Rows:
-    zeros = np.zeros(len(keys), np.uint32)  # what a save from before the table kept it says of it
+    zeros = np.zeros(len(keys), np.uint32)  # a save made before the table kept the statistic
     kept = {name: arrays[name] if name in arrays else zeros.view(STATISTICS[name]) for name in names}
     return keys.view(np.int64), arrays["rows"][:, :width], kept
 
@@ -75,7 +75,7 @@ def _write_text(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, .
 
 
 def _line(key: int, row: list[float], *statistics: float) -> str:
-    """Nine digits tell every float32 from every other; times have ten, and are whole."""
+    """Nine digits distinguish all float32 values; times have ten digits, and are integers."""
     numbers = [*(f"{value:.9g}" for value in row), *map(_digits, statistics)]
     return f"{key} {' '.join(numbers)}\n"
 

@@ -1,4 +1,4 @@
-"""Who may write to a folder of saves: one process at a time replaces its manifest, and a save has its name alone."""
+"""Write access to a folder of saves: one process at a time replaces its manifest, and each save has its own folder."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest_file import has_manifest, read_body
 
-RESERVED = "reserved.json"  # in the folder of a save as long as it is being made
-_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+RESERVED = "reserved.json"  # in the folder of a save while it is being made
+_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not touched
 _COMPACTED = re.compile(r"save-[0-9]{12}")
-_LEASE = 86_400.0  # seconds after which a save is given up where nothing can be locked
-_MAX_BYTES = 1 << 10  # of a reservation
+_LEASE = 86_400.0  # seconds after which a save counts as abandoned on stores without locks
+_MAX_BYTES = 1 << 10  # bytes of a reservation
 _MAX_TRIES = 100
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """What a reservation holds."""
+    """The contents of a reservation."""
 
     token: int
 
 
 class _Chain(msgspec.Struct):
-    """What every manifest says of its folders."""
+    """The folders that every manifest names."""
 
     save: str
     base: list[_Chain] = []
@@ -39,16 +39,16 @@ class _Chain(msgspec.Struct):
 
 @contextlib.contextmanager
 def alone(storage: Storage) -> Iterator[None]:
-    """Held from reading a manifest to removing what its successor does not name; others wait for it.
+    """Hold the lock from reading a manifest to removing the folders that its successor does not name; others block.
 
-    Folders on this machine only: elsewhere there is nothing to hold on to. Ends with the process that holds it.
+    Only for folders on this machine: other stores have no locks. The lock is released when its process ends.
     """
     if not storage.is_local or not os.path.isdir(storage.path):
         yield
         return
     folder = os.open(storage.path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # network file systems lock no folders
+        with contextlib.suppress(OSError):  # network file systems may not lock folders
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
@@ -56,9 +56,9 @@ def alone(storage: Storage) -> Iterator[None]:
 
 
 class Reservation:
-    """A folder of saves that belongs to one save, from `reserve` to `release`. A save that fails leaves nothing in it.
+    """A folder of saves that belongs to one save, from `reserve` to `release`. A failed save leaves nothing in it.
 
-    On this machine a lock on its file says that the process which makes the save still lives.
+    On this machine, a lock on its file shows that the process that makes the save is alive.
     """
 
     def __init__(self, storage: Storage, number: int, folder: str, token: int) -> None:
@@ -69,12 +69,12 @@ class Reservation:
             return
         place = storage.place(f"{folder}/{RESERVED}")
         self._file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        with contextlib.suppress(OSError):  # where nothing can be locked, the time of the file counts
+        with contextlib.suppress(OSError):  # without locks, the time of the file counts
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._file, msgspec.json.encode(_Mark(token)))
 
     def release(self) -> None:
-        """The save is the model, or part of it: its folder stays."""
+        """Keep the folder: the save is committed."""
         self._storage.remove_file(f"{self.folder}/{RESERVED}")
         self._close()
 
@@ -90,7 +90,7 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._storage.is_local:
-            with contextlib.suppress(CheckpointError, OSError):  # the first error is the one to tell of
+            with contextlib.suppress(CheckpointError, OSError):  # the first error is the one to report
                 kept = kept_folders(self._storage)
                 if kept is not None and self.folder not in kept:
                     self._storage.remove_folder(self.folder)
@@ -98,10 +98,10 @@ class Reservation:
 
 
 def reserve(storage: Storage, first: int, token: int) -> Reservation:
-    """The folder of a new save: save-NUMBER, the first number from `first` on that nobody has.
+    """Reserve the folder of a new save: save-NUMBER, with the first unused number from `first` on.
 
-    On this machine no other process gets the same one, and what is left of saves that failed is removed first, so that
-    there is room. Raises CheckpointError if the folder cannot be made.
+    On this machine no other process gets the same folder. The remains of failed saves are removed first, to free space.
+    Raises CheckpointError if the folder cannot be created.
     """
     try:
         if storage.is_local:
@@ -119,9 +119,9 @@ def reserve(storage: Storage, first: int, token: int) -> Reservation:
 
 
 def check_reserved(storage: Storage, folder: str, token: int, by_own_user: bool = False) -> None:
-    """Raise CheckpointError unless this folder is there and reserved for the save `token`.
+    """Raise CheckpointError unless this folder exists and is reserved for the save `token`.
 
-    `by_own_user`: and, on this machine, was made by the user that this process runs as.
+    `by_own_user`: also require, on this machine, that this process's user created it.
     """
     found = reserved_for(storage, folder)
     is_own = not by_own_user or not storage.is_local or os.geteuid() in _owners(storage, folder)
@@ -135,7 +135,7 @@ def check_reserved(storage: Storage, folder: str, token: int, by_own_user: bool 
 
 
 def reserved_for(storage: Storage, folder: str) -> int | None:
-    """The token of the save that has this folder; None if it is not reserved."""
+    """The token of the save that holds this folder; None if it is not reserved."""
     name = f"{folder}/{RESERVED}"
     try:
         data = _head(storage.place(name)) if storage.is_local else storage.read(name)
@@ -145,7 +145,7 @@ def reserved_for(storage: Storage, folder: str) -> int | None:
 
 
 def _owners(storage: Storage, folder: str) -> set[int]:
-    """Of a reserved folder and the reservation in it, if that is one user."""
+    """The user that owns both a reserved folder and its reservation; empty if their owners differ."""
     places = storage.place(folder), storage.place(f"{folder}/{RESERVED}")
     owners = {os.lstat(place).st_uid for place in places if os.path.lexists(place)}
     return owners if len(owners) == 1 else set()
@@ -160,22 +160,23 @@ def _head(place: str) -> bytes:
 
 
 def remove_abandoned(storage: Storage) -> None:
-    """Folders of saves that failed: no part of the model, and made by no process that lives. Compactions stay."""
+    """Remove the folders of failed saves: not part of the model, and not held by a live process. Keeps compactions."""
     kept = kept_folders(storage)
     if kept is not None:
         remove_all_but(storage, kept | {name for name in storage.folders() if _COMPACTED.fullmatch(name)})
 
 
 def remove_all_but(storage: Storage, kept: set[str]) -> None:
-    """Folders of saves that are no part of the chain, and of those that never came to an end; not those that another
-    process of this machine is writing to."""
+    """Remove folders of saves outside the chain and of unfinished saves, except those that another process of this
+    machine is writing to.
+    """
     for name in storage.folders():
         if _SAVE.fullmatch(name) and name not in kept and not is_held(storage, name):
             storage.remove_folder(name)
 
 
 def is_held(storage: Storage, folder: str) -> bool:
-    """Whether a process is making this save. Of stores elsewhere nobody knows: False."""
+    """Whether a process is making this save. False on other stores, where it cannot be known."""
     if not storage.is_local:
         return False
     place = storage.place(f"{folder}/{RESERVED}")
@@ -195,7 +196,7 @@ def is_held(storage: Storage, folder: str) -> bool:
 
 
 def kept_folders(storage: Storage) -> set[str] | None:
-    """The folders that the manifest names; None if there is one that cannot be read: then nobody knows."""
+    """The folders that the manifest names; None if the manifest exists but cannot be read."""
     if not has_manifest(storage):
         return set()
     try:
@@ -206,7 +207,7 @@ def kept_folders(storage: Storage) -> set[str] | None:
 
 
 def check_written(storage: Storage, folder: str, expected: Mapping[str, int]) -> None:
-    """Raise CheckpointError, which names the file, unless all of a save are there, in their sizes."""
+    """Raise CheckpointError, which names the file, unless all files of a save exist with their sizes."""
     found = storage.sizes(folder)
     for name, size in expected.items():
         place = storage.place(f"{folder}/{name}")

@@ -52,18 +52,18 @@ __all__ = [
 ]
 
 DONEFILE = "donefile.jsonl"
-_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not touched
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> bytes:
-    """The last act of saving: from here on the new model is the model. Returns what `read_body` will give."""
+    """Commit a save: from here on it is the model. Returns what `read_body` will return."""
     body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_body(storage, body)
     return body
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
+    """Read the manifest. Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
     body, place = read_body(storage), storage.place(FILE)
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -78,7 +78,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def write_donefile(storage: Storage, manifest: Manifest) -> None:
-    """The very last act of saving, after the manifest: all links of the chain, the oldest first. Replaces the file."""
+    """Replace the donefile: all links of the chain, oldest first. The last action of a save, after the manifest."""
     lines = [
         {
             "number": link.number,
@@ -93,7 +93,7 @@ def write_donefile(storage: Storage, manifest: Manifest) -> None:
 
 
 def present_model(storage: Storage) -> Manifest | None:
-    """The model that is there now; None for one that is damaged, which a save replaces."""
+    """The present model; None if there is none or it is damaged, in which case a save replaces it."""
     with contextlib.suppress(CheckpointError):
         return read_manifest(storage)
     return None
@@ -102,7 +102,7 @@ def present_model(storage: Storage) -> Manifest | None:
 def next_save(storage: Storage, newest: int | None = None) -> int:
     """A number above those of all saves that are or were being made here.
 
-    `newest`: the number of the model that is there, 0 for none, if the caller has read it.
+    `newest`: the number of the present model, 0 for none, if the caller has read it.
     """
     if newest is None:
         present = present_model(storage)
@@ -118,12 +118,12 @@ def folder_of(number: int) -> str:
 
 
 def remove_others(storage: Storage, manifest: Manifest) -> None:
-    """Folders of saves that are no part of the chain, and of those that never came to an end."""
+    """Remove folders of saves outside the chain, and of unfinished saves."""
     remove_all_but(storage, {link.save for link in manifest.links()})
 
 
 def as_json(extra: Mapping[str, Any], function: str) -> dict[str, Any]:
-    """What will be read back of `extra`; an error names the function that was given something else."""
+    """`extra` as it will be read back. An error names the function that got an unsupported value."""
     try:
         kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:

@@ -1,7 +1,7 @@
-"""Whether a manifest can be true: its checksum says that it is as it was written, not that it describes a model.
+"""Consistency of a manifest: its checksum shows that it is as written, not that it describes a model.
 
-Every part is named, has its place, and no place is taken twice or left out. What is in the files is checked when they
-are read (part_reader.py).
+Every part is named and has its place, and no place is taken twice or missing. The contents of the files are checked
+when they are read (part_reader.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLACE = attrgetter("shard", "start", "rows")
 
 
 class _Wrong(Exception):
-    """What is wrong; the place is known further out."""
+    """What is wrong; the caller adds the place."""
 
 
 def check_manifest(manifest: Manifest, place: str) -> None:
@@ -52,7 +52,7 @@ def _check_whole(manifest: Manifest) -> None:
 
 
 def _check_chain(links: Sequence[Link], kind: str) -> None:
-    """A full save, and each after it the child of the one before."""
+    """A full save, followed by links that are each the child of the one before."""
     parent, folders = 0, set()
     for link in links:
         if not _SAVE.fullmatch(link.save):
@@ -85,7 +85,7 @@ def _specs_of(tables: Sequence[Table]) -> dict[str, TableSpec]:
                 f"table '{table.name}': expected {spec.num_states} numbers of state per value, or none; found "
                 f"num_states={table.num_states}"
             )
-        most = 1 << 32 if "tick" in spec.shrink.names else 1 << 63  # rows note the step in 32 bits
+        most = 1 << 32 if "tick" in spec.shrink.names else 1 << 63  # rows store the step in 32 bits
         if not 0 <= table.step < most:
             raise _Wrong(f"table '{table.name}': expected a number of steps, found {table.step}")
         if not 0 <= table.rows <= MAX_SIZE:
@@ -97,7 +97,7 @@ def _specs_of(tables: Sequence[Table]) -> dict[str, TableSpec]:
 
 
 def _check_files(manifest: Manifest, link: Link) -> None:
-    """Each file is one of a save of so many servers, and in it once."""
+    """Each file belongs to one of the save's servers, and is listed once."""
     row_bytes, files = {}, set()
     for table in manifest.tables:
         row_bytes[table.name] = 4 * table.dim * (1 + table.num_states)
@@ -133,7 +133,7 @@ def _check_table(table: Table, link: Link, spec: TableSpec, is_newest: bool) -> 
         if part.table == table.name:
             (parts if part.kind == "rows" else others).append(part)
     if not is_newest and not parts and spec.is_dense:
-        return  # a table that came later; dense ones are whole in every save
+        return  # a table added later; dense tables are whole in every save
     missing = set(range(link.num_servers))
     for part in parts:
         missing.discard(part.shard)
@@ -165,7 +165,7 @@ def _check_block(table: Table, link: Link, parts: Sequence[Part]) -> None:
 
 
 def _check_sketch(table: str, parts: Sequence[Part], num_blocks: int) -> None:
-    """Blocks of counters; two servers may hold one block, and none is left out."""
+    """Blocks of counters: two servers may hold one block, and none is missing."""
     at = 0
     for part in sorted(parts, key=attrgetter("start")):
         if part.start > at:
@@ -176,7 +176,7 @@ def _check_sketch(table: str, parts: Sequence[Part], num_blocks: int) -> None:
 
 
 def _check_parameters(tables: Sequence[Table]) -> None:
-    """They lie in their table, none on another, and each name stands for one."""
+    """Parameters lie within their table without overlap, and names are unique."""
     names = set()
     for table in tables:
         if table.parameters and not table.is_dense:

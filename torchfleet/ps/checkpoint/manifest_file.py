@@ -1,10 +1,10 @@
-"""The file that makes a save the model: manifest.json, which is old or new, whole, and never in between.
+"""The file that commits a save: manifest.json, which is replaced atomically.
 
-On this machine it is replaced by a rename. Stores elsewhere may have no step that replaces a file. There the manifest
+On this machine it is replaced by a rename. Other stores may be unable to replace a file atomically. There the manifest
 is first written under a new name, manifest-000007.json, and read back; only then is manifest.json replaced. While that
-is under way the numbered one is whole; while a numbered one is written, manifest.json is. So if manifest.json is
-damaged or missing, the one of the highest number is what was to replace it, and is read in its place. If that one is
-damaged too, nothing is read: an older one may be older than what a job was told is saved.
+happens the numbered file is complete; while a numbered file is written, manifest.json is complete. So if manifest.json
+is damaged or missing, the file with the highest number is its replacement, and is read instead. If that one is damaged
+too, nothing is read: an older one may be older than a save that was reported as complete.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NUMBERED = re.compile(r"manifest-([0-9]{6,18})\.json")
 
 
 def write_body(storage: Storage, body: bytes) -> None:
-    """Put a manifest in the place of the one that is there: the last act of saving.
+    """Replace the manifest: the last step of a save.
 
-    An error leaves the old one; or, on stores that cannot replace a file in one step, the old one or this one.
+    An error leaves the old one; or, on stores that cannot replace a file atomically, the old one or this one.
     """
     older = _numbered(storage)
     _restore(storage, older)
@@ -31,7 +31,7 @@ def write_body(storage: Storage, body: bytes) -> None:
     if not storage.is_local:
         number = max(older.values(), default=0) + 1
         _write_and_compare(storage, f"manifest-{number:06}.json", whole)
-    for name in older:  # manifest.json is whole now
+    for name in older:  # manifest.json is complete now
         storage.remove_file(name)
     storage.write(FILE, [whole])
 
@@ -43,12 +43,12 @@ def read_body(storage: Storage) -> bytes:
 
 
 def has_manifest(storage: Storage) -> bool:
-    """Whether a model was saved there. A first save that was cut off left none, unless it was in its very last act."""
+    """Whether a model was saved there. False after a first save that was interrupted before its last step."""
     return storage.exists(FILE) or any(_whole(storage, name) is not None for name in _numbered(storage))
 
 
 def _replacement(storage: Storage) -> bytes:
-    """What was to replace manifest.json, which is damaged or missing."""
+    """The replacement of manifest.json, which is damaged or missing."""
     if not has_manifest(storage):
         raise CheckpointError(
             f"no saved model in {storage.path}: there is no {FILE}. Give the "
@@ -74,10 +74,10 @@ def _replacement(storage: Storage) -> bytes:
 
 
 def _restore(storage: Storage, numbered: dict[str, int]) -> None:
-    """Make manifest.json whole again before another numbered one is written, which may be cut off as well."""
+    """Repair manifest.json before another numbered file is written, which may be interrupted as well."""
     if numbered and _whole(storage, FILE) is None:
         body = _whole(storage, max(numbered, key=numbered.__getitem__))
-        if body is not None:  # else nothing is whole, and nothing can be lost
+        if body is not None:  # otherwise no file is complete, and nothing can be lost
             storage.write(FILE, [_encode(body)])
 
 
@@ -100,7 +100,7 @@ def _numbered(storage: Storage) -> dict[str, int]:
 
 
 def _whole(storage: Storage, name: str) -> bytes | None:
-    """What is in the file; None if it is missing or its checksum does not fit."""
+    """The contents of the file; None if it is missing or its checksum does not match."""
     if not storage.exists(name):
         return None
     head, _, body = storage.read(name).partition(b"\n")

@@ -1,4 +1,4 @@
-"""What a manifest says: the tables of a saved model, its chain of saves, their part files, its parameters."""
+"""The contents of a manifest: tables of a saved model, its chain of saves, their part files, its parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LEFT_OUT: tuple[Any, ...] = (math.inf, -math.inf, ())
 
 
 class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A dense parameter or buffer: where in its table's block it lies."""
+    """A dense parameter or buffer, and its place in its table's block."""
 
     name: str
     shape: list[int]
     start: int
-    dtype: str = "float32"  # another one is kept as its bytes: byte_words.py
-    words: int = 0  # how many elements of the block these are
+    dtype: str = "float32"  # other types are kept as bytes: byte_words.py
+    words: int = 0  # number of elements of the block that these bytes take
 
     @property
     def size(self) -> int:
-        """How many elements of the block it takes."""
+        """The number of elements of the block that it takes."""
         return self.words if self.dtype != "float32" else math.prod(self.shape)
 
     @property
@@ -37,11 +37,11 @@ class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: rows of a sparse table, or a stretch of a dense one, or what belongs to rows (docs/checkpoints.md)."""
+    """One file: rows of a sparse table, a range of a dense one, or data that belongs to rows (docs/checkpoints.md)."""
 
     table: str
     file: str
-    shard: int = msgspec.field(name="part")  # of the table, counted over the servers of the save
+    shard: int = msgspec.field(name="part")  # of the table, numbered over the servers of the save
     rows: int
     bytes: int
     crc32: int
@@ -50,7 +50,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One save of a chain: a full one, or what changed since its parent."""
+    """One save of a chain: a full one, or the changes since its parent."""
 
     save: str  # the folder with the parts
     number: int
@@ -58,7 +58,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_servers: int
     parts: list[Part]
     time: float = 0.0  # by the clock of the tables
-    num_files: int = 0  # how many parts there must be
+    num_files: int = 0  # the number of parts
 
     def parts_of(self, table: str, kind: PartKind = "rows") -> list[Part]:
         return [part for part in self.parts if part.table == table and part.kind == kind]
@@ -69,13 +69,13 @@ class Saved(msgspec.Struct):
 
     parts: list[Part]
     steps: dict[str, int]
-    rows: dict[str, int]  # that the table has, whether they are in this save or not
+    rows: dict[str, int]  # rows of the table, whether or not they are in this save
     time: float  # by the clock of the tables
-    is_time_set: bool = False  # by the job; else it is the wall clock's
+    is_time_set: bool = False  # set by the job; otherwise the wall clock
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A saved table: its description, and how far it had come."""
+    """A saved table: its description and progress."""
 
     name: str
     kind: str
@@ -93,11 +93,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_dense(self) -> bool:
-        """One flat block; else rows by key."""
+        """One flat block; otherwise rows by key."""
         return kind_named(self.kind).is_dense
 
     def spec(self) -> TableSpec:
-        policies: dict[str, Any] = {}  # those that admit every key and drop no row are the default
+        policies: dict[str, Any] = {}  # the defaults, which admit every key and drop no row, are left out
         if self.entry:
             policies["entry"] = msgspec.convert(self.entry, AdmissionEntry)
         if self.shrink:
@@ -115,7 +115,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A saved model: the newest save of a chain, and those that it continues."""
+    """A saved model: the newest save of a chain, and the saves that it continues."""
 
     save: str  # the folder with the parts
     number: int
@@ -125,16 +125,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: list[Part]
     format: str = FORMAT
     version: int = VERSION
-    token: int = 0  # tells this save from every other
+    token: int = 0  # identifies this save
     parent: int = 0  # number of the save that this one continues; 0: a full save
     base: list[Link] = []  # the saves that it continues, the full one first
     time: float = 0.0  # by the clock of the tables
-    is_time_set: bool = False  # by the job; else it is the wall clock's
-    extra: dict[str, Any] = {}  # what the script keeps with its model
-    num_files: int = 0  # how many parts there must be
+    is_time_set: bool = False  # set by the job; otherwise the wall clock
+    extra: dict[str, Any] = {}  # data that the script saves with its model
+    num_files: int = 0  # the number of parts
 
     def links(self) -> list[Link]:
-        """The chain: a full save, and what changed since, in order."""
+        """The chain: a full save, and the deltas since, in order."""
         newest = self.save, self.number, self.parent, self.num_servers, self.parts, self.time, self.num_files
         return [*self.base, Link(*newest)]
 
@@ -150,7 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
-    """A table's line in the manifest. Infinite bounds, for which JSON has no word, are left out."""
+    """A table's entry in the manifest. Infinite bounds, which JSON cannot represent, are left out."""
     rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _LEFT_OUT}
     first = msgspec.structs.asdict(spec.initializer)
     policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)

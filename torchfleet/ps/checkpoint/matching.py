@@ -27,16 +27,16 @@ Words = npt.NDArray[np.uint32]
 
 
 class Difference(msgspec.Struct):
-    """Of rows, of candidates, or of the elements of a dense parameter. All is compared bit by bit."""
+    """Differences of rows, of candidates, or of the elements of a dense parameter, compared bit by bit."""
 
     only_in_a: int = 0
     only_in_b: int = 0
     equal: int = 0  # in both, with the same values
     changed: int = 0
-    largest: float = 0.0  # difference between two values
-    largest_at: int | None = None  # its key (signed, as in exports), or place in the parameter
-    mean: float = 0.0  # of the absolute differences, over all values of what both have
-    others: dict[str, int] = {}  # "state", or the name of a statistic: in how many rows of both it differs
+    largest: float = 0.0  # largest difference between two values
+    largest_at: int | None = None  # its key (signed, as in exports), or its position in the parameter
+    mean: float = 0.0  # mean of the absolute differences, over all values that both have
+    others: dict[str, int] = {}  # "state", or the name of a statistic: the number of common rows in which it differs
 
     @property
     def is_none(self) -> bool:
@@ -44,7 +44,7 @@ class Difference(msgspec.Struct):
 
 
 class Rows:
-    """Where the rows, or the candidates, of a table come from."""
+    """The rows, or the candidates, of a saved table."""
 
     def __init__(self, storage: Storage, manifest: Manifest, table: str, of_candidates: bool) -> None:
         self._live = live_candidates if of_candidates else live_rows
@@ -57,14 +57,14 @@ class Rows:
         self.most = sum(part.rows for link in manifest.links() for part in link.parts_of(table, kind))
 
     def blocks(self, choose: Choose | None, names: tuple[str, ...]) -> Iterator[tuple[Keys, Words]]:
-        """Some thousand at a time: keys, and values, state and the statistics `names` side by side."""
+        """Yield some thousand at a time: keys, and values, state and the statistics `names` side by side."""
         for keys, arrays in self._live(*self._place, choose):
             for start in range(0, len(keys), _CHUNK):
                 some = slice(start, start + _CHUNK)
                 yield keys[some], self._block({name: array[some] for name, array in arrays.items()}, names, keys[some])
 
     def _block(self, arrays: Arrays, names: tuple[str, ...], keys: Keys) -> Words:
-        """A statistic that was not saved is zero, as it is when it is loaded."""
+        """A statistic that was not saved is zero, as after a load."""
         statistics = join_columns(names, arrays, len(keys)).view(np.uint32)
         return np.concatenate([arrays["rows"].view(np.uint32), statistics], axis=1) if self.num_words else statistics
 
@@ -88,7 +88,7 @@ class Known:
         self.num += len(keys)
 
     def take(self, keys: Keys, num_words: int) -> tuple[npt.NDArray[np.bool_], Words]:
-        """Which of them are here, and the rows of those."""
+        """(mask of the keys that are here, the rows of those)."""
         at = self._find(keys)
         return at >= 0, self._words[at[at >= 0], KeyMap.offset : KeyMap.offset + num_words]
 
@@ -101,8 +101,8 @@ class Known:
 def match(a: Rows, b: Rows, max_bytes: int, show: Show) -> Difference:
     """How the rows of `a` differ from those of `b`, which have as many values.
 
-    The rows of `a` are held in memory. If they would take more than `max_bytes`, a share of the keys is looked at, and
-    both are read again for the next.
+    The rows of `a` are held in memory. If they would take more than `max_bytes`, a share of the keys is compared at a
+    time, and both models are read again for the next share.
     """
     tally = Tally(a, b)
     num_rounds = 1 + a.most * (_MAP_BYTES + 4 * (a.num_words + len(tally.names))) // max_bytes
@@ -125,12 +125,12 @@ def match(a: Rows, b: Rows, max_bytes: int, show: Show) -> Difference:
 
 
 def _share(number: int, num_shares: int) -> Choose:
-    spec = TableSpec("any")  # by hash, also for ids that servers own in turn
+    spec = TableSpec("any")  # by hash, also for ids that servers own round-robin
     return lambda keys: owners_of(spec, keys, num_shares) == number
 
 
 class Tally:
-    """What was found of rows that both have."""
+    """Accumulates the differences of rows that both have."""
 
     def __init__(self, a: Rows, b: Rows) -> None:
         self._a, self._b, self._dim = a, b, a.dim
@@ -169,7 +169,7 @@ class Tally:
 
 
 def compare_elements(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> Difference:
-    """Of a dense parameter: a line of values, and one for each kind of state."""
+    """Compare a dense parameter: one row of values, and one for each kind of state."""
     x, y = np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32)
     apart, changed = _apart(x[:1], y[:1]), int((x[0] != y[0]).sum())
     found = Difference(equal=x.shape[1] - changed, changed=changed, others={})

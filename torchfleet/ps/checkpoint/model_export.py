@@ -1,4 +1,4 @@
-"""Export of a whole model that servers saved: a folder of plain files, for programs that know nothing of torchfleet."""
+"""Export of a whole saved model: a folder of plain files, for programs without torchfleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchfleet.ps.checkpoint.part_writer import write_file
 
 DESCRIPTION, PARAMETERS = "model.json", "parameters.safetensors"
 _ENDINGS = {"parquet": "parquet", "text": "txt"}
-# By torch's name: safetensors'.
+# By torch's dtype: safetensors' name.
 _TYPES = {
     **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -39,11 +39,11 @@ def export_model(
     with_statistics: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write all of a model into the folder `out`, which must be new or empty; returns what `model.json` says of it.
+    """Write all of a model into the folder `out`, which must be new or empty; returns the contents of `model.json`.
 
-    parameters.safetensors has dense parameters and buffers by their names and in their own types; every table of rows
-    has a file, as `export_table` writes it; model.json, which is written last, names the files. `out` may be any path
-    that fsspec opens. `show` is called with each file's name before it is written.
+    parameters.safetensors has dense parameters and buffers by name and in their own types; every sparse table has a
+    file, as `export_table` writes it; model.json, which is written last, lists the files. `out` may be any path that
+    fsspec opens. `show` is called with each file's name before it is written.
     """
     storage, target = Storage(dirname), Storage(out)
     manifest = read_manifest(storage)
@@ -77,13 +77,15 @@ def _prepare(target: Storage) -> None:
 
 
 def _described(table: Table, file: str, num_rows: int) -> dict[str, Any]:
-    """Ids without a row: those of a declared size begin with their first value, which seed and name lead to."""
+    """A table's entry. An id of a declared size without a row has its initial value, which follows from
+    seed and name.
+    """
     size = {"num_embeddings": table.size} if table.size else {}
     return {"name": table.name, "file": file, "dim": table.dim, "rows": num_rows, **size}
 
 
 def _write_parameters(storage: Storage, manifest: Manifest, target: Storage) -> list[str]:
-    """The names of the tensors. One table's block is in memory at a time while it is taken apart."""
+    """Write the tensors; returns their names. Holds one table's block in memory at a time."""
     described, blocks = [], []
     for table in manifest.tables:
         values = read_dense(storage, manifest, table)[0] if table.is_dense else np.empty(0, np.float32)

@@ -23,7 +23,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
-# Of one number, by the names that safetensors has for types.
+# Bytes of one number, by safetensors' names of types.
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -31,7 +31,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 
-# What may stand beside the keys, in the order of an export's columns.
+# Arrays that may accompany the keys, in the order of an export's columns.
 STATISTICS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("count", "seen", "born", "tick"), np.dtype("<u4")),
     **dict.fromkeys(("show", "click"), np.dtype("<f4")),
@@ -39,7 +39,7 @@ STATISTICS: dict[str, np.dtype[Any]] = {
 }
 
 Arrays = dict[str, npt.NDArray[Any]]
-Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one behind the other
+Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one after the other
 
 
 class TensorEntry(msgspec.Struct):
@@ -56,7 +56,7 @@ def encode(arrays: Arrays) -> list[Any]:
 
 
 def encode_pieces(tensors: Pieces) -> list[Any]:
-    """As `encode`, for tensors that come in pieces along their first dimension: they are not put together first."""
+    """As `encode`, for tensors in pieces along their first dimension, which are not concatenated."""
     described = []
     for name, pieces in tensors.items():
         shape = list(pieces[0].shape)
@@ -68,14 +68,14 @@ def encode_pieces(tensors: Pieces) -> list[Any]:
 
 
 def header(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """What stands before the tensors."""
+    """The bytes before the tensors."""
     body = msgspec.json.encode({"__metadata__": metadata, **entries} if metadata else entries)
-    body += b" " * (-len(body) % 8)  # so that what follows is aligned
+    body += b" " * (-len(body) % 8)  # aligns the tensors
     return len(body).to_bytes(8, "little") + body
 
 
 def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorEntry]:
-    """Of (name, dtype, shape, bytes), which stand one behind the other."""
+    """Header entries from (name, dtype, shape, bytes) of adjacent tensors."""
     entries, at = {}, 0
     for name, dtype, shape, size in tensors:
         entries[name] = TensorEntry(dtype, list(shape), (at, at + size))
@@ -91,7 +91,7 @@ def checksum(buffers: list[Any]) -> int:
 
 
 def decode(data: bytes, place: str) -> Arrays:
-    """The arrays over the file's own memory. Raises CheckpointError for what is no such file."""
+    """The arrays as views of the file's bytes. Raises CheckpointError if it is not such a file."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(_MAX_HEADER, len(data) - 8):
         raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes in {len(data):,}")
@@ -113,12 +113,12 @@ def _array(entry: TensorEntry, body: npt.NDArray[np.uint8], place: str) -> npt.N
         raise CheckpointError(f"{place}: {entry.dtype} {entry.shape} at {start}:{stop} cannot be in this file")
     try:
         return body[start:stop].view(dtype).reshape(entry.shape)
-    except ValueError as error:  # more dimensions, or longer ones, than an array can have
+    except ValueError as error:  # more or longer dimensions than an array can have
         raise CheckpointError(f"{place}: {error}") from None
 
 
 def check_arrays(saved: Table, part: Part, arrays: Arrays) -> None:
-    """Raise TableError if a part does not hold what its kind must have, in types and shapes."""
+    """Raise TableError if a part does not have the arrays of its kind, in types and shapes."""
     num: int = part.rows
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {"keys": (np.dtype("<u8"), (num,))}
     if part.kind == "sketch":

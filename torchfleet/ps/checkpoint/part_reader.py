@@ -23,11 +23,13 @@ from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlic
 
 Made = TypeVar("Made")
 
-_AHEAD = 3  # files being read while another one is taken in
+_AHEAD = 3  # files to read ahead
 
 
 def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
-    """The part's arrays. A file that is missing, cut off or changed by a single bit is named."""
+    """The part's arrays. Raises CheckpointError, which names the file, if it is missing, truncated or changed by one
+    bit.
+    """
     name = f"{folder}/{part.file}"
     place = storage.place(name)
     if storage.leads_outside(name):
@@ -43,9 +45,9 @@ def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
 def read_parts(
     storage: Storage, folder: str, chosen: Sequence[Part], prepare: Callable[[Part, part_file.Arrays], Made]
 ) -> Iterator[Made]:
-    """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads.
+    """Yield `prepare`'s result for each part, in order; threads read and prepare the next ones meanwhile.
 
-    Whatever `prepare` raises is a CheckpointError that names the file.
+    An exception of `prepare` becomes a CheckpointError that names the file.
     """
 
     def read(part: Part) -> Made:
@@ -66,7 +68,7 @@ def read_parts(
 
 @contextlib.contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Whatever is wrong with what is in a file, the file is named."""
+    """Turn errors in a file's contents into ones that name the file."""
     try:
         yield
     except CheckpointError:
@@ -77,9 +79,10 @@ def _naming(place: str) -> Iterator[None]:
 
 
 def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bool = False) -> int:
-    """All saved rows that this shard of the table owns, with their state if the rule is the same. Returns how many.
+    """Load all saved rows that this shard of the table owns, with their state if the rule is the same. Returns how
+    many.
 
-    `quiet`: nothing is printed if the state is not loaded.
+    `quiet`: print nothing if the state is not loaded.
     """
     spec, saved = table.spec, manifest.table(table.spec.name)
     _check_match(storage, saved, spec)
@@ -96,14 +99,14 @@ def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bo
 
 
 class Loading:
-    """One save of a chain into one shard of a table."""
+    """Loads one save of a chain into one shard of a table."""
 
     def __init__(self, storage: Storage, link: Link, table: RowTable, saved: Table, is_whole: bool) -> None:
         self._storage, self._link, self._table, self._saved, self._is_whole = storage, link, table, saved, is_whole
         self._same_cut = link.num_servers == table.spec.num_shards
 
     def rows(self) -> None:
-        """Rows that were dropped, then those that are there."""
+        """Drop the deleted rows, then load the present ones."""
         self._load("gone")
         table = self._table
         share = 1 if self._same_cut else table.spec.num_shards
@@ -111,12 +114,12 @@ class Loading:
         self._load("rows")
 
     def candidates(self) -> None:
-        """Keys that were counted and had no row."""
+        """Load the keys that were counted and had no row."""
         self._load("candidates_gone")
         self._load("candidates")
 
     def sketch(self) -> None:
-        """Counters of the window; of another window they would say nothing."""
+        """Load the counters of the window; those of a different window have no meaning and are skipped."""
         entry, saved = self._table.spec.entry, self._saved.spec().entry
         if (saved.window_hours, saved.num_blocks) != (entry.window_hours, entry.num_blocks):
             return
@@ -124,7 +127,7 @@ class Loading:
             self._table.load_slice(SavedSlice("sketch", arrays, part.start))
 
     def _load(self, kind: PartKind) -> None:
-        """Everything of this kind that the shard owns."""
+        """Load everything of this kind that the shard owns."""
         for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
             before, num = self._table.num_rows, len(arrays["keys"])
             with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
@@ -134,7 +137,7 @@ class Loading:
                     raise TableError(f"of {num:,} keys {num_known:,} were there before, in this file or in another")
 
     def _parts(self, kind: PartKind) -> list[Part]:
-        """The files that hold something of this shard."""
+        """The files that hold data of this shard."""
         chosen = self._link.parts_of(self._table.spec.name, kind)
         is_own = self._same_cut and kind != "sketch"
         return [part for part in chosen if part.shard == self._table.spec.shard] if is_own else chosen
@@ -144,7 +147,7 @@ class Loading:
         return part, arrays
 
     def _own(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
-        """What this shard owns of a part."""
+        """The part of the arrays that this shard owns."""
         spec = self._table.spec
         part_file.check_arrays(self._saved, part, arrays)
         found = dict(arrays)
@@ -159,7 +162,7 @@ class Loading:
             found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
             self._table.check_values(found["keys"], found["rows"])
             if not self._is_whole:
-                found.pop("tick", None)  # steps are counted anew
+                found.pop("tick", None)  # steps start again from zero
         return part, found
 
 
@@ -170,10 +173,10 @@ def load_dense(
     names: set[str] | None,
     layout: Sequence[Parameter] | None = None,
 ) -> int:
-    """Values of this shard's elements: of the named parameters, or of all. Returns how many elements.
+    """Load the values of this shard's elements: of the named parameters, or of all. Returns how many elements.
 
-    `layout` says where the model has its parameters; each gets the values that were saved under its name. State, which
-    has one count of steps for the table, comes with them if all of them come from one table of the same rule.
+    `layout` gives the places of the model's parameters; each gets the values saved under its name. State, which has one
+    step count per table, is loaded if all parameters come from one table with the same rule.
     """
     spec = table.spec
     if layout is None:
@@ -210,7 +213,7 @@ def load_dense(
 
 
 def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
-    """Tables that are not trained (in a prediction job, of fixed parameters) have none to tell of."""
+    """Report that state is not loaded. Tables that are not trained (prediction, fixed parameters) have none."""
     if not spec.rule.lr or spec.name != saved.name:
         return
     print(
@@ -222,8 +225,9 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
 
 
 def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:
-    """A dense table put together from its part files: a row of values, and one for each number of state."""
-    whole = np.empty((1 + saved.num_states, saved.size), np.float32)  # all of it is filled: manifest_check.py
+    """A dense table joined from its part files: one row of values, and one for each number of state."""
+    # manifest_check.py ensures that all of it is filled
+    whole = np.empty((1 + saved.num_states, saved.size), np.float32)
 
     def prepare(part: Part, arrays: part_file.Arrays) -> None:
         part_file.check_arrays(saved, part, arrays)

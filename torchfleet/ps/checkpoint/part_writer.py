@@ -20,7 +20,7 @@ from torchfleet.ps.tables.settings.owners import owners_of
 from torchfleet.ps.tables.settings.spec import TableSpec, table_number
 from torchfleet.ps.tables.table import PartKind
 
-PART_BYTES = 1 << 25  # of a file
+PART_BYTES = 1 << 25  # bytes of a file
 _UNDER_WAY = 2  # files being written while the next one fills
 
 Show = Callable[[str], None]
@@ -32,12 +32,12 @@ def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
         target.write(name, buffers)
     except FleetError:
         raise
-    except Exception as error:  # every file system has its own
+    except Exception as error:  # each file system raises its own errors
         raise CheckpointError(f"cannot write to {target.path}: {type(error).__name__}: {error}") from error
 
 
 class Files:
-    """Part files of one folder, filled server by server and written by threads."""
+    """Part files of one folder, filled per server and written by threads."""
 
     def __init__(self, target: Storage, folder: str, num_servers: int, show: Show) -> None:
         self._target, self._folder, self._num_servers, self._show = target, folder, num_servers, show
@@ -52,8 +52,9 @@ class Files:
         self._pool.shutdown(cancel_futures=True)
 
     def put(self, spec: TableSpec, kind: PartKind, live: Live, nothing: part_file.Arrays) -> int:
-        """Every row to a file of the server that owns it; returns how many. Files that stay empty are like `nothing`,
-        or are not made if that is empty."""
+        """Write every row to a file of the server that owns it; returns how many. A server without rows gets a file
+        with `nothing`, or no file if that is empty.
+        """
         fillings = [Filling(spec.name, kind, server) for server in range(self._num_servers)]
         num = 0
         for keys, arrays in live:
@@ -76,7 +77,7 @@ class Files:
         return num
 
     def copy(self, source: Storage, link: Link, table: Table, kind: PartKind) -> None:
-        """Files that are whole in every save."""
+        """Copy files that are whole in every save."""
         numbers: Counter[int] = Counter()
         for part, arrays in read_parts(source, link.save, link.parts_of(table.name, kind), lambda *both: both):
             filling = Filling(table.name, kind, part.shard, numbers[part.shard])
@@ -85,7 +86,7 @@ class Files:
             self._submit(filling, part)
 
     def written(self) -> list[Part]:
-        """All files, when they are on disk."""
+        """Wait until all files are on disk, and return their parts."""
         while self._under_way:
             self._written.append(self._under_way.popleft().result())
         return self._written
@@ -117,7 +118,7 @@ class Filling:
         self.pieces: part_file.Pieces = {}
 
     def takes(self, arrays: part_file.Arrays) -> bool:
-        """A file has the same tensors for all its keys; one that is half full does not become too large."""
+        """Whether these arrays fit: the same tensors for all keys, and a file that does not become too large."""
         if not self.pieces:
             return True
         size = self.size + sum(array.nbytes for array in arrays.values())

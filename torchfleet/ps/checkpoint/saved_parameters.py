@@ -1,4 +1,4 @@
-"""Parameters of a model against those of a save: what fits, and what is refused by name."""
+"""Checks a model's parameters against those of a save."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchfleet.ps.checkpoint.manifest import Parameter
 
 
 def check_parameter(storage: Storage, parameter: Parameter, saved: Parameter | None) -> None:
-    """Raise CheckpointError if a parameter of the model was not saved, or not as the model has it."""
+    """Raise CheckpointError if a parameter of the model was not saved, or was saved with another type or shape."""
     if saved is None:
         raise CheckpointError(f"{storage.path} has no parameter '{parameter.name}' of this model")
     check_kind(parameter, saved)
 
 
 def check_kind(parameter: Parameter, saved: Parameter) -> None:
-    """Raise CheckpointError if the model has a parameter in another type or shape than it was saved in."""
+    """Raise CheckpointError if a parameter has another type or shape in the model than in the save."""
     if {saved.dtype, parameter.dtype} != {"float32"} and saved.described != parameter.described:
         raise CheckpointError(
             f"parameter '{parameter.name}' was saved as {saved.described}, and the model has {parameter.described}"

@@ -1,4 +1,4 @@
-"""Rows of words, picked in any order, into a batch: the values of each slot side by side."""
+"""Collects rows of words, in any order, into a batch: the values of each slot are contiguous."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count_values(
     sizes_S: np.ndarray,
     counts_S: np.ndarray,
 ) -> None:
-    """Add to counts_S how many values each slot has in the rows index_I. sizes_S: words of a value."""
+    """Add the number of values of each slot in the rows index_I to counts_S. sizes_S: words per value."""
     for i in range(len(index_I)):
         at = np.uint64(starts_N[index_I[i]])
         for slot in range(len(dims_S)):
@@ -45,7 +45,7 @@ def fill(
     firsts_S: np.ndarray,
     offsets_RB: np.ndarray,
 ) -> None:
-    """Copy the rows' values to out_V, slot s from word ats_S[s] on, which moves along; note where each sample begins.
+    """Copy the rows' values to out_V, slot s at word ats_S[s], which advances; records where each sample begins.
 
     Sample `first + i` is row index_I[i]. slots_of_offsets_S: the slot's row in offsets_RB, or -1. firsts_S: where the
     slot's values begin in out_V.
@@ -71,9 +71,9 @@ def fill(
 def put_slot(
     values_V: np.ndarray, bounds_N: np.ndarray, is_counted: bool, size: int, ats_N: np.ndarray, out_W: np.ndarray
 ) -> None:
-    """Copy words bounds_N[i] to bounds_N[i + 1] of a slot's values to word ats_N[i] of out_W, which moves along.
+    """Copy words bounds_N[i] to bounds_N[i + 1] of a slot's values to word ats_N[i] of out_W, which advances.
 
-    is_counted: the number of values stands before them. size: words of a value.
+    is_counted: the number of values precedes them. size: words per value.
     """
     for i in range(len(ats_N)):
         num = bounds_N[i + 1] - bounds_N[i]
@@ -90,7 +90,7 @@ def put_slot(
 def gather_rows(
     words_W: np.ndarray, starts_N: np.ndarray, index_I: np.ndarray, out_V: np.ndarray, out_starts_I: np.ndarray
 ) -> None:
-    """The rows index_I one behind the other; out_starts_I (one longer) says where each begins."""
+    """Copy the rows index_I one after the other; out_starts_I (one longer) gets where each begins."""
     to = 0
     for i in range(len(index_I)):
         row = index_I[i]
@@ -159,7 +159,7 @@ def swap_slot(
 
 @kernel
 def are_whole(words_W: np.ndarray, starts_N: np.ndarray, dims_S: np.ndarray, sizes_S: np.ndarray) -> bool:
-    """Whether every row is exactly as long as its counts say: for rows that came from elsewhere."""
+    """Whether every row is exactly as long as its counts say: for rows from an untrusted source."""
     if len(starts_N) == 0 or starts_N[0] != 0 or starts_N[len(starts_N) - 1] != len(words_W):
         return False
     for i in range(len(starts_N) - 1):

@@ -1,7 +1,7 @@
-"""For a copy of a table that is trained apart: what it has learned, and what others have (geo, docs/modes/geo.md).
+"""Differences of a copy of a table that is trained separately (geo, docs/modes/geo.md).
 
-values_VW is the copy, rows possibly wider than the table's; base_VD is what the servers are believed to have. Others
-may be training on values_VW at the same time: a row's numbers are each read once, so that nothing is counted twice.
+values_VW is the copy, whose rows may be wider than the table's; base_VD is the assumed value on the servers. Other
+threads may train on values_VW at the same time: each number is read once, so that nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def take_differences(
     changes_V: np.ndarray,
     out_ND: np.ndarray,
 ) -> None:
-    """out = (x - b) · share; b += out. A row that is left with more than `rest` of a difference counts as changed."""
+    """out = (x - b) · share; b += out. A row whose remaining difference exceeds `rest` counts as changed."""
     for i in range(len(rows_N)):
         row, largest = rows_N[i], np.float32(0)
         for d in range(out_ND.shape[1]):
@@ -42,9 +42,9 @@ def take_differences(
 def share_by_count(counts_N: np.ndarray, num_copies: int, out_N: np.ndarray) -> None:
     """out = (1 - r^W) / (W (1 - r)) with r = exp(-n / 10), for a row that each of W copies has changed n times.
 
-    In n changes a row goes 1 - r of its way. W copies one after the other would go 1 - r^W of it; side by side they go
-    W (1 - r) if all is added up. For rows that are rarely changed that is the same: their differences count whole. Rows
-    that are often changed arrive on each copy: of these the mean is taken.
+    In n changes a row covers 1 - r of its way. W copies one after the other would cover 1 - r^W of it; in parallel they
+    cover W (1 - r) if all differences are added. For rarely changed rows the two agree: their differences count whole.
+    Frequently changed rows arrive on each copy: for these the result is the mean.
     """
     for i in range(len(counts_N)):
         way = -max(1, counts_N[i]) / CHANGES_TO_ARRIVE
@@ -53,7 +53,7 @@ def share_by_count(counts_N: np.ndarray, num_copies: int, out_N: np.ndarray) -> 
 
 @kernel
 def fold_in(values_VW: np.ndarray, base_VD: np.ndarray, rows_N: np.ndarray, new_ND: np.ndarray) -> None:
-    """x += s - b; b = s, where s is what the servers have."""
+    """x += s - b; b = s, where s is the servers' value."""
     for i in range(len(rows_N)):
         row = rows_N[i]
         for d in range(new_ND.shape[1]):

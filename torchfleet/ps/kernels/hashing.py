@@ -1,6 +1,7 @@
-"""One mixing function for every hash in the package; integers only, so equal on every architecture for ever.
+"""One mixing function for every hash in the package; integers only, so results are equal on every architecture.
 
-Hashes decide who owns a key, which keys are admitted with a probability, and which of equally old rows goes first.
+Hashes decide which server owns a key, which keys are admitted with a probability, and which of equally old rows is
+evicted first.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
 
-# Owner and map position come from differently salted hashes: with one hash for both, the keys of one server
-# would fill only one stretch of its map.
+# Owner and map position use differently salted hashes: with one hash for both, the keys of one server would fill only
+# one part of its map.
 _OWNER_SALT = np.uint64(0x6A09E667F3BCC909)
-_CHOICE_SALT = np.uint64(0x3C6EF372FE94F82B)  # another one: owners and maps must not favour the chosen
+_CHOICE_SALT = np.uint64(0x3C6EF372FE94F82B)  # separate, so that the choice is independent of owners and map positions
 _S11 = np.uint64(11)
 
 
 @inlined
 def mix(x: np.uint64) -> np.uint64:
-    """The finaliser of SplitMix64: a bijection on 64 bits in which every input bit moves every output bit."""
+    """The finalizer of SplitMix64: a bijection on 64 bits in which every input bit affects every output bit."""
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
@@ -31,7 +32,7 @@ def mix(x: np.uint64) -> np.uint64:
 
 @inlined
 def owner_hash(key: np.uint64) -> np.uint64:
-    """32 bits; whatever is divided among servers in the order of this hash is one stretch per server."""
+    """32 bits; each server owns one contiguous range of this hash."""
     return mix(key ^ _OWNER_SALT) >> _S32
 
 
@@ -48,7 +49,7 @@ def _choose(keys_N: np.ndarray, limit: np.uint64, chosen_N: np.ndarray) -> None:
 
 
 def chosen(keys: npt.NDArray[np.uint64], probability: float) -> npt.NDArray[np.bool_]:
-    """True for the share `probability` of all keys, always the same ones; a larger share contains a smaller one."""
+    """True for the share `probability` of all keys, always the same ones; a larger share contains every smaller one."""
     out = np.empty(len(keys), np.bool_)
     _choose(keys, np.uint64(int(probability * (1 << 53))), out)
     return out
@@ -61,7 +62,7 @@ def _mix(keys_N: np.ndarray, hashes_N: np.ndarray) -> None:
 
 
 def hashes(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """An order of keys that is the same on every server and has nothing to do with their numbers."""
+    """A pseudorandom order of keys that is the same on every server."""
     out = np.empty_like(keys)
     _mix(keys, out)
     return out

@@ -3,18 +3,18 @@
 A slot is one uint64, `tag << 32 | row + 1`, and 0 when empty. The tag is the high half of the key's hash and also
 decides the home bucket, `tag * num_buckets >> 32`, so that
 
-- buckets stand in the order of their hash, and a larger map is filled by one sequential walk over the smaller one;
-- the key itself is kept only once, in the first two words of its row, which a lookup is about to touch anyway.
+- buckets are in hash order, and a larger map is filled by one sequential walk over the smaller one;
+- the key itself is stored only once, in the first two words of its row, which a lookup is about to touch anyway.
 
-A bucket is filled from its front; a key that finds its home full lives in the next bucket that is not. What holds
-at all times: every bucket between a key's home and the bucket it lives in is full. So a search ends at the first
-bucket with an empty last slot.
+A bucket is filled from its front; a key whose home is full is stored in the next bucket that is not. Invariant: every
+bucket between a key's home and the bucket that holds it is full. So a search ends at the first bucket with an empty
+last slot.
 
-While a map grows there are two slot arrays. Home buckets of the old array below `moved` have been carried over, so
-one comparison says which array holds a key; no lookup searches both. Spare buckets behind the last home make a
-search a straight walk without wrap-around; the last of them always stays empty and so ends every search.
+While a map grows there are two slot arrays. Home buckets of the old array below `moved` have been moved, so one
+comparison tells which array holds a key; no lookup searches both. Spare buckets behind the last home make a search a
+straight walk without wrap-around; the last of them always stays empty and so ends every search.
 
-The hash is salted per map: whoever can choose keys still cannot make them collide.
+The hash is salted per map, so that a client that chooses keys cannot make them collide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 MISSING = -1
 OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
 BUCKET = 8  # slots, one cache line
-BLOCK = 64  # keys whose memory is fetched together; 64 to 256 measure alike, see benchmarks/log.md
+BLOCK = 64  # keys whose memory is prefetched together; 64 to 256 perform alike, see benchmarks/log.md
 NUM_KEYS, NEXT_ROW, NUM_FREE, MOVED, SALT, FETCHED = range(6)  # places in a map's `state`
 OLD, NEW = 0, 1  # places in a map's `num_buckets`
 
@@ -54,7 +54,7 @@ def home_of(tag: np.uint64, num_buckets: np.uint64) -> np.uint64:
 
 @inlined
 def _match(slots: np.ndarray, at: np.uint64, tag: np.uint64) -> np.uint64:
-    """A slot of the bucket at `at` with this tag, or 0; no branch, so nothing to mispredict."""
+    """A slot of the bucket at `at` with this tag, or 0; without a branch that could be mispredicted."""
     found = _U0
     for j in range(BUCKET):
         slot = slots[at + np.uint64(j)]
@@ -74,7 +74,7 @@ def first_match(slots: np.ndarray, home: np.uint64, tag: np.uint64) -> np.uint64
 
 @inlined
 def _vacancy(slots: np.ndarray, home: np.uint64) -> np.uint64:
-    """The first empty slot from the home bucket on; counted, not searched, so that little is mispredicted."""
+    """The first empty slot from the home bucket on; computed by counting, so that little is mispredicted."""
     at = home * _U8
     while slots[at + _LAST] != _U0:
         at += _U8
@@ -86,7 +86,7 @@ def _vacancy(slots: np.ndarray, home: np.uint64) -> np.uint64:
 
 @kernel
 def place_of(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64) -> np.uint64:
-    """The slot that holds `key`, else the empty slot where it belongs. The exact search behind `first_match`."""
+    """The slot that holds `key`, otherwise the empty slot where it belongs. The exact search behind `first_match`."""
     at = home * _U8
     while slots[at] != _U0 and ((slots[at] >> _S32) != tag or key_at(words_RW, (slots[at] & _LOW) - _U1) != key):
         at += _U1
@@ -97,7 +97,7 @@ def place_of(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.ui
 def _place_missing(
     slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64
 ) -> np.uint64:
-    """`place_of` for a key that is not there, unless it came earlier in the same batch."""
+    """`place_of` for a key that is missing, unless it came earlier in the same batch."""
     if first_match(slots, home, tag) != _U0:
         return place_of(slots, words_RW, key, tag, home)
     return _vacancy(slots, home)
@@ -105,7 +105,7 @@ def _place_missing(
 
 @inlined
 def _fetch(slots: np.ndarray, keys_N: np.ndarray, salt: np.uint64, num_buckets: np.uint64) -> np.uint64:
-    """Bring the home buckets of these keys into the cache; what is returned must be used."""
+    """Prefetch the home buckets of these keys; the caller must use the result."""
     fetched = _U0
     for i in range(len(keys_N)):
         fetched ^= slots[home_of(tag_of(keys_N[i], salt), num_buckets) * _U8]
@@ -124,9 +124,9 @@ def insert_missing(
     rows_N: np.ndarray,
     fresh_N: np.ndarray,
 ) -> int:
-    """Give a row to every key whose rows_N is MISSING; the places of keys that got a new one go to fresh_N.
+    """Give a row to every key whose rows_N is MISSING; fresh_N gets the positions of keys with a new row.
 
-    Returns the number of fresh rows, or OVERFLOW. Freed rows are taken first. A key that repeats gets one row. The
+    Returns the number of fresh rows, or OVERFLOW. Freed rows are used first. A key that repeats gets one row. The
     caller has made room for len(keys_N) more keys in the slots and the rows.
     """
     moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
@@ -181,7 +181,7 @@ def load(
 ) -> int:
     """find, insert_missing and scatter in one pass, for a map that is not growing and has no freed rows.
 
-    words_RW[row, 2:2 + C] = values_NC[i]; of equal keys the last one stands. Returns how many were new, or OVERFLOW.
+    words_RW[row, 2:2 + C] = values_NC[i]; among equal keys the last one wins. Returns how many were new, or OVERFLOW.
     """
     salt, num_new = np.uint64(state[SALT]), num_buckets[NEW]
     width, num_words = np.int64(words_RW.shape[1]), np.int64(values_NC.shape[1])
@@ -222,7 +222,7 @@ def _close_hole(slots: np.ndarray, at: np.uint64, num_buckets: np.uint64) -> Non
         slots[last] = _U0
         if not was_full:
             return
-        # A full bucket may have turned keys away: the nearest such key comes back, and its place is the next hole.
+        # Keys may have overflowed a full bucket: the nearest such key moves back, and its slot is the next hole.
         candidate = (bucket + _U1) * _U8
         while slots[candidate] != _U0 and home_of(slots[candidate] >> _S32, num_buckets) > bucket:
             candidate += _U1
@@ -243,7 +243,7 @@ def erase(
     free_rows: np.ndarray,
     keys_N: np.ndarray,
 ) -> int:
-    """Take keys out and put their rows on the free list; absent keys are passed over. Returns how many were there."""
+    """Remove keys and put their rows on the free list; absent keys are ignored. Returns how many were present."""
     moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     num_erased, fetched = 0, np.uint64(0)
@@ -273,9 +273,9 @@ def erase(
 
 @kernel
 def migrate(old: np.ndarray, new: np.ndarray, num_buckets: np.ndarray, state: np.ndarray, num_to_move: int) -> int:
-    """Carry at least `num_to_move` buckets from old to new, in order, and stop behind one that was not full.
+    """Move at least `num_to_move` buckets from old to new, in order, and stop behind one that was not full.
 
-    Returns the number of buckets moved in all, or OVERFLOW.
+    Returns the total number of buckets moved, or OVERFLOW.
     """
     num_new = num_buckets[NEW]
     bucket = state[MOVED]

@@ -1,4 +1,4 @@
-"""Processor instructions that Python has no name for, as functions for kernels."""
+"""Processor instructions without a Python equivalent, as functions for kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numba.extending import intrinsic
 
 @intrinsic
 def copy_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: Any, num_words: Any) -> Any:
-    """Copy `num_words` 32-bit words between flat places of two arrays.
+    """Copy `num_words` 32-bit words between flat positions of two arrays.
 
-    One call of memcpy: for a row of ten floats it takes a seventh of the time of the loop that it stands for, whose
-    vectorised form first checks at every row that the two arrays do not overlap.
+    A single memcpy: for a row of ten floats it takes a seventh of the time of the equivalent loop, whose vectorized
+    form checks at every row that the two arrays do not overlap.
     """
     signature = types.void(to, to_at, source, source_at, num_words)
 
@@ -34,10 +34,10 @@ def copy_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at:
 
 @intrinsic
 def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: Any, num_words: Any) -> Any:
-    """to[to_at + i] += source[source_at + i] for i below `num_words`: float32, two arrays apart.
+    """to[to_at + i] += source[source_at + i] for i below `num_words`: float32, arrays that do not overlap.
 
-    In vectors of four, two and one: the loop that it stands for is vectorised only behind a check of the overlap, at
-    every row, and takes half as long again for a row of ten.
+    Uses vectors of four, two and one: the equivalent loop is vectorized only behind an overlap check at every row, and
+    takes half as long again for a row of ten.
     """
     signature = types.void(to, to_at, source, source_at, num_words)
     integer, number = ir.IntType(64), ir.FloatType()
@@ -72,7 +72,7 @@ def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: 
 
 @intrinsic
 def prefetch_word(typing_context: Any, source: Any, at: Any) -> Any:
-    """Ask for the memory at a flat place of an array, which will be read soon. The place may lie behind its end."""
+    """Prefetch the memory at a flat position of an array. The position may lie behind its end."""
     signature = types.void(source, at)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -81,7 +81,7 @@ def prefetch_word(typing_context: Any, source: Any, at: Any) -> Any:
         place, integer = builder.bitcast(place, ir.IntType(8).as_pointer()), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, integer, integer, integer])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(prefetch, [place, integer(0), integer(3), integer(1)])  # to be read, and kept: it is data
+        builder.call(prefetch, [place, integer(0), integer(3), integer(1)])  # for reading, high locality, data cache
         return context.get_dummy_value()
 
     return signature, codegen
@@ -89,7 +89,7 @@ def prefetch_word(typing_context: Any, source: Any, at: Any) -> Any:
 
 @intrinsic
 def load_word(typing_context: Any, source: Any, at: Any) -> Any:
-    """Eight bytes from place `at` of a flat array of bytes on, whatever their alignment, as a little-endian number."""
+    """Eight bytes at position `at` of a flat array of bytes, of any alignment, as a little-endian number."""
     signature = types.uint64(source, at)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -104,7 +104,7 @@ def load_word(typing_context: Any, source: Any, at: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(typing_context: Any, x: Any) -> Any:
-    """How many of the lowest bits are 0; 64 for zero."""
+    """The number of lowest bits that are 0; 64 for zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -114,7 +114,7 @@ def trailing_zeros(typing_context: Any, x: Any) -> Any:
 
 @intrinsic
 def leading_zeros(typing_context: Any, x: Any) -> Any:
-    """How many of the highest bits are 0; 64 for zero."""
+    """The number of highest bits that are 0; 64 for zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))

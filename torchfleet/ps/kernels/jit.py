@@ -1,4 +1,4 @@
-"""How every kernel is compiled, and where the compiled ones are kept."""
+"""How every kernel is compiled, and where compiled kernels are cached."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchfleet.base.ownership import make_own
 
 
 def keep_kernels(folder: Path) -> None:
-    """Let numba keep compiled kernels beside their sources in `folder`, else in the user's own cache folder, else in
-    a temporary one, which is compiled into anew by every process: one line on stderr says so.
+    """Let numba cache compiled kernels beside their sources in `folder`, otherwise in the user's cache folder,
+    otherwise in a temporary one. In the last case every process compiles again, which one line on stderr reports.
 
-    What numba keeps is a pickle, and machine code: it is executed when it is loaded. A folder in which others can write
+    The cache consists of pickles and machine code, which are executed when loaded. A folder in which others can write
     is not used; if NUMBA_CACHE_DIR names one, SecurityError is raised.
     """
     if nb.config.CACHE_DIR:  # the user has chosen
@@ -47,13 +47,14 @@ def keep_kernels(folder: Path) -> None:
 
 
 def _stamp(folder: Path) -> str:
-    """Changes with any of the sources: numba itself looks at the file of a kernel only, and not at those of the
-    functions that it has inlined."""
+    """Changes with any of the sources: numba itself checks only the file of a kernel, not those of
+    inlined functions.
+    """
     return str(zlib.crc32(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))))
 
 
 def _forget_old_kernels(kept: Path, stamp: str) -> None:
-    """Remove what numba has kept of kernels whose source has changed since."""
+    """Remove cached kernels whose source has changed."""
     with contextlib.suppress(OSError):  # another process may be doing the same
         noted = kept / "kernels.crc32"
         if not noted.exists() or noted.read_text() != stamp:
@@ -63,7 +64,7 @@ def _forget_old_kernels(kept: Path, stamp: str) -> None:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether this user can write there, and nobody else."""
+    """Whether this user, and no other, can write there."""
     try:
         make_own(folder)
         with tempfile.TemporaryFile(dir=folder):
@@ -76,7 +77,7 @@ def _check_choice(folder: Path) -> None:
     try:
         make_own(folder.resolve())
     except OSError:
-        return  # numba says what is wrong with it
+        return  # numba reports what is wrong with it
     except SecurityError as error:
         raise SecurityError(f"NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded. {error}") from None
 
@@ -88,9 +89,8 @@ def _remove(folder: Path, owner: int) -> None:
 
 keep_kernels(Path(__file__).parent)
 
-# Without the interpreter's lock; kept on disk between processes; and with IEEE's division: Python's would raise in the
-# middle of an update, and checking for it takes as long as the arithmetic itself. Without numba's reference counts
-# (_nrt): a kernel allocates nothing, and the atomic counts at every call of an inlined function took two thirds of the
-# text parser's time.
+# nogil; cached on disk between processes; IEEE division, because Python's would raise in the middle of an update, and
+# checking for it takes as long as the arithmetic itself. Without numba's reference counts (_nrt): a kernel allocates
+# nothing, and the atomic counts at every call of an inlined function took two thirds of the text parser's time.
 kernel = nb.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
 inlined = nb.njit(forceinline=True, error_model="numpy", _nrt=False)

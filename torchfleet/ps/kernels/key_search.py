@@ -1,7 +1,7 @@
-"""Search in the map of kernels/hashmap.py: rows of many keys, and what is in them.
+"""Search in the map of kernels/hashmap.py: the rows of many keys, and their contents.
 
-Keys are taken in blocks. Per block first all buckets, then all rows are fetched by loops with nothing else in them, so
-that the processor has as many cache misses under way as it can hold.
+Keys are processed in blocks. For each block, tight loops first prefetch all buckets, then all rows, so that the
+processor has as many outstanding cache misses as it supports.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _candidates(
     keys_B: np.ndarray,
     rows_B: np.ndarray,
 ) -> np.uint64:
-    """rows_B[i] = a row whose key has the tag of keys_B[i], or MISSING. What is returned must be used.
+    """rows_B[i] = a row whose key has the tag of keys_B[i], or MISSING. The caller must use the result.
 
-    A map that is not growing has loops of its own: deciding for every key which of two arrays holds it takes half as
-    long again.
+    A map that is not growing has separate loops: deciding for every key which of two arrays holds it takes half as long
+    again.
     """
     moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
@@ -78,7 +78,7 @@ def _find_exactly(
     words_RW: np.ndarray,
     key: np.uint64,
 ) -> int:
-    """For the few keys that share their tag with another key of the map."""
+    """Exact search, for the few keys that share their tag with another key of the map."""
     tag = tag_of(key, np.uint64(state[SALT]))
     if home_of(tag, num_buckets[OLD]) < np.uint64(state[MOVED]):
         slot = new[place_of(new, words_RW, key, tag, home_of(tag, num_buckets[NEW]))]
@@ -100,7 +100,7 @@ def find(
 ) -> int:
     """rows_N[i] = row of keys_N[i], or MISSING; returns how many are missing.
 
-    The first `num_words` words of every row are then in the cache.
+    Leaves the first `num_words` words of every row in the cache.
     """
     num_missing, fetched = 0, np.uint64(0)
     for start in range(0, len(keys_N), BLOCK):
@@ -111,7 +111,7 @@ def find(
             if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
                 rows_N[i] = _find_exactly(old, new, num_buckets, state, words_RW, keys_N[i])
             num_missing += rows_N[i] == MISSING
-    state[FETCHED] = np.int64(fetched)  # a result that is stored is a fetch that is not optimised away
+    state[FETCHED] = np.int64(fetched)  # storing the result keeps the prefetch from being optimized away
     return num_missing
 
 
@@ -127,7 +127,7 @@ def read(
     offset: int,
     out_NC: np.ndarray,
 ) -> int:
-    """`find`, and out_NC[i] = the first C words behind `offset` of the row of keys_N[i], zeros where it is missing."""
+    """`find`, and out_NC[i] = the first C words behind `offset` of the row of keys_N[i]; zeros if it is missing."""
     width, num_words = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1])
     num_missing, fetched = 0, np.uint64(0)
     for start in range(0, len(keys_N), BLOCK):

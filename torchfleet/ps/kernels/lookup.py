@@ -1,4 +1,4 @@
-"""From the rows of a batch's distinct keys to what a model sees, and back from its gradients."""
+"""From the rows of a batch's distinct keys to the model's inputs, and back from its gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.merge import place_of
 
 ABSENT = -1
-_AHEAD = np.uint64(12)  # samples
+_AHEAD = np.uint64(12)  # samples to prefetch ahead
 
 
 @kernel
@@ -32,9 +32,9 @@ def index_of(
 def add_rows(
     grads: np.ndarray, dim: int, stride: int, index_N: np.ndarray, sums: np.ndarray, touched_U: np.ndarray
 ) -> None:
-    """sums[index_N[i]] += grads[i], in the order of i; negative indices are passed over. Flat arrays of rows of dim.
+    """sums[index_N[i]] += grads[i], in the order of i; negative indices are ignored. Flat arrays of rows of dim.
 
-    stride: how far it is in grads from one row's first number to the next one's.
+    stride: the distance in grads between the first numbers of two rows.
     """
     size, stride = np.uint64(dim), np.uint64(stride)
     for i in range(len(index_N)):
@@ -55,7 +55,7 @@ def _add(
     touched_U: np.ndarray,
     u: np.int32,
 ) -> None:
-    """The first gradient of row u is its sum: sums are not zeroed before."""
+    """The first gradient of row u overwrites its sum, so sums need not be zeroed."""
     if touched_U[u]:
         add_words(sums, to, grads, source, size)
     else:
@@ -84,7 +84,7 @@ def pool(
         to = np.uint64(slot) * size
         for b in range(slot * num_samples, (slot + 1) * num_samples):
             start, stop = offsets_B1[b], offsets_B1[b + 1]
-            if stop == start + 1 and index_N[start] >= 0:  # one id: its row as it is
+            if stop == start + 1 and index_N[start] >= 0:  # one id: copy its row
                 copy_words(out, to, rows, np.uint64(index_N[start]) * size, size)
                 to += stride
                 continue
@@ -117,11 +117,11 @@ def unpool(
 ) -> None:
     """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean.
 
-    stride: how far it is in grads from one sample's first number to the next one's.
+    stride: the distance in grads between the first numbers of two samples.
     """
     size, stride = np.uint64(dim), np.uint64(stride)
     num_samples = (len(offsets_B1) - 1) // num_slots
-    ahead = _AHEAD * stride  # samples lie too far apart for the processor to see that they come in a row
+    ahead = _AHEAD * stride  # samples are too far apart for the hardware prefetcher
     for slot in range(num_slots):
         source = np.uint64(slot) * size
         for b in range(slot * num_samples, (slot + 1) * num_samples):
@@ -163,9 +163,10 @@ def add_shows(
     clicks_S: np.ndarray,
     sums_U3: np.ndarray,
 ) -> None:
-    """sums_U3[u] += (show, click) of the sample of every place where index_N is u; its last column is the slot, from 1.
+    """sums_U3[u] += (show, click) of the sample at every position where index_N is u; the last column is the slot, from
+    1.
 
-    Bag b holds the places from offsets_B1[b] on. Bags stand slot by slot (by_slot), or sample by sample.
+    Bag b holds the positions from offsets_B1[b] on. Bags are ordered slot by slot (by_slot), or sample by sample.
     """
     num_slots = (len(offsets_B1) - 1) // max(1, num_samples)
     for b in range(len(offsets_B1) - 1):

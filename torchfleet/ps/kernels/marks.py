@@ -1,7 +1,7 @@
 """Sets of row numbers: row r is bit r & 63 of words_W[r >> 6].
 
-pages_P[r >> 15] is not 0 where any of a page's 512 words may be: whoever reads passes over the other pages, and leaves
-memory that was never written to untouched.
+pages_P[r >> 15] is nonzero if any of a page's 512 words may be: readers skip the other pages, and so do not touch
+memory that was never written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORD, _PAGE = np.uint64(6), np.uint64(15)  # shifts
 
 @kernel
 def mark(words_W: np.ndarray, pages_P: np.ndarray, max_rows: int, rows_N: np.ndarray) -> int:
-    """Add rows_N; negative ones are passed over, as are those from `max_rows` on: returns how many these are."""
+    """Add rows_N. Ignores negative numbers, and numbers from `max_rows` on, whose count is returned."""
     end, num_beyond = np.uint64(max_rows), 0
     for i in range(len(rows_N)):
         row = np.uint64(rows_N[i])
@@ -34,7 +34,7 @@ def mark(words_W: np.ndarray, pages_P: np.ndarray, max_rows: int, rows_N: np.nda
 
 @inlined
 def _bits(words_W: np.ndarray, pages_P: np.ndarray, word: int, start: int, stop: int) -> np.uint64:
-    """The word's bits of rows in start..stop. The caller's words are all in the range, at least in part."""
+    """The word's bits of rows in start..stop. The caller passes only words that overlap the range."""
     if pages_P[word // PAGE_WORDS] == 0:
         return _U0
     bits = words_W[word]
@@ -47,7 +47,7 @@ def _bits(words_W: np.ndarray, pages_P: np.ndarray, word: int, start: int, stop:
 
 @kernel
 def count(words_W: np.ndarray, pages_P: np.ndarray, start: int, stop: int) -> int:
-    """How many of the row numbers from `start` on and below `stop` are in the set; start < stop."""
+    """How many row numbers in start..stop are in the set; start < stop."""
     num = 0
     for word in range(start >> 6, (stop + 63) >> 6):
         bits = _bits(words_W, pages_P, word, start, stop)
@@ -59,7 +59,7 @@ def count(words_W: np.ndarray, pages_P: np.ndarray, start: int, stop: int) -> in
 
 @kernel
 def collect(words_W: np.ndarray, pages_P: np.ndarray, start: int, stop: int, rows_N: np.ndarray) -> None:
-    """Those row numbers, ascending."""
+    """The row numbers in start..stop that are in the set, ascending."""
     num = 0
     for word in range(start >> 6, (stop + 63) >> 6):
         bits = _bits(words_W, pages_P, word, start, stop)

@@ -11,14 +11,14 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 
 _S32 = np.uint64(32)
 
-# Per process, so that whoever can choose keys cannot make them collide. Passed to the kernels, not a global of theirs:
-# numba would write it into its cache.
+# Per process, so that a client that chooses keys cannot make them collide. Passed to the kernels, because numba would
+# write a global into its cache.
 SALT = np.uint64(int.from_bytes(os.urandom(8), "little"))
 
 
 @inlined
 def place_of(key: np.uint64, salt: np.uint64, places_P: np.ndarray, distinct_U: np.ndarray) -> np.uint64:
-    """Where in places_P the number (from 1) of this key stands, or the 0 that ends its search."""
+    """The position in places_P of this key's number (from 1), or of the 0 that ends its search."""
     mask = np.uint64(len(places_P) - 1)
     at = (mix(key ^ salt) >> _S32) & mask
     while places_P[at] != 0 and distinct_U[places_P[at] - 1] != key:
@@ -63,7 +63,7 @@ def segment_sum(grads_ND: np.ndarray, inverse_N: np.ndarray, sums_UD: np.ndarray
 
 
 def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(distinct keys in order of first appearance, inverse as int32, where to find them again)."""
+    """(distinct keys in order of first appearance, inverse as int32, the places for `index_of`)."""
     num = len(keys_N)
     places = np.zeros(1 << max(4, (2 * num - 1).bit_length()), np.int32)
     distinct, inverse = np.empty(num, np.uint64), np.empty(num, np.int32)

@@ -1,4 +1,4 @@
-"""Decimal numbers from text, as exactly as Python reads them, byte by byte and without an allocation."""
+"""Decimal numbers from text, as exactly as Python reads them, without allocation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from torchfleet.ps.kernels.intrinsics import leading_zeros, load_word, trailing_zeros
 from torchfleet.ps.kernels.jit import inlined
 
-# What a number turned out to be. HARD: a proper number whose last bit only Python's own float() can tell.
+# Results of parsing a number. HARD: a valid number whose last bit only Python's own float() can determine.
 GOOD, BAD, RANGE, HARD = 0, 1, 2, 3
 
 _ONES = 0x0101010101010101
@@ -49,7 +49,7 @@ def powers_of_ten() -> tuple[np.ndarray, np.ndarray]:
 
 @inlined
 def digit_of(byte: np.uint8) -> np.uint8:
-    """0 to 9, or more if it is no digit."""
+    """0 to 9, or more if it is not a digit."""
     return np.uint8(byte - np.uint8(48))
 
 
@@ -61,10 +61,10 @@ def ends_token(byte: np.uint8) -> bool:
 
 @inlined
 def read_digits(text_B: np.ndarray, at: np.uint64, value: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """(value with the digits from `at` on behind its own, place behind them); modulo 2^64.
+    """(value with the digits from `at` on appended, position behind them); modulo 2^64.
 
-    Eight at a time: bytes that are no digits are found by their carries, and the digits before the first of them are
-    added up in pairs, fours and eights.
+    Reads eight bytes at a time: carries reveal bytes that are not digits, and the digits before the first of them are
+    combined in pairs, fours and eights.
     """
     num = np.uint64(8)
     while num == np.uint64(8):
@@ -117,7 +117,7 @@ def read_int(text_B: np.ndarray, at: np.uint64) -> tuple[np.uint64, np.uint64, i
 
 @inlined
 def is_too_long(text_B: np.ndarray, first: np.uint64, end: np.uint64) -> bool:
-    """Whether a row of digits is 2^64 or more."""
+    """Whether a sequence of digits is 2^64 or more."""
     value = _U0
     for k in range(first, end):
         digit = np.uint64(digit_of(text_B[k]))
@@ -161,7 +161,7 @@ def scaled(mantissa: np.uint64, power: int, fives_P2: np.ndarray) -> tuple[np.ui
         return _U0, HARD
     half_way = low <= _U1 and power >= -4 and power <= 23 and (digits & np.uint64(3)) == _U1 and digits << shift == high
     if half_way:
-        digits &= ~_U1  # exactly between two doubles: to the even one
+        digits &= ~_U1  # exactly between two doubles: round to even
     digits = (digits + (digits & _U1)) >> _U1
     if digits >= _IMPLICIT << _U1:
         digits = _IMPLICIT
@@ -197,7 +197,7 @@ def read_float(
         status = BAD
     value = 0.0
     if status == GOOD:
-        if num_digits > np.uint64(19):  # they may not fit, unless most are zeros in front
+        if num_digits > np.uint64(19):  # they may not fit, unless most are leading zeros
             status = HARD
         elif mantissa <= _EXACT and power >= -22 and power <= 22:
             value = float(mantissa) / tens_P[-power] if power < 0 else float(mantissa) * tens_P[power]
@@ -211,7 +211,7 @@ def read_float(
 
 @inlined
 def read_exponent(text_B: np.ndarray, at: np.uint64) -> tuple[np.int64, np.uint64, int]:
-    """The number after the e, as far as it matters: beyond a million it is a million."""
+    """The number after the e, clamped to a million."""
     minus = text_B[at] == np.uint8(45)
     first = at + np.uint64(minus or text_B[at] == np.uint8(43))
     at = first

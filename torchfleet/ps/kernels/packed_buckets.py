@@ -33,7 +33,7 @@ MISSING = -1
 OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
 BUCKET = 16  # places
 SPARE_BUCKETS = 64
-BLOCK = 64  # keys whose memory is fetched together
+BLOCK = 64  # keys whose memory is prefetched together
 NUM_KEYS, UNMOVED, SALT, FETCHED = range(4)  # places in a map's `state`
 OLD, NEW = 0, 1  # places in a map's `num_buckets`
 
@@ -46,7 +46,7 @@ _ONES, _SEVENS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
 
 @inlined
 def hash_of(key: np.uint64, salt: np.uint64) -> np.uint64:
-    """A bijection: no two keys have the same hash, and the rows of a map have an order."""
+    """A bijection: no two keys have the same hash, so it orders the rows of a map."""
     return mix(key ^ salt)
 
 
@@ -109,7 +109,7 @@ def _candidate(tags: np.ndarray, bucket: np.uint64, pattern: np.uint64) -> int:
 
 @kernel
 def search(tags: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64) -> int:
-    """The place of `key`; if it has none, -1 - b, where b is the bucket that has room for it."""
+    """The place of `key`; if it is missing, -1 - b, where b is the bucket that has room for it."""
     bucket, pattern = home, tag * _ONES
     while True:
         for half in range(_U2):
@@ -126,7 +126,7 @@ def search(tags: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint6
 
 @inlined
 def _fetch(tags: np.ndarray, keys_N: np.ndarray, num_buckets: np.ndarray, state: np.ndarray) -> np.uint64:
-    """Bring the tags of these keys' home buckets into the cache; what is returned must be used."""
+    """Prefetch the tags of these keys' home buckets; the caller must use the result."""
     unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
     fetched = _U0
     for i in range(len(keys_N)):
@@ -146,8 +146,8 @@ def find(
 ) -> int:
     """rows_N[i] = place of keys_N[i], or MISSING; returns how many are missing.
 
-    Per block of keys first all tags, then the first `num_words` words of all rows are fetched by loops with nothing
-    else in them, so that the processor has as many cache misses under way as it can hold.
+    For each block of keys, tight loops first prefetch all tags, then the first `num_words` words of all rows, so that
+    the processor has as many outstanding cache misses as it supports.
     """
     unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
@@ -172,7 +172,7 @@ def find(
                 home = home_of(hashed, num_old, num_new, unmoved)
                 rows_N[i] = max(search(tags, words_RW, keys_N[i], tag_of(hashed), home), MISSING)
             num_missing += rows_N[i] < 0
-    state[FETCHED] = np.int64(fetched)  # a result that is stored is a fetch that is not optimised away
+    state[FETCHED] = np.int64(fetched)  # storing the result keeps the prefetch from being optimized away
     return num_missing
 
 
@@ -195,7 +195,7 @@ def insert_missing(
     rows_N: np.ndarray,
     fresh_N: np.ndarray,
 ) -> int:
-    """Give a place to every key that has none; which keys got one goes to fresh_N. Returns how many, or OVERFLOW.
+    """Give a place to every key that has none; fresh_N gets the positions of these keys. Returns how many, or OVERFLOW.
 
     rows_N are the keys' places as `find` gave them. They may have moved since: each is checked, and found again. A key
     that repeats gets one place. The caller has made room for len(keys_N) more keys.
@@ -235,7 +235,7 @@ def load(
 ) -> int:
     """find, insert_missing and scatter in one pass: words_RW[place, 2:2 + C] = values_NC[i].
 
-    Of equal keys the last one stands. Returns how many were new, or OVERFLOW.
+    Among equal keys the last one wins. Returns how many were new, or OVERFLOW.
     """
     unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]

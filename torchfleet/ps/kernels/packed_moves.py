@@ -1,4 +1,6 @@
-"""A packed map (kernels/packed_buckets.py) when its rows move: keys are erased, the map grows; and a walk over rows."""
+"""Operations on a packed map (kernels/packed_buckets.py) that move its rows, erase and growth; and
+iteration over rows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from torchfleet.ps.kernels.packed_buckets import (
     tag_of,
 )
 
-STRETCH = 64  # buckets that are moved together: their rows stay in the cache meanwhile
+STRETCH = 64  # buckets moved together, so that their rows stay in the cache
 CROWDED = -1
 
 _U0, _U1, _U2 = np.uint64(0), np.uint64(1), np.uint64(2)
@@ -42,7 +44,7 @@ def _marks_at(marks: np.ndarray, place: np.uint64) -> np.uint64:
 
 @inlined
 def _put_marks(marks: np.ndarray, place: np.uint64, both: np.uint64) -> None:
-    """Memory of marks that are 0 and stay 0 is not touched."""
+    """Does not touch the memory of marks that are 0 and stay 0."""
     shift, before = place % _PLACES, np.uint64(marks[place // _PLACES])
     after = (before & ~(_BOTH << shift)) | (both << shift)
     if after != before:
@@ -51,7 +53,7 @@ def _put_marks(marks: np.ndarray, place: np.uint64, both: np.uint64) -> None:
 
 @inlined
 def _copy(tags: np.ndarray, marks: np.ndarray, words_RW: np.ndarray, place: np.uint64, to: np.uint64) -> None:
-    """The row at `place`, with its tag and marks, `to` another place."""
+    """Copy the row at `place`, with its tag and marks, to the place `to`."""
     width = np.uint64(words_RW.shape[1])
     copy_words(words_RW, to * width, words_RW, place * width, width)
     put_tag(tags, to, tag_at(tags, place))
@@ -79,7 +81,7 @@ def _close_hole(
         _put_marks(marks, last, _U0)
         if not was_full:
             return
-        # A full bucket may have turned keys away: the nearest such key comes back, and its place is the next hole.
+        # Keys may have overflowed a full bucket: the nearest such key moves back, and its place is the next hole.
         found, candidate = False, (bucket + _U1) * _PLACES
         while not found and tag_at(tags, candidate) != _U0:
             hashed = hash_of(key_at(words_RW, candidate), salt)
@@ -100,7 +102,7 @@ def erase(
     state: np.ndarray,
     keys_N: np.ndarray,
 ) -> int:
-    """Take keys out; absent keys are passed over. Returns how many were there."""
+    """Remove keys; absent keys are ignored. Returns how many were present."""
     num_erased = 0
     for i in range(len(keys_N)):
         hashed = hash_of(keys_N[i], np.uint64(state[SALT]))
@@ -123,7 +125,7 @@ def _lift(
     lifted_LW: np.ndarray,
     kept_L: np.ndarray,
 ) -> int:
-    """Take all rows out of buckets start..stop, and their marks with them; returns how many."""
+    """Remove all rows from buckets start..stop into a buffer, with their marks; returns how many."""
     width, num = np.uint64(words_RW.shape[1]), _U0
     for bucket in range(start, stop):
         taken = num_taken(tags, bucket)
@@ -149,7 +151,7 @@ def _put_back(
     kept_L: np.ndarray,
     num: int,
 ) -> bool:
-    """The first `num` lifted rows to their new homes; False if the spare buckets are used up."""
+    """Insert the first `num` lifted rows at their new homes; False if the spare buckets are used up."""
     width, num_new = np.uint64(words_RW.shape[1]), num_buckets[NEW]
     end, salt = num_new + np.uint64(SPARE_BUCKETS), np.uint64(state[SALT])
     tag_bytes, words, lifted = tags.view(np.uint8), words_RW.reshape(-1), lifted_LW.reshape(-1)
@@ -182,8 +184,8 @@ def migrate(
 ) -> int:
     """Move the keys of at least `num_to_move` old home buckets to their new homes, from the last bucket down.
 
-    A stretch begins and ends behind a bucket that is not full, so no key of it lives outside and none from outside
-    lives in it. All its rows are lifted out and put back. Returns the number of old homes not moved yet, or OVERFLOW.
+    A stretch begins and ends behind a bucket that is not full, so all keys of its homes lie inside, and no others. All
+    its rows are lifted out and put back. Returns the number of old homes not moved yet, or OVERFLOW.
     """
     target = max(state[UNMOVED] - num_to_move, 0)
     while state[UNMOVED] > target:
@@ -214,9 +216,9 @@ def collect(
     only_marked: bool,
     rows_N: np.ndarray,
 ) -> int:
-    """rows_N gets the places of keys with a hash of first..last, both included; returns how many, or CROWDED: too many.
+    """rows_N gets the places of keys with a hash in first..last, both included; returns how many, or CROWDED: too many.
 
-    `only_marked`: only rows that the save under way must write.
+    `only_marked`: only rows that the current save must write.
     """
     unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
     bucket = home_of(first, num_buckets[OLD], num_buckets[NEW], unmoved)
@@ -239,7 +241,7 @@ def collect(
 
 @kernel
 def mark(marks: np.ndarray, rows_N: np.ndarray) -> None:
-    """These rows have changed; negative numbers are passed over."""
+    """Mark rows as changed; negative numbers are ignored."""
     for i in range(len(rows_N)):
         if rows_N[i] >= 0:
             place = np.uint64(rows_N[i])
@@ -248,7 +250,7 @@ def mark(marks: np.ndarray, rows_N: np.ndarray) -> None:
 
 @kernel
 def begin_save(marks: np.ndarray, num: int, keeps_last: bool) -> None:
-    """What has changed becomes what the save under way must write; `keeps_last`: beside what the last one had to."""
+    """Turn the marks of changes into those of the save that begins; `keeps_last`: keep those of the last save too."""
     for bucket in range(num):
         before = np.uint64(marks[bucket])
         if before != _U0:

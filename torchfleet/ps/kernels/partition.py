@@ -1,4 +1,4 @@
-"""Keys and their owners: a counting sort by server, and ids 0..size-1 that are divided among servers like cards."""
+"""Keys and their owners: a counting sort by server, and ids 0..size-1 that are assigned to servers round-robin."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def all_below(keys_N: np.ndarray, size: np.uint64) -> bool:
 
 @kernel
 def all_of_shard(keys_N: np.ndarray, shard: np.uint64, num_shards: np.uint64) -> bool:
-    """Whether every key leaves the remainder `shard`."""
+    """Whether key % num_shards is `shard` for every key."""
     is_own = True
     for i in range(len(keys_N)):
         is_own &= keys_N[i] % num_shards == shard
@@ -55,7 +55,7 @@ def all_of_shard(keys_N: np.ndarray, shard: np.uint64, num_shards: np.uint64) ->
 
 @kernel
 def rows_in_use(keys_N: np.ndarray, num_shards: np.uint64, in_use_R: np.ndarray, rows_N: np.ndarray) -> int:
-    """rows_N[i] = the row of keys_N[i], or -1 where it is not in use. Returns how many are not."""
+    """rows_N[i] = the row of keys_N[i], or -1 if it is not in use. Returns how many are not."""
     missing, num_rows = 0, np.uint64(len(in_use_R))
     for i in range(len(keys_N)):
         row = keys_N[i] // num_shards

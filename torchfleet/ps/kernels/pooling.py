@@ -1,7 +1,7 @@
-"""Bags whose ids have weights, and bags of which the largest number counts; and their gradients.
+"""Weighted bags and max-pooled bags, and their gradients.
 
-As in kernels/lookup.py, bags come slot by slot and go out sample by sample, negative indices (padding) count for
-nothing, and an empty bag is zeros.
+As in kernels/lookup.py, bags come slot by slot and go out sample by sample, negative indices (padding) are ignored, and
+an empty bag is zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _place(b: int, num_samples: int, num_slots: int) -> int:
 
 @inlined
 def _begin(sums: np.ndarray, touched_U: np.ndarray, u: int, dim: int) -> None:
-    """Sums are not zeroed before the first gradient of a row."""
+    """Zero a row's sums before its first gradient."""
     if not touched_U[u]:
         touched_U[u] = True
         for d in range(dim):

@@ -1,8 +1,8 @@
-"""First values of rows, from a counter-based generator keyed by (seed, table, key).
+"""Initial values of rows, from a counter-based generator keyed by (seed, table, key).
 
-Element d of a row is a function of (stream, key, d) alone, where the stream is made of seed and table: no state, no
+Element d of a row is a function of (stream, key, d) alone, where the stream depends on seed and table: no state, no
 order. Only integer operations, IEEE +, -, *, / and sqrt are used, and no library function whose last bit differs
-between machines: the same row comes out on x86-64 and aarch64, to the bit.
+between machines: rows are bit-identical on x86-64 and aarch64.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def initialise(
     b: float,
     state_value: np.float32,
 ) -> None:
-    """For each place i: the row rows_N[i] gets the first value of keys_N[i], and state_value behind it.
+    """For each position i: row rows_N[i] gets the initial value of keys_N[i], followed by state_value.
 
     values is the flat row store, a row is `width` long and its value starts at `offset`. (a, b) is (value, -) for
     CONSTANT, (low, high) for UNIFORM, (mean, standard deviation) for the normals.

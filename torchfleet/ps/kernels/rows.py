@@ -19,14 +19,14 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _EXPONENT, _ONE_MORE, _SIGN = np.uint32(0x7F800000), np.uint32(0x00800000), np.uint32(31)
 _U0, _U1, _U6, _U63 = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
 _LINE = np.uint64(16)  # words in a cache line
-BLOCK = 32  # rows that are fetched together, before the first of them is updated
+BLOCK = 32  # rows prefetched together, before the first of them is updated
 
 
 @kernel
 def all_finite(bits_N: np.ndarray) -> bool:
-    """No NaN and no infinity among float32 numbers, given as their bits: an exponent of all ones is neither.
+    """Whether float32 numbers, given as their bits, have no NaN and no infinity, whose exponents are all ones.
 
-    One more in the exponent makes it overflow into the sign. In sums of 32 bits, which fill the vectors.
+    Adding one to such an exponent overflows into the sign. Sums of 32 bits, to fill the vectors.
     """
     num = np.uint32(0)
     for i in range(len(bits_N)):
@@ -36,8 +36,9 @@ def all_finite(bits_N: np.ndarray) -> bool:
 
 @kernel
 def largest_of(bits_N: np.ndarray) -> float:
-    """The largest magnitude among float32 numbers, given as their bits: without signs, bits stand in the order of the
-    numbers, and infinity and NaN behind all others."""
+    """The largest magnitude among float32 numbers, given as their bits: without signs, bits are ordered like the
+    numbers, and infinity and NaN come last.
+    """
     most = np.uint32(0)
     for i in range(len(bits_N)):
         most = max(most, np.uint32(bits_N[i] & _MAGNITUDE))
@@ -52,7 +53,7 @@ def largest(values: np.ndarray) -> float:
 
 @kernel
 def all_distinct(rows_N: np.ndarray, bits: np.ndarray) -> bool:
-    """No row twice. `bits` has one for each row, all 0, as they are left."""
+    """Whether no row repeats. `bits` has one bit per row; all are 0 on entry and on return."""
     repeated = _U0
     for i in range(len(rows_N)):
         row = np.uint64(rows_N[i])
@@ -66,7 +67,7 @@ def all_distinct(rows_N: np.ndarray, bits: np.ndarray) -> bool:
 
 @inlined
 def fetch_rows(words: np.ndarray, width: int, rows_N: np.ndarray, num_words: int) -> np.uint64:
-    """Bring the first `num_words` words of these rows into the cache; what is returned must be used.
+    """Prefetch the first `num_words` words of these rows; the caller must use the result.
 
     A missing row (negative) counts as the first.
     """
@@ -81,7 +82,7 @@ def fetch_rows(words: np.ndarray, width: int, rows_N: np.ndarray, num_words: int
 
 @kernel
 def gather(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, out_NC: np.ndarray) -> None:
-    """out_NC[i] = the first C words behind `offset` of row rows_N[i]; zeros where the row is missing (negative)."""
+    """out_NC[i] = the first C words behind `offset` of row rows_N[i]; zeros if the row is missing (negative)."""
     num, num_words = out_NC.shape
     for i in range(num):
         if rows_N[i] >= 0:
@@ -129,7 +130,7 @@ def shrink(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, dim: 
 
 @inlined
 def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
-    """In a loop of its own, for those who ask: inside an update it would take as long as the update."""
+    """A separate loop, for tables with bounds: inside an update it would take as long as the update."""
     if low > -np.inf or high < np.inf:
         for d in range(dim):
             store[w + d] = min(max(store[w + d], low), high)

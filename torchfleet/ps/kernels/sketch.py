@@ -22,7 +22,7 @@ NUM_WORDS = 16  # of a block
 NUM_POSITIONS = 15
 NUM_PANES = 4
 FULL = 255
-BATCH = 64  # keys whose blocks are fetched together
+BATCH = 64  # keys whose blocks are prefetched together
 
 _POSITION_SALT = np.uint64(0xBB67AE8584CAA73B)
 _U0, _U1, _U3, _S3, _S32 = np.uint64(0), np.uint64(1), np.uint64(3), np.uint64(3), np.uint64(32)
@@ -43,13 +43,13 @@ def locate(keys_N: np.ndarray, num_blocks: int, first: int, num: int, blocks_N: 
 
 @inlined
 def _share(bits: np.uint64, num: int) -> np.uint64:
-    """0 up to `num`, by the lowest 20 bits."""
+    """An index below `num`, from the lowest 20 bits."""
     return ((bits & _FIELD) * np.uint64(num)) >> np.uint64(20)
 
 
 @inlined
 def _positions(key: np.uint64) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """Three distinct words of a block, 1 up to 15: each triple is as likely as any other."""
+    """Three distinct words of a block, 1 to 15: all triples are equally likely."""
     bits = mix(key ^ _POSITION_SALT)
     a = _share(bits, NUM_POSITIONS)
     b = _share(bits >> np.uint64(20), NUM_POSITIONS - 1)
@@ -62,7 +62,7 @@ def _positions(key: np.uint64) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 @inlined
 def _advance(words_BW: np.ndarray, block: int, pane: np.uint64) -> np.uint64:
-    """Clear the counters of panes that are over at this one. Returns the block's newest pane: a clock may go back."""
+    """Clear the counters of expired panes. Returns the block's newest pane, which is later if the clock went back."""
     newest = np.uint64(words_BW[block, 0])
     if pane <= newest:
         return newest
@@ -105,9 +105,9 @@ def _appear(words_W: np.ndarray, key: np.uint64, pane: np.uint64) -> np.int64:
 
 @kernel
 def count(words_BW: np.ndarray, keys_N: np.ndarray, blocks_N: np.ndarray, pane: int, counts_N: np.ndarray) -> int:
-    """counts_N[i] = appearances of keys_N[i] in the window after this one; all are noted, in their order.
+    """counts_N[i] = appearances of keys_N[i] in the window, this one included; all are counted, in order.
 
-    What it returns only keeps the fetches from being optimised away.
+    The return value only keeps the prefetches from being optimized away.
     """
     fetched = np.uint32(0)
     for start in range(0, len(keys_N), BATCH):
@@ -122,9 +122,9 @@ def count(words_BW: np.ndarray, keys_N: np.ndarray, blocks_N: np.ndarray, pane: 
 
 @kernel
 def absorb(words_BW: np.ndarray, others_BW: np.ndarray) -> None:
-    """Every counter becomes the larger of the two, of the same pane; panes that are over by the newer block go.
+    """Set every counter to the larger of the two of the same pane; panes that expired by the newer block are cleared.
 
-    A key's appearances are noted in one of the two blocks: the larger counter is still not below them. Changes both.
+    Each appearance was counted in one of the two blocks: the larger counter is still not below them. Changes both.
     """
     for block in range(len(words_BW)):
         newest = _advance(words_BW, block, np.uint64(others_BW[block, 0]))

@@ -22,7 +22,7 @@ from torchfleet.ps.kernels.vector_instructions import REGISTERS
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-ALWAYS = 0xFFFFFFFF  # a word that is never left out
+ALWAYS = 0xFFFFFFFF  # a word that is never dropped
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 _VECTORS = 5 if REGISTERS == 32 else 2  # of each of four rows: 100 = 5 stretches of 5 vectors of 4
 _products_1x4, _products_4x4 = make_products(1, 4), make_products(4, 4)
@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
     """One thread's own memory; `skipgram_scratch` makes it."""
 
     random: Any  # the generator's state
-    kept: Any  # words that are not left out, `window` others before and window + 4 behind them
+    kept: Any  # words that are not dropped, `window` others before and window + 4 behind them
     begins: Any  # where the line of each of them begins, and ends
     ends: Any
     firsts: Any  # of each window: its place in the row of `near`
@@ -101,7 +101,7 @@ def _softplus(x: float) -> float:
 
 @inlined
 def keep_words(ids: Any, words: Words, random: Any, kept: Any, begins: Any, ends: Any, window: int) -> int:
-    """Leave out frequent words by lot; a negative id ends a line. Returns where the kept words end."""
+    """Drop frequent words at random; a negative id ends a line. Returns where the kept words end."""
     end = begin = window
     for i in range(len(ids) + 1):
         if i < len(ids) and ids[i] >= 0:
@@ -113,7 +113,7 @@ def keep_words(ids: Any, words: Words, random: Any, kept: Any, begins: Any, ends
             for place in range(begin, end):
                 ends[place] = end
             begin = end
-    for place in range(end, end + window + 4):  # rows that are read, and count nothing
+    for place in range(end, end + window + 4):  # rows that are read, but have no effect
         kept[place] = 0
     return end
 
@@ -132,7 +132,7 @@ def draw_negative(random: Any, words: Words) -> np.uint64:
 
 @inlined
 def _draw_negatives(words: Words, tables: Tables, scratch: Scratch, at: int) -> None:
-    """Negatives from `at` on, for the next step: their rows are on their way while this one computes."""
+    """Draw negatives from `at` on, for the next step, and prefetch their rows while this one computes."""
     for k in range(len(scratch.d_emb_w)):
         word = draw_negative(scratch.random, words)
         scratch.negatives[at + k] = word
@@ -149,7 +149,7 @@ def _ask_for_rows(tables: Tables, kept: Any, window: int, start: int, stop: int,
 
 @inlined
 def _near_logits(tables: Tables, scratch: Scratch, window: int, start: int, num: int) -> None:
-    """Windows are drawn, from 1 to `window` words to each side and within the line; then their words' logits."""
+    """Draw windows, of 1 to `window` words to each side within the line; then compute their words' logits."""
     width = scratch.near.shape[1]
     for i in range(num):
         place = start + i
@@ -197,7 +197,7 @@ def _measure(scratch: Scratch, window: int, num: int, share: np.float32) -> None
 
 @inlined
 def _gradients(scratch: Scratch, window: int, num: int, rate: np.float32, share: np.float32) -> None:
-    """Logits become what each is to move by: -rate · d loss / d logit; beyond the windows nothing."""
+    """Turn logits into updates: -rate · d loss / d logit; zero beyond the windows."""
     for i in range(num):
         for k in range(scratch.near.shape[1]):
             scratch.near[i, k] = rate * (_ONE - sigmoid(scratch.near[i, k]))
@@ -215,7 +215,9 @@ def _gradients(scratch: Scratch, window: int, num: int, rate: np.float32, share:
 
 @inlined
 def _update_rows(tables: Tables, scratch: Scratch, window: int, start: int, num: int, at: int, end: int) -> None:
-    """All reads of emb come before all writes to it; rows of emb_w are written when nobody needs their old values."""
+    """All reads of emb come before all writes to it; rows of emb_w are written after the last read of
+    their old values.
+    """
     kept, near, far, num_far = scratch.kept, scratch.near, scratch.far, len(scratch.d_emb_w)
     width = near.shape[1]
     for i in range(num):

@@ -1,7 +1,7 @@
 """Statistics behind the rows of a store: one 32-bit word per column, integers or float32.
 
-`store` is the flat float32 store of rows of `width` words, `words` the same memory as uint32. `columns` says at which
-word of a row each column stands, in the order of COLUMNS; -1: the table does not keep it.
+`store` is the flat float32 store of rows of `width` words, `words` the same memory as uint32. `columns` gives the word
+of each column in a row, in the order of COLUMNS; -1: the table does not keep it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE = np.uint32(1)
 def _decay(
     store: np.ndarray, words: np.ndarray, at: int, columns: np.ndarray, now: np.uint32, powers: np.ndarray
 ) -> None:
-    """Shows and clicks as of the day of `now`."""
+    """Decay shows and clicks to the day of `now`."""
     if columns[SHOW] < 0 or columns[SEEN] < 0:
         return
     then = words[at + columns[SEEN]] // _DAY
@@ -43,7 +43,7 @@ def appear(
     tick: np.uint32,
     powers: np.ndarray,
 ) -> None:
-    """These rows were looked up for training; negative row numbers are passed over. Time never goes back."""
+    """Record that rows were looked up for training; negative row numbers are ignored. Time never goes back."""
     for i in range(len(rows_N)):
         if rows_N[i] < 0:
             continue
@@ -61,9 +61,9 @@ def appear(
 def oldest(
     words: np.ndarray, width: int, place: int, start: int, stop: int, cut: np.uint32, most: int, rows_M: np.ndarray
 ) -> tuple[int, int]:
-    """Rows from `start` on whose word at `place` is at most `cut`: at most `most` of them, and none from `stop` on.
+    """Rows in start..stop whose word at `place` is at most `cut`; at most `most` of them.
 
-    Returns (how many, the row behind the last one that was looked at).
+    Returns (how many, the row after the last one examined).
     """
     num, row = 0, start
     while row < stop and num < most:
@@ -84,7 +84,7 @@ def begin(
     now: np.uint32,
     tick: np.uint32,
 ) -> None:
-    """These rows are new, and have not appeared yet: `appear` comes next."""
+    """Initialize new rows, which have not appeared yet: `appear` comes next."""
     for i in range(len(rows_N)):
         at = rows_N[i] * width
         for c in (COUNT, SLOT):
@@ -111,7 +111,7 @@ def add_shows(
     nonclick_weight: np.float32,
     click_weight: np.float32,
 ) -> None:
-    """pushed_N3: show, click and slot (0: not known), for each row that is there."""
+    """pushed_N3: show, click and slot (0: not known), for each row that exists."""
     for i in range(len(rows_N)):
         if rows_N[i] < 0:
             continue

@@ -15,7 +15,7 @@ from torchfleet.ps.kernels.intrinsics import load_word
 from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.numerals import GOOD, HARD, RANGE, digit_of, ends_token, read_float, read_int
 
-# Why a line was refused; `found` in the result then tells at which slot and byte.
+# Why a line was refused; the result also has the slot and byte.
 FINE, NO_COUNT, BAD_COUNT, WRONG_COUNT, NO_VALUE, BAD_INT, BAD_FLOAT, OUT_OF_RANGE, LEFT_OVER, EMPTY = range(10)
 TOO_FEW_COLUMNS, TOO_MANY_COLUMNS, BAD_LABEL, BAD_NUMBER = range(10, 14)
 # Places in a parser's result: where it stopped, words written, hard numbers, the reason, slot and place of a refusal.
@@ -135,7 +135,7 @@ def parse_slots(  # noqa: PLR0912, PLR0915  (one loop over bytes: calls out of i
             result_R[REASON], result_R[SLOT], result_R[PLACE], result_R[EXTRA] = reason, slot, place, extra
             at, num_words, num_hard = line, words_before, hard_before
             if full and hard_before == 0:
-                num_hard = -1  # one line with more of them than there is room: the caller gives more
+                num_hard = -1  # one line with more hard numbers than there is room for: the caller provides more
             break
         at += _U1
         num_rows += 1
@@ -146,7 +146,9 @@ def parse_slots(  # noqa: PLR0912, PLR0915  (one loop over bytes: calls out of i
 
 @inlined
 def hash_bytes(text_B: np.ndarray, begin: np.uint64, end: np.uint64, seed: np.uint64) -> np.uint64:
-    """The string hash of docs/data.md: never to be changed. Up to seven bytes behind the end are loaded, not used."""
+    """The string hash of docs/data.md, which must never change. Loads, but does not use, up to seven bytes behind the
+    end.
+    """
     h = mix(seed + _GOLDEN * (end - begin + _U1))
     at = begin
     while at + _U8 <= end:
@@ -159,7 +161,7 @@ def hash_bytes(text_B: np.ndarray, begin: np.uint64, end: np.uint64, seed: np.ui
 
 @kernel
 def hash_all(text_B: np.ndarray, ends_N: np.ndarray, seed: np.uint64, hashes_N: np.ndarray) -> None:
-    """Hashes of strings that lie one behind the other, and eight bytes; ends_N[i] is where string i ends."""
+    """Hashes of adjacent strings, followed by eight bytes; ends_N[i] is where string i ends."""
     begin = np.uint64(0)
     for i in range(len(ends_N)):
         end = np.uint64(ends_N[i])

@@ -119,7 +119,7 @@ def add_row(typing: Any, OUT: Any, out_row: Any, X: Any, x_row: Any) -> Any:
 
 @intrinsic
 def prefetch_row(typing: Any, X: Any, row: Any) -> Any:
-    """Ask for a row before it is needed."""
+    """Prefetch a row."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code = Code(context, builder, signature, args)

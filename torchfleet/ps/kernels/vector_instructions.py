@@ -10,7 +10,7 @@ from numba.core import cgutils, types
 
 
 def _host_lanes() -> int:
-    """Floats in the widest vector that this processor computes with."""
+    """Floats in the widest vector of this processor."""
     features = binding.get_host_cpu_features()
     if features.get("avx512f"):
         return 16
@@ -25,7 +25,7 @@ ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 
 
 def padded(dim: int) -> int:
-    """The width of rows of `dim` numbers; what is beyond them stays zero."""
+    """The padded width of rows of `dim` numbers; the padding stays zero."""
     return -(-dim // LANES) * LANES
 
 
@@ -40,7 +40,7 @@ class Code:
         return self._context.make_array(self._types[place])(self._context, self.builder, self._args[place]).data
 
     def width(self, place: int) -> Any:
-        """How long the rows of a two-dimensional argument are."""
+        """The row length of a two-dimensional argument."""
         array = self._context.make_array(self._types[place])(self._context, self.builder, self._args[place])
         return cgutils.unpack_tuple(self.builder, array.shape)[1]
 
@@ -78,13 +78,13 @@ class Code:
         return self._call(f"llvm.fmuladd.v{LANES}f32", VECTOR, [x, y, addend])
 
     def total(self, vector: Any) -> Any:
-        """The sum of a vector's elements, in whatever order is quickest."""
+        """The sum of a vector's elements, in the fastest order."""
         return self._call(f"llvm.vector.reduce.fadd.v{LANES}f32", FLOAT, [FLOAT(-0.0), vector], ("reassoc",))
 
     def prefetch(self, pointer: Any) -> None:
         bytes_there = self.builder.bitcast(pointer, ir.IntType(8).as_pointer())
         number = ir.IntType(32)
-        # To be read and kept in the second cache; the first is full with what is being computed on.
+        # For reading, in the second-level cache; the first is full with the current operands.
         self._call("llvm.prefetch.p0", ir.VoidType(), [bytes_there, number(0), number(2), number(1)])
 
     def loop(

@@ -68,7 +68,7 @@ def word_end(text_B: np.ndarray, at: np.uint64) -> np.uint64:
 
 @kernel
 def behind_last_space(text_B: np.ndarray) -> int:
-    """The place behind the last white space; 0 if there is none."""
+    """The position behind the last white space; 0 without white space."""
     at = len(text_B)
     while at > 0 and not is_space(text_B[at - 1]):
         at -= 1
@@ -120,7 +120,9 @@ def count_words(
     arena_A: np.ndarray,
     state: np.ndarray,
 ) -> int:
-    """Adds up the words of text_B[begin:end]. Stops before a new word for which there is no room; returns the place."""
+    """Count the words of text_B[begin:end]. Stops before a new word for which there is no room; returns
+    the position.
+    """
     at, stop, salt = np.uint64(begin), np.uint64(end), np.uint64(state[SALT])
     while at < stop:
         if is_space(text_B[at]):
@@ -146,7 +148,7 @@ def count_words(
 
 @kernel
 def fill_slots(slots_S: np.ndarray, entries_D3: np.ndarray, arena_A: np.ndarray, state: np.ndarray) -> None:
-    """All words of the map into slots that are empty as yet."""
+    """Insert all words of the map into empty slots."""
     mask, salt = np.uint64(len(slots_S) - 1), np.uint64(state[SALT])
     for i in range(state[NUM_WORDS]):
         begin = np.uint64(entries_D3[i, START])
@@ -159,7 +161,7 @@ def fill_slots(slots_S: np.ndarray, entries_D3: np.ndarray, arena_A: np.ndarray,
 
 @inlined
 def put_id(out_O: np.ndarray, at: int, value: np.uint64) -> int:
-    """Writes the number in decimal; returns the place behind it."""
+    """Write the number in decimal; returns the position behind it."""
     num_digits, rest = 1, value // _U10
     while rest != _U0:
         num_digits += 1

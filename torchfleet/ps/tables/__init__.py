@@ -1,5 +1,5 @@
 """What a server keeps: rows by key and dense blocks, with their optimizers."""
 
-# A description names its kind and its rule: both registries are full before anybody can make one.
+# A description names its kind and its rule, so both registries are filled here, before a description can be made.
 from torchfleet.ps.tables import kinds as kinds
 from torchfleet.ps.tables import rules as rules

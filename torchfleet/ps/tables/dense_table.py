@@ -19,7 +19,7 @@ from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode, Table
 from torchfleet.ps.tables.update_bounds import UpdateBounds
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
-WITH_STATE = 1  # the third number of a place: the optimizer's state comes along
+WITH_STATE = 1  # third number of a range: include the optimizer's state
 
 
 class DenseTable(Table):
@@ -27,8 +27,8 @@ class DenseTable(Table):
 
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         super().__init__(spec)
-        self.is_set = False  # no worker has given it values yet
-        self.loaded: list[tuple[int, int]] = []  # elements of the whole table that came from a saved model
+        self.is_set = False  # True once a worker has set the values
+        self.loaded: list[tuple[int, int]] = []  # ranges of the whole table that were loaded from a saved model
         self.size = spec.num_elements
         num_rows = 1 + spec.num_states
         if self.size * num_rows * 4 > max_bytes:
@@ -59,7 +59,7 @@ class DenseTable(Table):
         return 4 * (stop - start) * (1 + self.num_states if _has_state(keys) else 1)
 
     def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
-        """As Table.pull; nothing is ever missing here."""
+        """As Table.pull. Every element exists, so `create` has no effect."""
         start, stop = int(keys[0]), int(keys[1])
         if not _has_state(keys):
             return self.get(start, stop).reshape(-1, 1)
@@ -75,8 +75,9 @@ class DenseTable(Table):
         return np.array(self._weights[start:stop])
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
-        """As Table.check_assign, for the element to start at; or for (0, a number of steps, WITH_STATE), all values and
-        the state that so many steps have left."""
+        """As Table.check_assign. `keys` is the element to start at, or (0, number of steps, WITH_STATE): then `values`
+        holds all values and the optimizer state after that number of steps.
+        """
         if _has_state(keys):
             self._check_block(int(keys[0]), values)
         else:
@@ -129,7 +130,7 @@ class DenseTable(Table):
         return len(self._states)
 
     def block(self) -> Floats:
-        """A copy of everything: a row of values, and one for each number of state."""
+        """A copy of the whole block: one row of values, then one row for each number of state."""
         return np.concatenate([self._weights[None], self._states])
 
     def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
@@ -151,13 +152,13 @@ class DenseTable(Table):
         self.is_set, self.loaded = notes["is_set"], [(start, stop) for start, stop in notes["loaded"]]
 
     def begin_run(self) -> None:
-        """As Table.begin_run: worker 0 says that values are set when it has taken them."""
+        """As Table.begin_run: `is_set` is set when worker 0 has pulled the values."""
         if self.is_set:
             self.loaded = [shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)]
             self.is_set = False
 
     def load(self, start: int, block: Floats) -> None:
-        """Elements from `start` on, from the rows of a saved block; state only if it has it."""
+        """Load elements from `start` on from the rows of a saved block. State is loaded only if the block has it."""
         stop = start + block.shape[1]
         self.check_range(start, stop)
         self._bounds.note(self._check_state(np.ascontiguousarray(block)))
@@ -199,7 +200,7 @@ class DenseTable(Table):
             )
 
     def _note_tried(self, weights: Floats, states: Floats) -> None:
-        """What an update has made of copies; raises TableError if that is not finite."""
+        """Record the bounds of an update that was tried on copies. Raises TableError if a result is not finite."""
         largest = rows.largest(weights), *map(rows.largest, states)
         if not all(number < np.inf for number in largest):
             raise TableError(

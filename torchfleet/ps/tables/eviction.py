@@ -1,4 +1,4 @@
-"""Dropping rows by a policy, some at a time, so that requests are served in between."""
+"""Eviction of rows by a policy, in slices, so that the server handles requests in between."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.expressions import Expression, parse
 from torchfleet.ps.tables.settings.policy import EVICTION_NAMES, Shrink
 
-SLICE = 8192  # row numbers between two requests: a millisecond or two
-FEW = 100  # rows that a table may always lose
-MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
+SLICE = 8192  # row numbers per slice: one or two milliseconds
+FEW = 100  # rows that a shrink may always drop, whatever the share
+MAX_ROUNDS = 4  # rounds to reach a capacity: rows looked up during a round stay, so another round picks others
 
 _KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
 _HOW = {
@@ -35,7 +35,7 @@ _HOW = {
 
 
 def check_policy(table: RowStore, policy: Shrink) -> None:
-    """Raise TableError if the table does not keep what the policy looks at."""
+    """Raise TableError if the table does not keep the statistics that the policy reads."""
     kept = table.statistics.names if table.statistics is not None else ()
     if isinstance(table.index, KeyRange):
         raise TableError(f"table '{table.spec.name}' has a declared size: rows of such tables are not dropped")
@@ -46,11 +46,11 @@ def check_policy(table: RowStore, policy: Shrink) -> None:
                 f"table '{table.spec.name}' keeps no '{column}', which this shrink looks at ({name}). A table keeps "
                 f"what it was declared with: give its SparseEmbedding {_HOW[column]}."
             )
-    row_limit(table.spec, policy, table.index)  # raises if it leaves this server no row
+    row_limit(table.spec, policy, table.index)  # raises if the limit leaves this server no row
 
 
 def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
-    """After every slice, how many rows it has dropped. What is seen again before its slice comes stays."""
+    """Yield the number of rows dropped so far after each slice. A row that is looked up before its slice is kept."""
     check_policy(table, policy)
     now = table.clock.now
     where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
@@ -64,7 +64,7 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
 
 
 def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now: int) -> Iterator[int]:
-    """Count what would be dropped, before anything is: raises TableError if that is more than the policy allows."""
+    """Count the rows to drop before dropping any. Raises TableError if they exceed the share that the policy allows."""
     num = 0
     for rows in table.slices(SLICE):
         num += len(table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
@@ -83,7 +83,7 @@ def _looks_at_rows(policy: Shrink) -> bool:
 
 
 def _victims(table: RowStore, rows: Rows, policy: Shrink, where: Expression | None, now: int) -> npt.NDArray[np.bool_]:
-    """Which of these rows the policy drops; of rows that are not in use, anything."""
+    """Mask of the rows that the policy drops. The value for a row that is not in use is undefined."""
     columns: Columns = {}
     if table.statistics is not None:
         kept = table.statistics.read(rows)
@@ -99,7 +99,7 @@ def _victims(table: RowStore, rows: Rows, policy: Shrink, where: Expression | No
 
 
 def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_]:
-    """Unseen for too long, or too old; of rows or of candidates."""
+    """Mask of rows or candidates that are unseen for too long or too old."""
     is_out = np.zeros(num, np.bool_)
     if policy.delete_after_unseen_days is not None and "unseen_days" in columns:
         is_out |= columns["unseen_days"] > policy.delete_after_unseen_days
@@ -109,7 +109,7 @@ def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_
 
 
 def _shrink_candidates(candidates: Candidates, decisions: Decisions, policy: Shrink, now: int) -> Iterator[int]:
-    """Keys that wait for their row are forgotten by the same times."""
+    """Forget candidate keys (without a row) by the same time limits."""
     start = 0
     is_asked = policy.delete_after_unseen_days is not None or policy.ttl_days is not None
     while is_asked and start < candidates.index.num_row_numbers:

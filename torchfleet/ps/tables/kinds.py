@@ -14,7 +14,7 @@ from torchfleet.ps.tables.table import Table
 
 
 def _sparse_samples() -> Iterator[TableSpec]:
-    """Narrow rows, which lie in their map, under every rule; wide ones beside it; decays; policies."""
+    """Samples that cover all kernels: narrow packed rows under every rule, wide rows, decays, and policies."""
     for rule in map(Rule, RULES):
         yield TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0))
         yield TableSpec("warm", dim=16, rule=rule)
@@ -34,13 +34,13 @@ KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes
 
 
 def make_table(spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> Table:
-    """An empty table as it is described. Raises TableError if it could not have its memory."""
+    """An empty table for this description. Raises TableError if its memory cannot be reserved."""
     table: Table = KINDS[spec.kind].make(spec, max_bytes, clock or Clock())
     return table
 
 
 def samples(name: str) -> list[TableSpec]:
-    """Small tables of a kind that together use all of its kernels: those that it declares, or one for each rule."""
+    """Small tables that together use all kernels of a kind: the samples it declares, or one per rule."""
     kind = KINDS[name]
     if kind.samples is not None:
         return list(kind.samples())

@@ -1,4 +1,4 @@
-"""Rows by key, `[key | value | optimizer state | statistics]` in one float32 store: found, made, dropped, walked."""
+"""Rows by key, `[key | value | optimizer state | statistics]` in one float32 store: find, create, drop, iterate."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
 from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.update_bounds import UpdateBounds, check_block, check_squares
 
-PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
-CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
+# a row of at most this many bytes (key, value, state) is stored inside its map; wider ones in a store
+PACKED_BYTES = 48
+CHUNK = 2048  # keys per kernel call, so that their rows stay in the cache from `find` to the next kernel
 _KINDS = {
     "constant": random.CONSTANT,
     "uniform": random.UNIFORM,
@@ -38,7 +39,7 @@ _KINDS = {
 
 
 class RowStore(Table):
-    """Any number of rows; owned by one thread. Every method that raises TableError has changed nothing."""
+    """Any number of rows. Owned by one thread. A method that raises TableError has changed nothing."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec)
@@ -50,7 +51,7 @@ class RowStore(Table):
             self.index = KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
         elif not names and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
             self.index = PackedMap(num_words, max_bytes)
-        else:  # policies keep row numbers while rows come and go
+        else:  # policies need row numbers that do not change while rows come and go
             self.index = KeyMap(num_words + len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
         self._row_words = num_words
@@ -68,7 +69,7 @@ class RowStore(Table):
         self.num_waiting = 0  # keys that may get a row when a sync step ends
 
     def find(self, keys: Keys) -> Rows:
-        """Row numbers of any number of keys, in a new array; -1 where there is none."""
+        """Row numbers of any number of keys, in a new array; -1 for a key without a row."""
         at = np.empty(len(keys), np.int64)
         for start in range(0, len(keys), CHUNK):
             self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self.spec.dim)
@@ -81,7 +82,7 @@ class RowStore(Table):
 
     def check_keys(self, keys: Keys, create: bool = False) -> None:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
-        if isinstance(self.index, KeyRange):  # every id has its place
+        if isinstance(self.index, KeyRange):  # every id has its row
             self.index.check(keys)
         elif create and (not self._is_open or len(keys) + self.num_waiting > self.index.max_rows - self.index.num_keys):
             self._check_room(keys)
@@ -105,7 +106,7 @@ class RowStore(Table):
 
     @property
     def num_free_rows(self) -> int:
-        """How many more keys could get a row; a table with a capacity makes room."""
+        """How many more keys can get a row. A table with a capacity evicts rows to make room."""
         return self.index.num_free_rows if self._capacity is None else self._capacity.max_rows
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
@@ -115,10 +116,10 @@ class RowStore(Table):
         self.index.reserve_for(keys)
 
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
+        """Set values, or values and state if `values` is that wide. Among equal keys the last one wins."""
         self.check_assign(keys, values)
         self.bounds.note(rows.largest(values))
-        is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
+        is_whole = values.shape[1] == self._row_words  # then no initial value would remain
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
@@ -130,7 +131,7 @@ class RowStore(Table):
             self.admission.candidates.erase(keys)
 
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
+        """`assign` for many rows that `check_values` accepted, after `reserve`; several times as fast."""
         self.check_keys(keys)
         self.bounds.note(rows.largest(values))
         whole = values
@@ -140,26 +141,29 @@ class RowStore(Table):
         has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
         if has_room and self.index.load(keys, whole):
             return
-        capacity, self._capacity = self._capacity, None  # a later save of the chain says which rows went, not this one
+        # which rows were dropped is recorded by a later save of the chain, not this one
+        capacity, self._capacity = self._capacity, None
         try:
             self.assign(keys, values, self._complete(columns or {}, len(keys)))
         finally:
             self._capacity = capacity
 
     def _complete(self, columns: Columns, num: int) -> Columns:
-        """A table that did not keep times when it was saved: its rows count as seen and made now."""
+        """Fill in times that were not kept when the table was saved: its rows count as seen and created now."""
         now = np.full(num, self.clock.now, np.uint32)
         return {"seen": now, "born": now, "tick": np.full(num, self.step, np.uint32), **columns}
 
     def check_values(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
+        """Raise TableError if these cannot be rows of this table. Does not access the rows, so any
+        thread may call it.
+        """
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
         check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
         if num_words > self.spec.dim:
             check_squares(self.spec, keys, values)
 
     def erase(self, keys: Keys) -> int:
-        """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
+        """Drop rows and reuse their memory. Absent keys are ignored. Returns how many rows were dropped."""
         self.check_keys(keys)
         if self.statistics is None and self.tracking is None:
             return self.index.erase(keys)
@@ -177,11 +181,11 @@ class RowStore(Table):
     def chunks(
         self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
     ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """All rows, in pieces: (keys, values and state side by side, statistics).
+        """Yield all rows in chunks: (keys, values and state side by side, statistics).
 
-        Rows may be pulled, pushed, added and erased between two pieces: a row that lives throughout comes exactly
-        once, with value and state that belong together. `save`: they are being written; of a delta only those come
-        that it must write.
+        Rows may be pulled, pushed, added and erased between two chunks: a row that exists throughout comes exactly
+        once, with consistent value and state. `save`: the rows are written by this kind of save; a delta gets only the
+        rows that it must write.
         """
         for some in self.slices(num_rows, only_changed=save == "delta" and self.tracking is not None):
             keys, at = self.index.alive(some)
@@ -191,14 +195,14 @@ class RowStore(Table):
             if self.statistics is not None:
                 columns = self.statistics.read(at)
                 if save is not None and "delta" in columns:
-                    self.statistics.put("delta", at, 0)  # what was gathered since the last save
+                    self.statistics.put("delta", at, 0)  # accumulated since the last save
                     self.decisions.note("saved", keys)
             yield keys, out, columns
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
-        """Numbers of all rows, some at a time, as `chunks` takes them; `index.alive` says which of them are in use.
+        """Yield the numbers of all rows in slices, as `chunks` uses them; `index.alive` tells which are in use.
 
-        They hold until rows are added or erased. `only_changed`: those that the save under way must write.
+        They are valid until rows are added or erased. `only_changed`: only rows that the current save must write.
         """
         if isinstance(self.index, PackedMap):
             yield from self.index.slices(num_rows, only_changed)
@@ -210,7 +214,7 @@ class RowStore(Table):
             start = stop
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
-        """As Table.walk: `cursor` is a row number, or a hash where rows move."""
+        """As Table.walk: `cursor` is a row number, or a hash if rows move."""
         index = self.index
         if isinstance(index, PackedMap):
             some, cursor = index.slice_from(cursor, num_rows)
@@ -223,7 +227,7 @@ class RowStore(Table):
         return keys, out, cursor % (1 << 64)
 
     def settle(self) -> bool:
-        """As Table.settle: the maps are carried over that began to grow."""
+        """As Table.settle: continues the growth of maps."""
         candidates = self.admission.candidates if self.admission is not None else None
         return self.index.settle() or (candidates is not None and candidates.index.settle())
 
@@ -267,7 +271,7 @@ class RowStore(Table):
 
     @property
     def num_rows(self) -> int:
-        """Keys that have a row."""
+        """Number of keys that have a row."""
         return self.index.num_keys
 
     @property
@@ -276,11 +280,11 @@ class RowStore(Table):
         return self._row_words
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for so many new rows in one go: before they are loaded, when no request waits."""
+        """Make room for `num_rows` new rows at once. For loading, when no request waits."""
         self.index.reserve_at_once(min(num_rows, self.index.num_free_rows))
 
     def _locate(self, keys: Keys, create: bool, num_words: int, initialise: bool = True) -> Rows:
-        """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
+        """Row numbers of `keys`, valid until the next call. `num_words` of each row are prefetched for the caller."""
         at = self._found[: len(keys)]
         if self.index.find(keys, at, num_words) and create:
             if self._capacity is not None:
@@ -289,7 +293,7 @@ class RowStore(Table):
         return at
 
     def _insert(self, keys: Keys, at: Rows, initialise: bool) -> None:
-        """Rows for the keys whose `at` is negative."""
+        """Create rows for the keys whose `at` is negative."""
         if len(keys) > self.index.max_rows - self.index.num_keys and not isinstance(self.index, KeyRange):
             self._check_room(keys)
         fresh = self.index.insert_missing(keys, at)
@@ -308,9 +312,9 @@ class RowStore(Table):
         )  # fmt: skip
 
     def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
-        """(a store with the rows of these distinct keys alone, which of the keys have one there).
+        """(a store with copies of the rows of these distinct keys, mask of the keys that have a row there).
 
-        `create`: those without a row have the one that they would get. Row number i belongs to the i-th of the keys.
+        `create`: a key without a row has the row that it would get. Row number i belongs to the i-th key.
         """
         width, offset = self._layout
         at, block = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
@@ -327,7 +331,7 @@ class RowStore(Table):
 
 
 def _stream(seed: int, name: str) -> np.uint64:
-    """What (seed, table) contribute to a row's first value; by name, so that the order of creation plays no part."""
+    """The part of a row's initial value that depends on (seed, table). Uses the name, not the order of creation."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
     stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
     return stream

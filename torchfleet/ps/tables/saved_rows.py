@@ -1,5 +1,6 @@
-"""The rows of a table, and what it knows of keys without one, as slices of a save, and back; and which rows a copy of
-the table must save next."""
+"""Saving and loading a table's rows and the statistics of its candidates as slices; and the change tracking of a copy
+of the table.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 
-SLICE = 1 << 16  # rows that are marked at a time
-SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # in one slice: as many as a part file holds
+SLICE = 1 << 16  # rows marked at a time
+SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # blocks in one slice: as many as a part file holds
 
 
 def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
@@ -38,7 +39,7 @@ def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[Save
 
 
 def _save_admission(admission: Admission, is_delta: bool, num_rows: int) -> Iterator[SavedSlice]:
-    """What is known of keys that have no row."""
+    """Slices with the statistics of keys that have no row."""
     if admission.candidates is not None:
         if is_delta:
             yield SavedSlice("candidates_gone", {"keys": admission.candidates.gone()})
@@ -52,7 +53,7 @@ def _save_admission(admission: Admission, is_delta: bool, num_rows: int) -> Iter
 
 
 def load_slice(table: RowStore, saved: SavedSlice) -> None:
-    """As RowTable.load_slice. Of keys without a row only what this table's entry counts is taken in."""
+    """As RowTable.load_slice. Of keys without a row, loads only what this table's entry counts."""
     if saved.kind == "sketch":
         if table.admission is not None and table.admission.sketch is not None:
             table.admission.sketch.load(saved.start, saved.arrays["blocks"])
@@ -79,14 +80,15 @@ def export_changes(table: RowStore) -> dict[str, Any]:
 
 
 def note_all_changed(table: RowStore, notes: Mapping[str, Any]) -> None:
-    """All rows are here, and `notes` is what `export_changes` gave where they come from. Which of them a delta must
-    write is not known: it writes all, once."""
+    """Mark all rows as changed, after a copy. `notes` is the `export_changes` of the source table. A copy does not know
+    which rows a delta must write, so the next delta writes all of them once.
+    """
     if notes["tracking"] is None:
         return
     table.begin_save(is_committed=True)
     _note_all(table, notes)
-    table.begin_save(is_committed=False)  # for a save that is under way
-    _note_all(table, notes)  # and for the one after it
+    table.begin_save(is_committed=False)  # for a save that is in progress
+    _note_all(table, notes)  # and for the next one
 
 
 def _note_all(table: RowStore, notes: Mapping[str, Any]) -> None:
@@ -107,5 +109,5 @@ def _note_candidates(candidates: Candidates, tracking: Tracking, gone: tuple[byt
 
 
 def _gone(tracking: Tracking | PackedTracking | None) -> list[bytes] | None:
-    """Keys that lost their rows: those that the save under way must write, and those since."""
+    """Keys that lost their rows: those that the current save must write, and those since it began."""
     return None if tracking is None else [keys.tobytes() for keys in (tracking.gone, tracking.gone_since)]

@@ -27,12 +27,12 @@ from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_sho
 
 
 class SparseTable(RowStore):
-    """A row store with an entry that lets keys in and a rule that updates their rows: kinds `sparse` and `array`."""
+    """A row store with admission and an update rule: kinds `sparse` and `array`."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
         self._row_rule = spec.rule.row_rule
-        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
+        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances in a sync step, counted when it ends
 
     def check_pull(self, keys: Keys, create: bool) -> int:
         """As Table.check_pull."""
@@ -42,9 +42,9 @@ class SparseTable(RowStore):
     def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull: values for `keys`, shape (len(keys), dim), in a new array.
 
-        Missing keys get a row with its first value, if the table's entry admits them. With create=False nothing is
-        noted: no row, no appearance; missing keys read as zeros. `worker`: this is a pull of a sync step, in which the
-        order of the workers must not count: missing keys wait for `admit_waiting`.
+        A missing key gets a row with its initial value if the table's entry admits it. With create=False nothing is
+        recorded, neither a row nor an appearance, and missing keys read as zeros. `worker`: the pull belongs to a sync
+        step, whose result must not depend on the order of the workers: missing keys wait for `admit_waiting`.
         """
         out = np.empty((len(keys), self.spec.dim), np.float32)
         if create and (self.admission is not None or self.statistics is not None):
@@ -56,7 +56,8 @@ class SparseTable(RowStore):
             num_missing = self.index.read(keys, at, out)
             if num_missing and create:
                 self._make_rows(self.index, keys, at, out, num_missing)
-            if create and worker is None and len(keys) >= recent_pulls.FEWEST_KEYS:  # of a sync step all push as one
+            # in a sync step all workers push as one
+            if create and worker is None and len(keys) >= recent_pulls.FEWEST_KEYS:
                 self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
@@ -65,12 +66,12 @@ class SparseTable(RowStore):
         return out
 
     def look_up(self, keys: Keys, create: bool = True) -> Floats:
-        """`pull`, checked first."""
+        """`pull`, with its check."""
         self.check_pull(keys, create)
         return self.pull(keys, create)
 
     def _make_rows(self, index: KeyMap, keys: Keys, at: Rows, out: Floats, num_missing: int) -> None:
-        """Rows for the keys whose `at` is negative, and their values, where no row has to make room for another."""
+        """Create rows for the keys whose `at` is negative, and fill in their values; for tables that never evict."""
         index.reserve(min(num_missing, index.num_free_rows))
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -79,9 +80,11 @@ class SparseTable(RowStore):
                 rows.gather(index.store, *self._layout, at[some], out[some])
 
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
-        """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
+        """Record that keys were looked up for training: admit or count them, create rows, mark them as seen. Returns
+        their rows, -1 for a key without one.
+        """
         at = self.find(keys)
-        self._see(at)  # first: rows of this batch must not make room for others of it
+        self._see(at)  # first, so that rows of this batch are not evicted for others of it
         missing = at < 0
         if missing.any():
             strangers = unique(keys[missing])[0]
@@ -111,7 +114,7 @@ class SparseTable(RowStore):
         self.num_waiting -= sum(len(keys) for keys in self._waiting.pop(worker, []))
 
     def export_notes(self) -> dict[str, Any]:
-        """As Table.export_notes: also keys that lost their rows, and the appearances of the step under way."""
+        """As Table.export_notes, with the keys that lost their rows and the appearances of the current step."""
         waiting = {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
         return {
             **super().export_notes(),
@@ -140,7 +143,7 @@ class SparseTable(RowStore):
         self.num_waiting = sum(len(keys) for pulls in self._waiting.values() for keys in pulls)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
-        """Raise TableError if `push` could not take this, or would leave something that is not finite."""
+        """Raise TableError if `push` cannot apply this, or if a result would not be finite."""
         is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
         largest = check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
         rate = learning_rate(self.spec.rule, lr, self.step + 1)
@@ -158,13 +161,15 @@ class SparseTable(RowStore):
             self._try(keys, deltas, None)
 
     def _check_change(self, keys: Keys, create: bool) -> None:
-        """`check_keys`, and room in the map for new keys: an error must come before anything is applied."""
+        """`check_keys`, and reserve room in the map for new keys: an error must come before anything is applied."""
         self.check_keys(keys, create)
         if create:
             self.index.reserve_for(keys)
 
     def _try(self, keys: Keys, grads: Floats, rate: float | None) -> None:
-        """An update, or (without a rate) an addition, on copies of its rows; raises TableError if one is not finite."""
+        """Try an update, or without a rate an addition, on copies of the rows. Raises TableError if a result is not
+        finite.
+        """
         keys, grads = sum_by_key(keys, grads)
         grads = np.ascontiguousarray(grads[:, : self.spec.dim])
         largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
@@ -193,7 +198,7 @@ class SparseTable(RowStore):
         self.update(keys, grads, lr)
 
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
-        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
+        """`push` without the check: a message is checked as a whole with `check_push` before any of it is applied."""
         self.step += 1
         rate, store = learning_rate(self.spec.rule, lr, self.step), self.index.store
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
@@ -218,14 +223,14 @@ class SparseTable(RowStore):
         self._row_rule.apply_to_rows(rule, store, self._layout, at, grads, rate, step)
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
-        """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
+        """Record the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
         distinct, inverse = unique(keys)
         sums = np.empty((len(distinct), wide.shape[1]), np.float32)
         segment_sum(wide, inverse, sums)
-        sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
+        sums[inverse, -1] = wide[:, -1]  # a slot is a number, so the last one counts, not the sum
         grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
         at = self.find(distinct)
-        if self.admission is None and (at < 0).any():  # dropped since they were pulled: they begin anew, here and now
+        if self.admission is None and (at < 0).any():  # rows dropped since they were pulled: create them again
             for start in range(0, len(distinct), CHUNK):
                 self._locate(distinct[start : start + CHUNK], True, self._row_words)
             at = self.find(distinct)
@@ -237,7 +242,7 @@ class SparseTable(RowStore):
         return distinct, grads
 
     def add(self, keys: Keys, deltas: Floats) -> None:
-        """value ← value + delta, for differences that another copy of the rows has learned."""
+        """value ← value + delta, for differences learned by another copy of the rows."""
         self.check_add(keys, deltas)
         self.step += 1
         keys, deltas = sum_by_key(keys, deltas)
@@ -294,9 +299,9 @@ class SparseTable(RowStore):
         }
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Rows for those of these keys, distinct and without one, that the entry lets in.
+        """Create rows for those of these distinct keys without a row that the entry admits.
 
-        A capacity has room for so many beside the rows in use; a key beyond them begins to be counted anew.
+        A capacity admits only as many keys as fit beside the rows in use; the counts of the other keys start again.
         """
         carried: Columns | None = None
         if self.admission is not None:
@@ -319,7 +324,7 @@ class SparseTable(RowStore):
                     self.statistics.put(name, at, column[some][: len(at)])
 
     def _with_room(self, keys: Keys, carried: Columns | None) -> tuple[Keys, Columns | None]:
-        """Those of these keys that got a row where this request was first applied, with what was known of them."""
+        """The keys that got a row where this request was first applied, with their statistics."""
         kept = self.decisions.with_room(keys)
         return kept, None if carried is None else {
             name: column[np.isin(keys, kept)] for name, column in carried.items()

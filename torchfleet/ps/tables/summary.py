@@ -1,4 +1,4 @@
-"""A table's rows in a few numbers: how many, how large, how old, how often shown, and which ones stand out."""
+"""A summary of a table's rows: their number, magnitude, age and shows, and the top keys."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 Counts = npt.NDArray[np.int64]
 
-# Bins of real numbers: below zero, zero, and then one from each power of two to the next.
+# Bins of real numbers: negative, zero, and one per power of two.
 _NEGATIVE, _ZERO, _FIRST = 0, 1, 2
-_LEAST, _MOST = -20, 40  # powers of two: everything below the first, and above the last, is one bin
+_LEAST, _MOST = -20, 40  # powers of two; smaller numbers share the first bin, larger ones the last
 _NUM_REALS = _FIRST + _MOST - _LEAST + 2
 _DAY_BINS = np.array([(day - 1).bit_length() + 1 if day else 0 for day in range(1 << 16)])  # 0, 1, 2, 3-4, 5-8, ...
-_NUM_DAYS = int(_DAY_BINS[-1]) + 1  # more than there are in 32 bits of seconds
+_NUM_DAYS = int(_DAY_BINS[-1]) + 1  # more than 32 bits of seconds contain
 
 
 class Summary:
-    """Filled by `add`, some thousand rows at a time, and by `merge` with what other servers have found.
+    """Filled by `add`, some thousand rows at a time, and by `merge` with the summaries of other servers.
 
-    `now`: seconds since 1970, as of which days and decayed shows are counted. `top`: how many keys are listed: those
-    of the highest score if the table counts shows, else those that were looked up last, else those of the largest norm.
+    `now`: the time in seconds since 1970 for days and decayed shows. `top`: the number of keys to list: those of the
+    highest score if the table counts shows, otherwise the most recently looked up, otherwise those of the largest norm.
     """
 
     def __init__(self, spec: TableSpec, now: int, top: int) -> None:
@@ -39,7 +39,7 @@ class Summary:
         self._best: list[dict[str, Any]] = []
 
     def add(self, keys: Keys, values: npt.NDArray[np.float32], statistics: Columns) -> None:
-        """Rows that were not in it: values (n, dim), and statistics as tables and saved models keep them."""
+        """Add new rows: values (n, dim), and statistics as tables and saved models keep them."""
         if not len(keys):
             return
         numbers: Columns = {"norm": _norms(values), **self._values(statistics)}
@@ -56,7 +56,7 @@ class Summary:
             self._look_for_best(keys, numbers)
 
     def merge(self, other: Mapping[str, Any]) -> None:
-        """Rows of another shard of the table, as its summary's `as_dict` has them."""
+        """Add the rows of another shard of the table, from its summary's `as_dict`."""
         if not self._rows:
             self._top_by = other["top_by"]
         self._rows += other["rows"]
@@ -70,10 +70,10 @@ class Summary:
         self._keep_best([dict(line) for line in other["top"]])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, texts and lists.
+        """The summary as plain numbers, strings and lists.
 
-        A bin of days counts those `from` ... `to`, both included; one of other numbers `from` <= x < `to`, where None
-        is no limit, and 0 to 0 is zero itself. Bins without rows are left out. Keys are signed, as in exports.
+        A bin of days counts `from` ... `to`, both included; a bin of other numbers counts `from` <= x < `to`, where
+        None is no limit, and 0 to 0 is exactly zero. Empty bins are left out. Keys are signed, as in exports.
         """
         return {
             "rows": self._rows,
@@ -88,7 +88,7 @@ class Summary:
     def _values(self, statistics: Columns) -> Columns:
         columns = dict(statistics)
         if "show" in columns and "seen" not in columns:
-            columns["seen"] = np.full(len(columns["show"]), self._now, np.uint32)  # then nothing has decayed
+            columns["seen"] = np.full(len(columns["show"]), self._now, np.uint32)  # so that nothing decays
         found = expression_values(columns, self._now, self._entry, self._powers)
         return found if "tick" not in columns else {**found, "tick": columns["tick"]}
 
@@ -117,7 +117,7 @@ class Summary:
 def _norms(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         norms: npt.NDArray[Any] = np.sqrt(np.einsum("ij,ij->i", values, values))
-    if not np.isfinite(norms).all():  # squares of float32 may be too large for one
+    if not np.isfinite(norms).all():  # the sum of float32 squares may overflow
         wide = values.astype(np.float64)
         norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
     return norms
@@ -139,7 +139,7 @@ def _bins_of_days(days: npt.NDArray[np.float64]) -> Counts:
 
 
 def merged(shards: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
-    """One summary of those that the servers of a table have made."""
+    """Merge the summaries of all servers of a table."""
     whole = Summary(TableSpec("any"), 0, top)
     for shard in shards:
         whole.merge(shard)

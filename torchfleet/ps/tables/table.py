@@ -1,4 +1,4 @@
-"""What every kind of table offers: all that a server's commands, log, saves and loads know of a table.
+"""The interface of every kind of table: all that a server's commands, log, saves and loads know of a table.
 
 A new kind is one file with a class that has these methods, and a line in tables/kinds.py. A table belongs to one
 thread. A method that raises FleetError has changed nothing.
@@ -25,22 +25,22 @@ from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
 
 PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
-# All; what changed since the last save; values without state; all, for a server that takes the place of this one: that
-# is no save, and the next delta is the same with it.
+# full: everything. delta: the changes since the last save. inference: values without state. copy: everything, for a
+# server that replaces this one; a copy is not a save and does not affect the next delta.
 SaveMode = Literal["full", "delta", "inference", "copy"]
 
 
 @dataclass(slots=True)
 class SavedSlice:
-    """Arrays on their way from a table to a part file, or back; docs/checkpoints.md has those of each kind."""
+    """Arrays on their way from a table to a part file, or back; docs/checkpoints.md lists those of each kind."""
 
     kind: PartKind
     arrays: dict[str, npt.NDArray[Any]]
-    start: int = 0  # of a stretch of something larger: the place of its first element; it gets a file of its own
+    start: int = 0  # for a range of something larger: the position of its first element; each range gets its own file
 
 
 class RowTable(Protocol):
-    """What is needed of a table to load saved rows into it."""
+    """The methods that loading saved rows needs from a table."""
 
     spec: TableSpec
     step: int
@@ -51,24 +51,27 @@ class RowTable(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows that are there."""
+        """Number of rows."""
 
     def reserve(self, num_rows: int) -> None:
-        """So many rows are about to be loaded."""
+        """Prepare for loading `num_rows` rows."""
 
     def check_values(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
+        """Raise TableError if these cannot be rows of this table. Does not access the rows, so any
+        thread may call it.
+        """
 
     def load_slice(self, saved: SavedSlice) -> None:
-        """Take in what a table of this kind has saved, of keys that this shard owns. Statistics that it does not keep
-        are left out. Raises TableError if they do not fit."""
+        """Load a slice that a table of this kind saved, of keys that this shard owns. Statistics that this table does
+        not keep are ignored. Raises TableError if the slice does not fit.
+        """
 
     def note_loaded(self) -> int:
-        """All slices are here; returns how many rows there are."""
+        """Called after all slices are loaded; returns the number of rows."""
 
 
 class BlockTable(Protocol):
-    """What is needed of a table to load a saved block into it."""
+    """The methods that loading a saved block needs from a table."""
 
     spec: TableSpec
     step: int
@@ -79,21 +82,21 @@ class BlockTable(Protocol):
         """Numbers of state per value."""
 
     def load(self, start: int, block: Floats) -> None:
-        """Elements from `start` on: a row of values, and one for each number of state, if there are any."""
+        """Load elements from `start` on: one row of values, and optionally one for each number of state."""
 
 
 class SavedModel(Protocol):
-    """A saved model, to be read into tables. Both methods raise CheckpointError if it does not fit the table."""
+    """A saved model to load tables from. Both methods raise CheckpointError if it does not fit the table."""
 
     def load_rows(self, table: RowTable) -> None:
-        """Rows of the table's name, as far as its shard owns them; nothing if the table was not asked for."""
+        """Load the rows of the table's name that its shard owns. Does nothing if this table was not requested."""
 
     def load_block(self, table: BlockTable) -> None:
-        """The elements of the table's shard, or those of them that were asked for."""
+        """Load the elements of the table's shard, or the requested ones among them."""
 
 
 class OneSlice:
-    """A slice as a saved model, to be read into a table of the kind that it comes from."""
+    """A single slice as a saved model, to load it into a table of the same kind."""
 
     def __init__(self, saved: SavedSlice) -> None:
         self._saved = saved
@@ -108,7 +111,7 @@ class OneSlice:
 
 
 class Staleness:
-    """How old the values were that gradients were computed from: pushes by updates of the table since the pull."""
+    """Histogram of staleness: the number of updates of the table between a pull and the push of its gradients."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -118,23 +121,22 @@ class Staleness:
         self._counts[place] = self._counts.get(place, 0) + 1
 
     def restore(self, counts: Mapping[int, int]) -> None:
-        """What `counts` gave."""
+        """Restore the result of `counts`."""
         self._counts = dict(counts)
 
     def counts(self) -> dict[int, int]:
-        """Pushes by age; from EXACT_AGES on, a key k stands for ages k to 2k - 1."""
+        """Number of pushes by staleness; from EXACT_AGES on, a key k stands for k to 2k - 1."""
         return dict(sorted(self._counts.items()))
 
 
 class Table(ABC):
     """One server's shard of a table.
 
-    `keys` are the numbers of a section of a request: keys of rows, and of a dense table a range (start, stop) to pull,
-    a start to assign from, or nothing to push. Requests of several sections are checked whole before any is applied:
-    each command has a method that checks it, and the command itself relies on that.
+    `keys` are the numbers in a section of a request: for rows, their keys; for a dense table, a range (start, stop) to
+    pull, a start to assign from, or nothing to push. A request of several sections is checked as a whole before any of
+    it is applied: each command has a method that checks it, and the command itself relies on that check.
 
-    Methods that are not abstract suit a kind that counts no appearances, drops no rows and writes all of its rows at
-    every save.
+    The default methods suit a kind that counts no appearances, drops no rows and writes all of its rows at every save.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -152,22 +154,22 @@ class Table(ABC):
 
     @abstractmethod
     def check_pull(self, keys: Keys, create: bool) -> int:
-        """The size of `pull`'s result in bytes. Raises TableError or WireError if it cannot be pulled."""
+        """The size of `pull`'s result in bytes. Raises TableError or WireError if `pull` would fail."""
 
     @abstractmethod
     def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
-        """Values in a new array, a row for each key, of keys that `check_pull` has passed. Keys may repeat.
+        """Values in a new array, one row per key, for keys that `check_pull` accepted. Keys may repeat.
 
-        `create`: missing keys get a row if the table admits them, and all appearances are noted; else missing keys read
-        as zeros and nothing changes. `worker`: the pull belongs to a step that all workers make together, and what it
-        makes known takes effect with `admit_waiting`, so that the order of the workers does not count.
+        `create`: missing keys get a row if the table admits them, and all appearances are counted; otherwise missing
+        keys read as zeros and nothing changes. `worker`: the pull belongs to a step that all workers make together. Its
+        appearances take effect with `admit_waiting`, so that the order of the workers does not matter.
         """
 
     def admit_waiting(self) -> None:
-        """A step of all workers ends: note the appearances of its pulls, in the order of the workers."""
+        """End a step of all workers: count the appearances of its pulls, in the order of the workers."""
 
     def forget_waiting(self, worker: int) -> None:
-        """The worker's last process ended within a step: what it pulled in that step does not count."""
+        """Discard what a worker pulled in the current step: its process ended within the step."""
 
     def whole(self) -> Floats | None:
         """All values of a dense table as one column, in a new array; None for a table of rows."""
@@ -175,23 +177,24 @@ class Table(ABC):
 
     @abstractmethod
     def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
-        """Raise TableError if `update` could not take this, or would leave something that is not finite."""
+        """Raise TableError if `update` cannot apply this, or if a result would not be finite."""
 
     @abstractmethod
     def check_add(self, keys: Keys, deltas: Floats) -> None:
-        """Raise TableError if `add` could not take this."""
+        """Raise TableError if `add` cannot apply this."""
 
     @abstractmethod
     def update(self, keys: Keys, grads: Floats, lr: float | None) -> None:
-        """One update by the table's rule; `lr` takes the place of its own. Gradients of equal keys are summed."""
+        """One update by the table's rule; `lr` overrides the rule's own. Gradients of equal keys are summed."""
 
     @abstractmethod
     def add(self, keys: Keys, deltas: Floats) -> None:
-        """One update that adds differences, which another copy of the values has learned."""
+        """One update that adds differences learned by another copy of the values."""
 
     def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
-        """The keys and gradients of one push with the mean gradient of several workers' pushes, summed in order; what
-        stands behind the gradients (shows, clicks) is summed."""
+        """One push with the mean gradient of several workers' pushes, summed in order: (keys, gradients). The columns
+        behind the gradients (shows, clicks) are summed.
+        """
         keys = np.concatenate([keys for keys, _ in pushes])
         grads = np.concatenate([grads for _, grads in pushes])
         grads[:, : self.spec.dim] *= np.float32(1.0 / len(pushes))
@@ -199,102 +202,102 @@ class Table(ABC):
 
     @abstractmethod
     def check_assign(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError or WireError if `assign` could not take this."""
+        """Raise TableError or WireError if `assign` cannot apply this."""
 
     @abstractmethod
     def assign(self, keys: Keys, values: Floats) -> None:
-        """Overwrite values. Of equal keys the last one stands."""
+        """Overwrite values. Among equal keys the last one wins."""
 
     # Commands over whole tables
 
     def check_erase(self, keys: Keys) -> None:
-        """Raise TableError if `erase` could not take this."""
+        """Raise TableError if `erase` cannot apply this."""
         self._refuse("erase rows")
 
     def erase(self, keys: Keys) -> int:
-        """Drop rows; absent keys are passed over. Returns how many were there."""
+        """Drop rows; absent keys are ignored. Returns how many rows were dropped."""
         self._refuse("erase rows")
 
     def check_shrink(self, policy: Shrink) -> None:
-        """Raise TableError if the table does not keep what the policy looks at."""
+        """Raise TableError if the table does not keep the statistics that the policy reads."""
         self._refuse("drop rows by a policy")
 
     def shrink(self, policy: Shrink) -> Iterator[int]:
-        """Drop rows by a policy, in slices; after each, how many it has dropped. Other calls may come in between."""
+        """Drop rows by a policy, in slices; yields the number dropped after each. Other calls may come in between."""
         self._refuse("drop rows by a policy")
 
     @abstractmethod
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
-        """(keys, values, where to go on) of at most so many rows; begin with 0, and 0 comes back at the end.
+        """(keys, values, next cursor) of at most `num_rows` rows. Start with cursor 0; the last call returns 0.
 
-        Other calls may come in between: a row that is there throughout comes exactly once. Raises TableError if the
-        table has no rows.
+        Other calls may come in between: a row that exists throughout comes exactly once. Raises TableError if the table
+        has no rows by key.
         """
 
     @abstractmethod
     def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
-        """Add all rows to a summary, in slices of so many. Other calls may come in between."""
+        """Add all rows to a summary, in slices of `num_rows`. Other calls may come in between."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Plain numbers for people, and at least "bytes", the memory that it takes."""
+        """Statistics for users; contains at least "bytes", the memory in use."""
 
     def described(self) -> dict[str, Any]:
-        """What is known of every table, and its `stats`."""
+        """The numbers that every table has, and its `stats`."""
         known = {"kind": self.spec.kind, "is_dense": self.spec.is_dense, "rows": self.num_rows, "step": self.step}
         return {**known, "loaded": self.num_loaded, "staleness": self.staleness.counts(), **self.stats()}
 
     # Saves and loads
 
     def begin_save(self, is_committed: bool) -> None:
-        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
+        """Begin a save: later changes belong to the next one. `is_committed`: the previous save is durable."""
 
     @abstractmethod
     def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
-        """What a save must write, in slices of about so many rows. Other calls may come in between.
+        """Yield what a save must write, in slices of about `num_rows` rows. Other calls may come in between.
 
-        Slices of one kind come one after the other. A table without rows has one slice of rows, which is empty.
+        Slices of one kind come one after the other. A table without rows yields one empty slice of rows.
         """
 
     @abstractmethod
     def restore(self, model: SavedModel) -> None:
-        """Read this table's share of a saved model, by the method of `model` that suits this kind."""
+        """Load this table's share of a saved model, with the method of `model` that suits this kind."""
 
     # A server's log and its replicas
 
     def begin_noting(self) -> None:
-        """From now on note what is decided by more than the request: who must go, who is let in."""
+        """Start recording decisions that depend on more than the request: evicted rows, admitted keys."""
 
     def end_noting(self) -> Noted | None:
-        """What was decided since `begin_noting`; None: nothing."""
+        """The decisions since `begin_noting`; None if there were none."""
         return None
 
     def follow(self, noted: Noted) -> None:
-        """What comes next was applied elsewhere before, and this is what was decided there; until `follow_no_more`."""
+        """Follow recorded decisions until `follow_no_more`: the next requests were applied by another server before."""
 
     def follow_no_more(self) -> None:
-        """All of it has been applied."""
+        """Stop following: the recorded requests have been applied."""
 
     def export_notes(self) -> dict[str, Any]:
-        """What the table knows beside its rows, as plain values, for a server that takes the place of this one."""
+        """The table's state beside its rows, as plain values, for a server that replaces this one."""
         return {"step": self.step, "num_loaded": self.num_loaded, "staleness": self.staleness.counts()}
 
     def restore_notes(self, notes: dict[str, Any]) -> None:
-        """What `export_notes` gave, into a table that has no rows yet."""
+        """Restore the result of `export_notes` into a table that has no rows yet."""
         self.step, self.num_loaded = notes["step"], notes["num_loaded"]
         self.staleness.restore(notes["staleness"])
 
     def end_copy(self, notes: dict[str, Any]) -> None:
-        """All rows of the other server's table are here; `notes` is what its `export_notes` gave."""
+        """Called when all rows of another server's table are here; `notes` is the other's `export_notes`."""
 
     def begin_run(self) -> None:
-        """The workers of a new run begin with what is here, as if it had been loaded from a saved model."""
+        """Begin a new run: its workers start from the present values, as if they had been loaded from a saved model."""
         self.num_loaded = self.num_rows
 
     # Between requests
 
     def settle(self) -> bool:
-        """Do a part, of less than a millisecond, of what can wait until nothing is asked; False: there is nothing."""
+        """Do less than a millisecond of deferred work while the server is idle. Returns False if there is none."""
         return False
 
     def _refuse(self, what: str) -> NoReturn:

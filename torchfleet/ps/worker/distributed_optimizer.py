@@ -19,17 +19,17 @@ from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 
 class DistributedOptimizer(AdoptedOptimizer):
-    """Stands where the user's optimizer stood: same param groups (shared with it), same step() and zero_grad().
+    """Replaces the user's optimizer: same param groups (shared with it), same step() and zero_grad().
 
-    Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
+    Learning rates are read from the param groups at every step, so torch's schedulers work on it unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0) -> None:
-        """`share`: its number among the optimizers of the job; `plan` holds the tables of its own parameters."""
+        """`share`: its index among the job's optimizers; `plan` holds the tables of its own parameters."""
         super().__init__(optimizer)
         self.plan = self._pushed = plan
         self._share = share
-        for group in plan.sparse.values():  # state of rows is with the servers; Adagrad makes some before
+        for group in plan.sparse.values():  # the servers hold the state of rows; Adagrad creates state at construction
             for module in group.modules:
                 optimizer.state.pop(module.weight, None)
         self._engine: Engine | None = None
@@ -41,14 +41,15 @@ class DistributedOptimizer(AdoptedOptimizer):
         self._engine, self._communicator = engine, communicator
 
     def unbind(self, reason: str) -> None:
-        """From now on a step is an error that gives this reason."""
+        """Make every later step raise an error with this reason."""
         self._engine = self._communicator = None
         self._unbound = reason
 
     def step_locally(self) -> None:
-        """The dense parameters by torch's own rule, as geo training does it.
+        """Step the dense parameters by torch's own rule, for geo training.
 
-        On twins that share their memory: autograd, which may be going through them in another thread, sees no change.
+        Steps on twins that share the parameters' memory, so that autograd, which may run in another thread, sees no
+        change.
         """
         own = [group["params"] for group in self._user.param_groups]
         for group in self._user.param_groups:
@@ -62,7 +63,7 @@ class DistributedOptimizer(AdoptedOptimizer):
                 group["params"] = params
 
     def _swap_state(self, to_twins: bool) -> None:
-        """The user's optimizer's state belongs to the parameters; while it steps, to their twins."""
+        """Move the user's optimizer's state to the twins while it steps, and back to the parameters."""
         state = self._user.state
         for parameter, twin in self._pairs:
             old, new = (parameter, twin) if to_twins else (twin, parameter)
@@ -80,7 +81,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         return twin
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
+        """Hand over this step's gradients. The mode decides whether to wait for the servers."""
         loss = self._begin_step(closure)
         engine, communicator = self._bound()
         self.plan.check_options(self._user)
@@ -94,10 +95,10 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """To torch.amp.GradScaler: whether `step` is to be called for gradients that are not finite too.
+        """Tells torch.amp.GradScaler whether to call `step` even if gradients are not finite.
 
-        Where all workers make a step together, one that has nothing to add must say so. Else it is as with any other
-        optimizer: the scaler divides what it finds in `.grad`, that of rows too, and leaves the step out.
+        If all workers make a step together, a worker without gradients must still take part. Otherwise the scaler works
+        as with any optimizer: it unscales `.grad`, including that of rows, and skips the step.
         """
         return self._communicator is not None and self._communicator.steps_together
 
@@ -106,10 +107,10 @@ class DistributedOptimizer(AdoptedOptimizer):
         return self._bound()[1]
 
     def step_apart(self, loss: torch.Tensor) -> None:
-        """Backward and step for one of several training threads: its gradients meet no other thread's."""
+        """Backward and step for one of several training threads, separate from the gradients of other threads."""
         communicator = self.communicator
         self._opt_called = self._user._opt_called = True  # type: ignore[attr-defined]
-        with communicator.alone:  # geo swaps params meanwhile
+        with communicator.alone:  # geo training swaps parameters meanwhile
             self.plan.check_options(self._user)
         trained = [parameter for group in self.plan.dense for parameter in group.parameters]
         modules = [module for group in self.plan.sparse.values() for module in group.modules]
@@ -133,22 +134,22 @@ class DistributedOptimizer(AdoptedOptimizer):
         return self._engine, self._communicator
 
     def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
-        """Everything since the last step; dense gradients by parameter, or from their .grad."""
+        """All gradients since the last step; dense ones from `dense` by parameter, or from .grad."""
         gradients = self._take_gradients(dense)
-        # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
+        # Checked here in every mode: a thread that sends later, or a local step, could not name the parameter.
         check_finite(self._pushed, gradients, self._bound()[1].num_steps + 1)
         return gradients
 
     def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
-        """As `_gradients`, whether they are finite or not."""
+        """As `_gradients`, without the check that they are finite."""
         engine, plan = self._bound()[0], self._pushed
         found, versions = engine.take_gradients(plan.sparse)
         sparse, blocks = {}, {}
-        for name, group in plan.sparse.items():  # a step counts for every table, also where no key was touched
+        for name, group in plan.sparse.items():  # a step counts for every table, even if no key was touched
             if name in found:
                 sparse[name] = found[name]
             else:
-                width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
+                width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers must push the same width
                 sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
         for network in plan.dense:
             blocks[network.spec.name] = network.gradients(dense)
@@ -158,7 +159,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Options of the param groups; the optimizer's state is on the servers."""
+        """Load the options of the param groups; the optimizer's state is on the servers."""
         self._load_in_place(self, super().load_state_dict, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -170,7 +171,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
-        for group in self.param_groups:  # torch's own does the same, and takes a millisecond for it
+        for group in self.param_groups:  # torch's own does the same, but takes a millisecond
             for parameter in group["params"]:
                 parameter.grad = None
 
@@ -178,7 +179,7 @@ class DistributedOptimizer(AdoptedOptimizer):
 def _unscaled(optimizer: torch.optim.Optimizer) -> bool:
     """Divide an optimizer's gradients in place by the scale, if torch.amp.GradScaler has left one on it.
 
-    Returns whether they are finite, as the scaler has found. Without a scaler that is not known, and True.
+    Returns whether they are finite, as found by the scaler; True without a scaler, which is unverified.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf.item()):

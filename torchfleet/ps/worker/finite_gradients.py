@@ -1,4 +1,4 @@
-"""Gradients that are no numbers: found before anything is sent, and named as the user knows them."""
+"""Finds gradients that are not finite before anything is sent, and names them by parameter or id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 3
 def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
     """Raise TableError with the parameters, or the table and ids, whose gradients have NaN or infinity.
 
-    Gradients that pass are marked: the client does not look at them again.
+    Gradients that pass are marked, so that the client does not check them again.
     """
     found: list[str] = []
     for group in plan.dense:
@@ -48,7 +48,7 @@ def _parameters(group: DenseGroup, block: Floats) -> Iterator[str]:
 
 
 def _rows(table: str, dim: int, keys: Keys, grads: Floats) -> Iterator[str]:
-    """Behind `dim` numbers a row may have its show, click and slot."""
+    """Names of rows that are not finite. A row may have show, click and slot after its `dim` numbers."""
     for row in np.flatnonzero(~np.isfinite(grads).all(axis=1)):
         what = "" if not np.isfinite(grads[row, :dim]).all() else " (its show or click)"
         yield f"table '{table}' for id {int(keys[row : row + 1].view(np.int64)[0])}{what}"

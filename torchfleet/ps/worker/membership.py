@@ -1,4 +1,4 @@
-"""This worker as the servers know it: joined, with a sign of life now and then, until it leaves or its process ends."""
+"""This worker's membership: it joins the servers and sends heartbeats until it leaves or its process ends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
 
-_SIGNS = 5  # signs of life in a time-out
-_MARGIN = 1.0  # seconds beyond a time-out, after which one of before was surely given up
-_PAUSE = 0.2  # seconds before this worker asks again for a number that one of before has
-_FAREWELL = 1.0  # seconds that the end of a process may wait for servers that are perhaps gone
+_SIGNS = 5  # heartbeats per time-out
+_MARGIN = 1.0  # seconds beyond a time-out, after which the servers have certainly given up an earlier process
+_PAUSE = 0.2  # seconds before this worker asks again for a number that an earlier process holds
+_FAREWELL = 1.0  # seconds that process exit may wait for servers that may be gone
 
 
 class Membership:
-    """Joins the job when it is made, and says now and then from a thread of its own that this worker is alive.
+    """Joins the job on construction, and sends heartbeats from its own thread.
 
-    A process that ends without `close` says so to the servers: those who wait for it learn it within seconds.
+    A process that ends without `close` tells the servers, so that workers waiting for it learn of it within seconds.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class Membership:
         waiting: Callable[[], float | None],
         claims: Sequence[dict[str, Any]],
     ) -> None:
-        """Owns `client` from now on. `waiting`: for what share of its time this worker waits for servers; called from
-        another thread. `claims`: what it was told of the job, by server. Raises RoleError if one refuses this worker.
+        """Takes ownership of `client`. `waiting`: the share of its time that this worker waits for servers; called from
+        another thread. `claims`: by server, what this worker was told of the job. Raises RoleError if a server refuses
+        this worker.
 
-        If a process of before has its number, and was killed, it waits until the servers have given that one up.
+        If an earlier process with this worker's number was killed, waits until the servers have given it up.
         """
         self._client, self._timeout, self._waiting, self._claims = client, info.worker_timeout, waiting, claims
         self._body = {
@@ -54,7 +55,7 @@ class Membership:
             "on_worker_loss": info.on_worker_loss,
         }
         try:
-            self.told = self._join()  # by server, what it says of the job
+            self.told = self._join()  # by server, what it tells about the job
         except BaseException:
             client.close()
             raise
@@ -66,7 +67,7 @@ class Membership:
 
     @property
     def num_members(self) -> int:
-        """Workers that are there, as the servers said last."""
+        """Number of member workers in the servers' last reply."""
         return max(joined.num_members for joined in self.told)
 
     def _join(self) -> list[Joined]:
@@ -80,11 +81,11 @@ class Membership:
             time.sleep(_PAUSE)
 
     def check(self) -> None:
-        """Raise what the servers said, if they took another process for this worker."""
+        """Raise the servers' error if they accepted another process as this worker."""
         self._thread.check()
 
     def close(self) -> None:
-        """No more signs of life. Without an error this worker can leave now."""
+        """Stop the heartbeats. If it raises no error, this worker can leave now."""
         atexit.unregister(self._end)
         self._over.set()
         self._thread.join()
@@ -101,7 +102,7 @@ class Membership:
             self._tell(_FAREWELL, ended=True)
 
     def _tell(self, timeout: float, ended: bool = False) -> None:
-        # The training thread finds out by itself that a server is gone, and says so.
+        # The training thread detects by itself that a server is gone, and reports it.
         with contextlib.suppress(ServerUnreachable, ServerRestarted):
             body = {**self._body, "again": True, "ended": ended, "waiting": self._waiting()}
             self.told = self._client.join(body, timeout)

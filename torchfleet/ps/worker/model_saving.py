@@ -1,4 +1,4 @@
-"""Saving a model from worker 0: every server its tables, then the manifest that makes it the model."""
+"""Saving a model from worker 0: every server writes its tables, then the manifest commits the save."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def save_model(
     kind: Kind = "full",
     extra: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Returns when the whole model is on disk; an error leaves the model that was there before."""
+    """Returns when the whole model is on disk. An error leaves the previous model in place."""
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
     before = read_manifest(storage) if kind == "delta" and has_manifest(storage) else present_model(storage)
     if kind == "delta":
         _check_base(storage, before, plan)
     for group in plan.fixed:
-        client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
+        client.set_dense(group.spec.name, group.values())  # buffers live on workers: worker 0's are saved
     token, with_state = secrets.randbits(62) + 1, kind != "inference"
     parent = before.token if before is not None and before.kind == "full" else 0
     with reserve(storage, next_save(storage, 0 if before is None else before.number), token) as held:
@@ -73,9 +73,9 @@ def save_model(
 
 
 def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> None:
-    """Say on stderr that a save replaces a model to go on from that this job has neither loaded nor saved.
+    """Report on stderr that a save replaces a resumable model that this job has neither loaded nor saved.
 
-    `known`: the folders that it has. The usual reason: only the servers' part of the script was told to load.
+    `known`: the folders that the job has loaded or saved. The usual cause: only the servers' part of the script loads.
     """
     before = present_model(storage) if kind != "delta" and storage.path not in known else None
     if before is not None and before.kind == "full":
@@ -89,9 +89,9 @@ def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> N
 
 
 def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
-    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at.
+    """Commit the save; `before` is the save that a delta continues, which may have been compacted since it was read.
 
-    The model that it replaces goes last: when the files of this one are there, and its manifest has been read back.
+    The replaced model is removed last: when the files of this one exist, and its manifest has been read back.
     """
     with alone(storage):
         check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
@@ -103,7 +103,8 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held:
                     "dropped. Does another job save to the same folder?"
                 )
             manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
-        check_manifest(manifest, storage.place(FILE))  # as a load will: what it would refuse replaces nothing
+        # the check of a load: a manifest that a load would refuse replaces nothing
+        check_manifest(manifest, storage.place(FILE))
         if write_manifest(storage, manifest) != read_body(storage):
             raise CheckpointError(f"the manifest in {storage.path} is not the one that was written: nothing is removed")
         held.release()
@@ -114,7 +115,7 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held:
 
 
 def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
-    """A delta continues a full save of the same tables."""
+    """Raise CheckpointError unless the delta continues a full save of the same tables."""
     if before is None or before.kind != "full":
         found = "nothing" if before is None else f"a save for prediction ({before.save})"
         raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
@@ -129,13 +130,14 @@ def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
 
 
 def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
-    """The table of tensors that are not float32, if the chain was begun by a release that had none: it is whole in
-    every save."""
+    """The table of tensors that are not float32, if the chain was begun by a release without it. Every save holds this
+    table whole.
+    """
     return {group.spec.name for group in plan.fixed if isinstance(group, BytesGroup)} - {t.name for t in before.tables}
 
 
 def _shape(table: Table) -> tuple[Any, ...]:
-    """What must not change from a save to a delta."""
+    """The properties of a table that must be the same in a save and its deltas."""
     return table.kind, table.dim, table.size, table.rule["name"], table.num_states, table.entry, table.shrink
 
 

@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict of a worker's model: rows from the servers, and everything that is loaded to them."""
+"""state_dict and load_state_dict of a worker's model: rows come from the servers, and loaded values go to them."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Place = tuple[torch.nn.Module, str]  # a tensor of the model: its module, and it
 
 
 class Servers(NamedTuple):
-    """A worker's ways to its servers."""
+    """A worker's access to its servers."""
 
     client: Client
-    connect: Callable[[], Client]  # another client, for whichever thread
-    communicator: Callable[[], Communicator]  # as it is now: whole_tables puts another in its place
+    connect: Callable[[], Client]  # another client, for any thread
+    communicator: Callable[[], Communicator]  # the current one: whole_tables replaces it
     meet: Callable[[], None]  # wait for all workers
-    put_network: Callable[[], None] | None  # how worker 0 gives the servers a network that workers have trained
+    put_network: Callable[[], None] | None  # how worker 0 gives the servers dense values that the workers have trained
 
 
 class ServedRows:
-    """All rows of the servers' tables; where this worker trains on rows of its own (geo), those in their place."""
+    """All rows of the servers' tables; in geo training, this worker's own rows instead."""
 
     def __init__(self, plan: Plan, servers: Servers) -> None:
         self._plan, self._connect, self._communicator = plan, servers.connect, servers.communicator
 
     def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        """As RowSource.walk. What is queued is sent first: the steps of this worker are in its state."""
+        """As RowSource.walk. Sends queued gradients first, so that the state includes all steps of this worker."""
         communicator = self._communicator()
         communicator.flush()
-        with self._connect() as client:  # whichever thread asks
+        with self._connect() as client:  # a client of its own, because any thread may call this
             yield from client.walk(self._plan.sparse[table].spec)
         yield from communicator.own_rows(table)
 
@@ -55,24 +55,24 @@ class ServedRows:
 
 
 class Loading:
-    """One call of load_state_dict: where in the model it began, and the tensors that it has values for."""
+    """One call of load_state_dict: the module where it began, and the tensors that it has values for."""
 
     def __init__(self, root: torch.nn.Module, missing_keys: list[str], errors: list[str]) -> None:
         self.root, self._missing_keys, self._errors = root, missing_keys, errors
         self.places: list[Place] = []
 
     def is_for(self, missing_keys: list[str]) -> bool:
-        """torch makes one such list per call, and hands it to every module."""
+        """Whether it is the call with this list: torch makes one list per call, and passes it to every module."""
         return self._missing_keys is missing_keys
 
     @property
     def has_failed(self) -> bool:
-        """torch is going to raise an error."""
+        """Whether torch is going to raise an error."""
         return bool(self._errors)
 
 
 class ModelState:
-    """Made when the model is bound to its servers; `close` when it leaves them."""
+    """Created when the model is bound to its servers; call `close` when it leaves them."""
 
     def __init__(
         self,
@@ -94,7 +94,9 @@ class ModelState:
         self._watch(model)
 
     def _watch(self, model: Any) -> None:
-        """With functions, not methods: a copy of the model copies its hooks, and with a method all that it is of."""
+        """Register hooks as functions, not methods: a copy of the model copies its hooks, and a method would copy its
+        object.
+        """
 
         def begin(module: torch.nn.Module, *args: Any) -> None:
             self._begin(module, *args)
@@ -108,14 +110,14 @@ class ModelState:
             self._handles.append(module.register_load_state_dict_post_hook(end))
 
     def close(self, reason: str) -> None:
-        """From now on a state is an error that gives this reason."""
+        """Make every later state_dict raise an error with this reason."""
         for handle in self._handles:
             handle.remove()
         for group in self._plan.sparse.values():
             group.modules[0].table_rows.source = NoTable(reason)
 
     def _freshen(self, module: torch.nn.Module) -> None:
-        """Dense values with all steps of this worker in them."""
+        """Update the dense values to include all steps of this worker."""
         if module is self._model:
             self._servers.communicator().refresh()
 
@@ -142,7 +144,7 @@ class ModelState:
             self._loading = Loading(module, missing_keys, errors)
             for group in self._plan.sparse.values():
                 group.modules[0].table_rows.loaded = None
-        if isinstance(module, EmbeddingState):  # its rows have a way of their own
+        if isinstance(module, EmbeddingState):  # its rows are loaded separately
             return
         names = {*module._parameters, *(set(module._buffers) - module._non_persistent_buffers_set)}
         self._loading.places += [(module, name) for name in sorted(names) if prefix + name in state]
@@ -160,7 +162,7 @@ class ModelState:
             self._put(loading.places, rows)
 
     def _put(self, places: list[Place], rows: Mapping[str, WholeRows]) -> None:
-        """Worker 0 gives the servers what was loaded, and all workers begin with that."""
+        """Give the servers the loaded values from worker 0, and make all workers start from them."""
         if self._is_restarted and not self._servers.communicator().num_steps:
             print(
                 "load_state_dict: this worker was started again, and goes on with what the others have trained",
@@ -171,8 +173,8 @@ class ModelState:
             return
         values = [_tensor(place).detach().clone() for place in places]
         self._engine.end_step()
-        self._servers.communicator().hand_over()  # this writes what the servers have into the model
-        self._servers.meet()  # nobody's gradients come behind what was loaded
+        self._servers.communicator().hand_over()  # this overwrites the model with the servers' values
+        self._servers.meet()  # so that no worker pushes gradients after the load
         if self._is_first:
             self._take_dense()
             with torch.no_grad():
@@ -197,7 +199,7 @@ class ModelState:
             group.write(self._client.pull_dense(group.spec.name).result())
 
     def _put_rows(self, name: str, loaded: WholeRows) -> None:
-        """The table's rows are those of the state and no others. The optimizer's state of rows stays as it is."""
+        """Make the table's rows exactly those of the state. The optimizer's state of rows is kept."""
         if loaded.keys is not None:
             kept = np.sort(loaded.keys.numpy().view(np.uint64))
             present = [keys.copy() for keys, _ in self._client.walk(self._plan.sparse[name].spec)]

@@ -1,4 +1,4 @@
-"""What workers do among themselves, through the servers: gather values, send parcels, share out files."""
+"""Communication among workers, through the servers: gather values, send parcels, share files."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from torchfleet.ps.worker.client.client import Client
 
 Parcel = list[npt.NDArray[Any]]
 
-_PAUSE = 0.005  # seconds before another look for parcels, or for room
+_PAUSE = 0.005  # seconds between two polls for parcels or for room
 
 
 class Workers:
-    """All workers of the job, seen from one of them. For one thread, on a client of its own."""
+    """All workers of the job, seen from one of them. For one thread, with a client of its own."""
 
     def __init__(
         self, client: Client, index: int, num: int, timeout: float, passes: Counter[str] | None = None
     ) -> None:
         self._client, self.index, self.num, self._timeout = client, index, num, timeout
-        self._passes = Counter() if passes is None else passes  # over shared lists, by name: of this process so far
+        # passes of this process over shared lists so far, by name
+        self._passes = Counter() if passes is None else passes
         self._round = 0
 
     def gather(self, name: str, data: bytes, num_servers: int = 0) -> list[bytes]:
-        """What every worker brought, in their order. All must come; those that have left are left out.
+        """Each worker's data, in order. Collective over all workers that have not left.
 
-        With `num_servers`, so many servers are expected too, which have the numbers behind the workers'.
+        With `num_servers`, this number of servers takes part too; their numbers follow those of the workers.
         """
         self._round += 1
         found = self._client.gather(name, self._round, data, self.num + num_servers, self._timeout)
         return [found[worker] for worker in sorted(found)]
 
     def exchange(self, topic: str) -> Exchange:
-        """A talk in parcels. `topic` must be new, and the same on all workers."""
+        """An exchange of parcels. `topic` must be new, and the same on all workers."""
         return Exchange(self._client, topic, self.index, self.num, self._timeout)
 
     def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles:
-        """This worker's side of the next pass over a list that all take from. Owns the client from now on."""
+        """This worker's side of the next pass over a shared list of files. Takes ownership of the client."""
         try:
             shared = SharedFiles(self._client, name, self._passes[name], paths, lease)
         except BaseException:
@@ -69,7 +70,7 @@ class Workers:
 
 @dataclass
 class Exchange:
-    """Parcels to and from all other workers; none is lost, none comes twice."""
+    """Parcels to and from all other workers, each delivered exactly once."""
 
     _client: Client
     _topic: str
@@ -80,7 +81,7 @@ class Exchange:
     _received: int = 0
 
     def send(self, to: int, arrays: list[npt.NDArray[Any]], on_parcel: Callable[[Parcel], None]) -> None:
-        """Returns when the servers have it. While they have no room, what comes for this worker is taken in."""
+        """Returns when the servers have the parcel. While they have no room, takes in the parcels for this worker."""
         self._sent[to] = self._sent.get(to, 0) + 1
         deadline = time.monotonic() + self._timeout
         while not self._client.send(self._topic, to, self._sent[to], [Array(0, array) for array in arrays]):
@@ -94,7 +95,7 @@ class Exchange:
             time.sleep(_PAUSE)
 
     def take(self, on_parcel: Callable[[Parcel], None]) -> int:
-        """Hand over what has come since the last time; returns how many parcels."""
+        """Pass newly arrived parcels to `on_parcel`; returns how many."""
         parcels = self._client.take(self._topic, self._index, self._received)
         for number, arrays in parcels:
             on_parcel(arrays)
@@ -119,7 +120,7 @@ class Exchange:
 
 
 class SharedFiles:
-    """Takes files from the servers' list, for any number of threads, and says now and then that it is alive."""
+    """Takes files from the servers' list, for any number of threads, and renews its lease from a background thread."""
 
     def __init__(self, client: Client, name: str, number: int, paths: Sequence[str], lease: float) -> None:
         self._client, self._name, self._number, self._lease = client, name, number, lease
@@ -131,7 +132,7 @@ class SharedFiles:
         self._thread.start()
 
     def take(self) -> str | None:
-        """The next file. None at the end. An empty text: none for now, but a dead worker's may come back."""
+        """The next file; None at the end; "" if there is none for now, but a dead worker's file may come back."""
         with self._lock:
             self._wish += 1
             what, path = self._ask(take=self._wish)
@@ -154,7 +155,7 @@ class SharedFiles:
             self._client.close()
 
     def _ask(self, **fields: Any) -> tuple[str, str]:
-        self._thread.check()  # told to whoever asks for a file next
+        self._thread.check()  # the next caller of `take` gets the error
         return self._client.files({"name": self._name, "number": self._number, "lease": self._lease, **fields})
 
     def _stay_alive(self) -> None:

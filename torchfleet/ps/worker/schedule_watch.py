@@ -1,4 +1,4 @@
-"""Notices schedulers that count the steps of one worker where those of all workers were meant: geo training."""
+"""Detects schedulers that count one worker's steps where those of all workers were meant: geo training."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-_ENOUGH = 4  # steps of the optimizer in a row, each with one of the scheduler: it advances per batch
+_ENOUGH = 4  # consecutive optimizer steps, each with a scheduler step: the scheduler advances per batch
 
 
 class ScheduleWatch:
-    """Says once on stderr that a scheduler of torch's advances per batch and was not given to
-    fleet.distributed_scheduler. One that advances per epoch is left in peace.
+    """Reports once on stderr that a torch scheduler advances per batch and was not passed to
+    fleet.distributed_scheduler. Schedulers that advance per epoch are ignored.
 
-    torch keeps no list of an optimizer's schedulers. They are looked for among all objects, once: at the first step
-    after a scheduler has left its mark (`initial_lr`) in the param groups.
+    torch keeps no list of an optimizer's schedulers. This searches all objects for them, once: at the first step after
+    a scheduler has set `initial_lr` in the param groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, num_workers: int, wrapped: Sequence[Any]) -> None:
-        """`wrapped`: those that were given to fleet.distributed_scheduler, so far and later."""
+        """`wrapped`: the schedulers passed to fleet.distributed_scheduler; the list may still grow."""
         self._optimizer, self._num_workers, self._wrapped = optimizer, num_workers, wrapped
         self._found: list[Steps] | None = None
         self._is_over = False
 
     def step_made(self) -> None:
-        """The optimizer has made a step."""
+        """Called after each step of the optimizer."""
         if self._is_over:
             return
         groups = self._optimizer.param_groups
@@ -56,7 +56,7 @@ class ScheduleWatch:
 
 
 class Steps:
-    """How far a scheduler has come. Does not keep it alive."""
+    """The progress of a scheduler. Does not keep it alive."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = weakref.ref(scheduler)
@@ -64,9 +64,9 @@ class Steps:
         self._last, self._num = _count(scheduler), 0
 
     def in_a_row(self, num_workers: int) -> int:
-        """How many steps of the optimizer, up to this one, it has gone along with.
+        """The number of consecutive optimizer steps, up to this one, at which the scheduler advanced by one.
 
-        One that goes on by a step for every worker counts global steps: the script scales it by itself.
+        A scheduler that advances by one step per worker counts global steps: the script scales it by itself.
         """
         scheduler = self._scheduler()
         now = self._last if scheduler is None else _count(scheduler)
@@ -76,13 +76,13 @@ class Steps:
 
 
 def _schedulers_of(groups: list[dict[str, Any]]) -> list[LRScheduler]:
-    # By type, not by isinstance: that would ask objects of any kind for their __class__, and some answer with an error.
+    # By type, not by isinstance: that would read __class__ of arbitrary objects, and some raise an error.
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
     return [scheduler for scheduler in found if getattr(_optimizer(scheduler), "param_groups", None) is groups]
 
 
 def _optimizer(scheduler: LRScheduler) -> Any:
-    return getattr(scheduler, "optimizer", None)  # missing while it is being made
+    return getattr(scheduler, "optimizer", None)  # missing while it is being constructed
 
 
 def _count(scheduler: LRScheduler) -> int:
@@ -90,6 +90,6 @@ def _count(scheduler: LRScheduler) -> int:
 
 
 def _with_nested(scheduler: Any) -> list[Any]:
-    """A scheduler, and those that it is made of (SequentialLR, ChainedScheduler)."""
+    """A scheduler, and those that it contains (SequentialLR, ChainedScheduler)."""
     nested = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(inner for outer in nested for inner in _with_nested(outer))]

@@ -25,7 +25,7 @@ HOUR = 3600
 
 
 class Candidates:
-    """Keys that were seen and have no row: `[key | statistics]` in a map of their own."""
+    """Keys that appeared and have no row: `[key | statistics]` in a separate map."""
 
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         names = candidate_columns(spec)
@@ -40,7 +40,7 @@ class Candidates:
         return at
 
     def locate(self, keys: Keys, now: int) -> Rows:
-        """Their rows; new ones for those that have none."""
+        """Candidate rows of `keys`; a key without one gets a new one."""
         at = self.find(keys)
         for start in range(0, len(keys), CHUNK):
             chunk, rows = keys[start : start + CHUNK], at[start : start + CHUNK]
@@ -59,7 +59,7 @@ class Candidates:
         return self.index.erase(keys)
 
     def chunks(self, num_rows: int, only_changed: bool) -> Iterator[tuple[Keys, Columns]]:
-        """All of them, or those that the save under way must write, in pieces."""
+        """Yield all candidates, or only those that the current save must write, in chunks."""
         start = 0
         while start < self.index.num_row_numbers:
             stop = min(start + num_rows, self.index.num_row_numbers)
@@ -70,19 +70,21 @@ class Candidates:
             start = stop
 
     def gone(self) -> Keys:
-        """Those that the save under way must write as gone."""
+        """Keys that the current save must write as deleted."""
         keys: Keys = self.tracking.gone if self.tracking is not None else np.empty(0, np.uint64)
         return keys[self.find(keys) < 0]
 
     def load(self, keys: Keys, columns: Columns, now: int) -> None:
-        """Overwrite, or begin, with what was saved. If that has no times, they count as seen now."""
+        """Insert or overwrite candidates with saved statistics. If the saved columns have no times, they count as seen
+        now.
+        """
         at = self.locate(keys, now)
         times = np.full(len(keys), now, np.uint32)
         self.statistics.write(at, {"seen": times, "born": times, **columns})
 
 
 class Admission:
-    """The gate of a table whose entry does not let every key in at once."""
+    """Admission for a table whose entry does not admit every key at once."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock, decisions: Decisions) -> None:
         self._name, self._entry, self._clock, self._decisions = spec.name, spec.entry, clock, decisions
@@ -95,11 +97,11 @@ class Admission:
 
     @property
     def num_free(self) -> int:
-        """How many more keys can be counted; where nothing is counted per key, any number."""
+        """How many more keys can be counted. Unlimited if nothing is counted per key."""
         return sys.maxsize if self.candidates is None else self.candidates.index.num_free_rows
 
     def check_room(self, num_new: int) -> None:
-        """Raise TableError if there is no room to count so many more keys."""
+        """Raise TableError if there is no room to count `num_new` more keys."""
         if self.candidates is not None and num_new > self.num_free:
             raise TableError(
                 f"table '{self._name}' has no room to count {num_new:,} more keys; it counts "
@@ -120,9 +122,9 @@ class Admission:
         return {"candidates": num, "admission_bytes": size + (self.sketch.num_bytes if self.sketch is not None else 0)}
 
     def admit(self, keys: Keys) -> tuple[Keys, Columns | None]:
-        """One appearance of each of these distinct keys, none of which has a row.
+        """Count one appearance of each of these distinct keys, none of which has a row.
 
-        Returns those that get one now, with their statistics so far if any were kept.
+        Returns the keys that are admitted now, with their statistics so far if any were kept.
         """
         now = self._clock.now
         if self._entry.probability < 1:
@@ -140,7 +142,7 @@ class Admission:
         return admitted, columns
 
     def add(self, keys: Keys, pushed: npt.NDArray[np.float32]) -> None:
-        """Show, click and slot of keys that have no row."""
+        """Add show, click and slot of keys that have no row."""
         if self.candidates is not None:
             at = self.candidates.find(keys)
             self.candidates.statistics.add(at, pushed)
@@ -149,7 +151,9 @@ class Admission:
     def _admit_counted(
         self, candidates: Candidates, keys: Keys, now: int, is_due: npt.NDArray[np.bool_]
     ) -> tuple[Keys, Columns | None]:
-        """`is_due`: where the window lets them in. Every appearance counts here, whatever the window says."""
+        """`is_due`: mask of the keys that the window admits. Every appearance is counted here, whatever the window
+        decides.
+        """
         at = candidates.locate(keys, now)
         columns = candidates.statistics.read(at)
         columns["count"] = columns["count"] + np.uint32(1)

@@ -1,4 +1,4 @@
-"""A limit on the rows of a table: those not looked up for the longest time make room for new ones."""
+"""A limit on the rows of a table: the least recently looked-up rows are evicted for new ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchfleet.ps.tables.rows.row_statistics import Statistics
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
 
-SWEEP = 4096  # rows dropped in one go
-SAMPLE = 1 << 14  # rows whose ticks say how old the oldest are
-SHARE = 0.1  # of the rows, the oldest, may go in one lap
-MAP_BYTES = 18  # per row, beside the row itself: slots of the map, and its place in the list of free rows
-NUM_DIGITS = 6  # of 16 bits: two of the tick, four of the hash
+SWEEP = 4096  # rows dropped at once
+SAMPLE = 1 << 14  # rows sampled to estimate the ticks of the oldest
+SHARE = 0.1  # share of the rows, the oldest, that one lap may drop
+MAP_BYTES = 18  # per row, beside the row itself: map slots and an entry in the list of free rows
+NUM_DIGITS = 6  # digits of 16 bits in a rank: two of the tick, four of the hash
 
 
 def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange | PackedMap) -> int | None:
-    """How many rows this shard of the table may have; None: as many as there is memory for."""
+    """The maximum number of rows of this shard; None if only memory limits it."""
     limits = []
     if policy.max_rows is not None:
         limits.append(policy.max_rows)
@@ -35,7 +35,7 @@ def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange | Packed
         limits.append(policy.max_bytes // (4 * index.width + MAP_BYTES))
     if not limits:
         return None
-    if min(limits) < spec.num_shards:  # said by all servers alike, so that none of them begins
+    if min(limits) < spec.num_shards:  # every server raises the same error, so none of them starts
         raise TableError(
             f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows, which leaves none for some of the "
             f"{spec.num_shards} servers; raise it"
@@ -45,7 +45,7 @@ def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange | Packed
 
 
 class EvictableRows(Protocol):
-    """What a capacity needs of the rows that it keeps within bounds (RowStore has it)."""
+    """What Capacity needs from a row store (implemented by RowStore)."""
 
     spec: TableSpec
     index: KeyMap | KeyRange | PackedMap
@@ -59,9 +59,9 @@ class EvictableRows(Protocol):
 
 
 class Capacity:
-    """A hand that goes round the rows and drops those whose last lookup is older than nine tenths of all.
+    """A clock hand that sweeps the rows and drops those whose last lookup is among the oldest tenth.
 
-    Which rows are the oldest is read from a sample once per lap: no list has to be kept in order at every lookup.
+    The cut-off tick is estimated from a sample once per lap, so lookups keep no ordered list.
     """
 
     def __init__(self, table: EvictableRows, max_rows: int) -> None:
@@ -70,7 +70,7 @@ class Capacity:
         self._hand = self._cut = 0
 
     def make_room(self, num_new: int, in_use: Rows) -> None:
-        """Drop as many rows as it takes for so many new ones to fit. `in_use`: rows that stay (negative: none)."""
+        """Drop rows until `num_new` new rows fit. `in_use`: rows that must stay; negative numbers are ignored."""
         table = self._table
         assert isinstance(table.index, KeyMap)
         if table.decisions.followed is not None:
@@ -79,13 +79,13 @@ class Capacity:
         if excess <= 0:
             return
         in_use = in_use[in_use >= 0]
-        if num_new + len(in_use) > self.max_rows:  # in_use may repeat
+        if num_new + len(in_use) > self.max_rows:  # in_use may contain repeats
             in_use = np.unique(in_use)
             self.check(num_new + len(in_use))
         self._drop(excess, in_use)
 
     def check(self, num_needed: int) -> None:
-        """Raise TableError if one batch needs more rows than there may be."""
+        """Raise TableError if one batch needs more rows than the capacity."""
         if num_needed > self.max_rows:
             raise TableError(
                 f"table '{self._table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
@@ -93,7 +93,9 @@ class Capacity:
             )
 
     def _drop(self, excess: int, in_use: Rows) -> None:
-        """So many rows, in laps: in each those up to the tick that is the oldest tenth's when it begins."""
+        """Drop `excess` rows, in laps. Each lap drops rows up to the tick that bounded the oldest tenth when the lap
+        began.
+        """
         table = self._table
         assert isinstance(table.index, KeyMap)
         assert table.statistics is not None
@@ -116,7 +118,7 @@ class Capacity:
             excess -= len(old)
 
     def _oldest_tick(self) -> int:
-        """The tick up to which a tenth of the rows were last looked up."""
+        """The tick at or before which a tenth of the rows were last looked up."""
         table = self._table
         assert isinstance(table.index, KeyMap)
         assert table.statistics is not None
@@ -127,11 +129,11 @@ class Capacity:
 
 
 def least_recent(table: EvictableRows, num: int, slice_rows: int) -> Iterator[Keys | None]:
-    """The keys of the `num` rows that were not looked up for the longest time, exactly; of equal ones those with the
-    smaller hash. In slices: None while it is still being found out which they are.
+    """The keys of exactly the `num` least recently looked-up rows; ties are broken by the smaller hash. Works in
+    slices: yields None while the cut-off is still being computed.
 
-    The rank of a row is (tick, hash): 96 bits. Its digits of 16 bits are counted one after the other, each among the
-    rows that share all digits before, until the place where `num` rows lie below is known.
+    The rank of a row is (tick, hash): 96 bits. Its 16-bit digits are counted one after the other, each among the rows
+    that share all digits before it, until the rank below which `num` rows lie is known.
     """
     prefix: list[int] = []
     remaining = num
@@ -142,7 +144,7 @@ def least_recent(table: EvictableRows, num: int, slice_rows: int) -> Iterator[Ke
             counts += np.bincount(digits[-1][same] if prefix else digits[-1], minlength=1 << 16)
             yield None
         ends = np.cumsum(counts)
-        if remaining >= ends[-1]:  # the others of these rows were seen or dropped meanwhile: all that are left go
+        if remaining >= ends[-1]:  # some of these rows were looked up or dropped meanwhile: drop all that are left
             break
         digit = int(np.searchsorted(ends, remaining))  # the first digit at which enough rows lie below or in it
         prefix.append(digit)

@@ -1,7 +1,8 @@
-"""What a table decides while it applies a request, by more than the request: who must go, who is let in.
+"""Decisions of a table that depend on more than the request: which rows are evicted, which keys are admitted.
 
-Which rows are the oldest depends on where rows lie, and who has appeared often enough on all requests before. A server
-that repeats the requests of another does not decide again: it follows what was noted.
+Which rows are the oldest depends on where rows lie in memory, and whether a key has appeared often enough depends on
+all earlier requests. A server that repeats the requests of another does not decide again: it follows the recorded
+decisions.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ _NONE: Keys = np.empty(0, np.uint64)
 
 @dataclass(slots=True)
 class Noted:
-    """Of one request, or one slice of long work."""
+    """The decisions of one request, or of one slice of a long operation."""
 
-    dropped: Keys = field(default_factory=lambda: _NONE)  # rows, before the request or after its keys were served
-    gone: Keys = field(default_factory=lambda: _NONE)  # those of them that are not back at the end
-    forgotten: Keys = field(default_factory=lambda: _NONE)  # keys without a row that are not counted any longer
-    let_in: Keys = field(default_factory=lambda: _NONE)  # by the table's entry
-    carried: Columns = field(default_factory=dict)  # what was known of these
-    left_out: Keys = field(default_factory=lambda: _NONE)  # keys for which there was no room, let in or not
-    saved: Keys = field(default_factory=lambda: _NONE)  # rows that a save has read: what they gathered for it is zero
+    # keys of evicted rows, before the request or after its keys were served
+    dropped: Keys = field(default_factory=lambda: _NONE)
+    gone: Keys = field(default_factory=lambda: _NONE)  # the dropped keys that have no row again at the end
+    forgotten: Keys = field(default_factory=lambda: _NONE)  # candidate keys that are no longer counted
+    let_in: Keys = field(default_factory=lambda: _NONE)  # keys that the table's entry admitted
+    carried: Columns = field(default_factory=dict)  # statistics of the admitted keys
+    left_out: Keys = field(default_factory=lambda: _NONE)  # keys for which there was no room, admitted or not
+    # rows that a save has read: their delta statistic is reset to zero
+    saved: Keys = field(default_factory=lambda: _NONE)
 
     @property
     def is_empty(self) -> bool:
@@ -37,7 +40,7 @@ class Noted:
 
 
 class Decisions:
-    """Notes them while it is told to, or hands out those that are to be followed."""
+    """Records decisions between `begin` and `end`, or replays the ones to follow."""
 
     def __init__(self) -> None:
         self.followed: Noted | None = None
@@ -46,18 +49,18 @@ class Decisions:
         self._carried: list[Columns] = []
 
     def begin(self) -> None:
-        """Note from now on."""
+        """Start recording."""
         self._is_noting = True
 
     def note(self, what: str, keys: Keys, carried: Columns | None = None) -> None:
-        """`what`: a field of Noted. Keys are copied."""
+        """Record keys under `what`, a field of Noted. Keys are copied."""
         if self._is_noting and len(keys):
             self._keys.setdefault(what, []).append(keys.copy())
             if what == "let_in" and carried is not None:
                 self._carried.append({name: column.copy() for name, column in carried.items()})
 
     def end(self) -> Noted | None:
-        """What was noted since `begin`, but for `gone`; None: nothing."""
+        """The decisions since `begin`, without `gone`; None if there were none."""
         self._is_noting = False
         if not self._keys:
             return None
@@ -68,19 +71,19 @@ class Decisions:
         return found
 
     def chosen(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Which of these keys were let in, by what is followed."""
+        """Mask of the keys that the followed decisions admitted."""
         assert self.followed is not None
         return np.isin(keys, self.followed.let_in)
 
     def carried(self, keys: Keys) -> Columns:
-        """What was known of these keys, all of which were let in."""
+        """The statistics of these keys, all of which were admitted."""
         assert self.followed is not None
         order = np.argsort(self.followed.let_in, kind="stable")
         at = order[np.searchsorted(self.followed.let_in, keys, sorter=order)]
         return {name: column[at] for name, column in self.followed.carried.items()}
 
     def with_room(self, keys: Keys) -> Keys:
-        """Those of these keys for which there was room."""
+        """The keys for which there was room."""
         assert self.followed is not None
         found: Keys = keys[~np.isin(keys, self.followed.left_out)]
         return found

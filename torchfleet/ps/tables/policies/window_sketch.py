@@ -32,10 +32,10 @@ class WindowSketch:
         self._words: npt.NDArray[np.uint32] = words.reshape(self.num, NUM_WORDS)
 
     def count(self, keys: Keys, now: int) -> npt.NDArray[np.int64]:
-        """Note one appearance of each, in their order; returns their counts in the window, each with this one.
+        """Count one appearance of each key, in order. Returns the counts in the window, this appearance included.
 
-        A counter takes 255 appearances per pane, and stays there. `now` is in seconds. A clock that goes back counts
-        as if it had stood still. A key that belongs to another shard is a TableError, and nothing has been counted.
+        A counter saturates at 255 appearances per pane. `now` is in seconds; a clock that goes back counts as one that
+        stands still. Raises TableError, with nothing counted, if a key belongs to another shard.
         """
         blocks, counts = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         num_outside = sketch.locate(keys, self._num_blocks, self.first, self.num, blocks)
@@ -52,10 +52,10 @@ class WindowSketch:
         return found
 
     def load(self, start: int, blocks: npt.NDArray[np.uint8]) -> None:
-        """Take in a stretch of saved blocks, the first of which has the number `start`; those of others are left out.
+        """Merge a range of saved blocks, the first of which has the number `start`. Blocks of other shards are ignored.
 
-        Into a new sketch this gives what was saved. A block that has counted already, or comes twice because two
-        servers held it, gets the larger of the two counts everywhere, so that no key is counted too low.
+        In a new sketch the result is what was saved. A block that already has counts, or that comes twice because two
+        servers held it, gets the elementwise maximum, so that no key is counted too low.
         """
         if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != BLOCK_BYTES:
             raise TableError(
@@ -69,5 +69,5 @@ class WindowSketch:
 
     @property
     def num_bytes(self) -> int:
-        """Of all counters: keys are spread over them, so all are soon in use."""
+        """Bytes of all counters: keys are spread over all of them, so all pages are soon in use."""
         return BLOCK_BYTES * self.num

@@ -22,16 +22,17 @@ MAX_LOAD = 0.72
 GROWTH = 1.25
 FIRST_BUCKETS = 64
 SPARE_BUCKETS = 64
-SMALL = 1 << 14  # buckets; below it a map doubles, and is carried over in one go (under a millisecond)
-MOVES_PER_KEY = 2  # buckets carried over per new key: done when the old slots have filled up by 1/16 more
+SMALL = 1 << 14  # buckets; a smaller map doubles, and moves all buckets at once (under a millisecond)
+MOVES_PER_KEY = 2  # buckets moved per new key: the move ends when the old slots have filled up by 1/16 more
 EASY_KEYS = 1 << 16  # a map of less than a megabyte
-SETTLED_BUCKETS = 1 << 11  # carried over at a time while nothing is asked: a fraction of a millisecond
+SETTLED_BUCKETS = 1 << 11  # buckets moved per idle call: a fraction of a millisecond
 KEY_WORDS = 2
 
 
 class KeyMap:
-    """Rows of `num_words` float32 words behind their key; any 64-bit key. Keys per call: at most a few thousand, but
-    for `read`."""
+    """Rows of `num_words` float32 words behind their key; any 64-bit key. A call takes at most a few thousand keys,
+    except `read`.
+    """
 
     offset = KEY_WORDS
 
@@ -54,8 +55,8 @@ class KeyMap:
         self._slots_memory = [Memory(0), Memory(0)]
         self._slots: list[npt.NDArray[np.uint64]] = [np.zeros(2 * BUCKET, np.uint64), np.zeros(0, np.uint64)]
         self.num_keys = 0
-        self._grows_at = 0  # keys for which there are not enough buckets
-        self._arrays: tuple[Any, ...] = ()  # as the kernels take them
+        self._grows_at = 0  # number of keys at which the map must grow
+        self._arrays: tuple[Any, ...] = ()  # in the order of the kernels' arguments
         self._open(FIRST_BUCKETS)
         self._finish_migration()
 
@@ -67,19 +68,20 @@ class KeyMap:
     def num_bytes(self) -> int:
         """Bytes in use: slots, rows up to the highest ever used, the list of free rows, and recent pulls."""
         old, new = (memory.held_bytes for memory in self._slots_memory)
-        if self._migrating:  # in the order of the hash: pages behind the last bucket carried over are untouched
+        if self._migrating:  # moved in hash order: pages behind the last moved bucket are untouched
             new = new * int(self._state[MOVED]) * BUCKET // self._slots[OLD].size
         rows = 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
         return old + new + rows + self.recent.num_bytes
 
     @property
     def num_free_rows(self) -> int:
-        """How many more keys there is room for."""
+        """How many more keys fit."""
         return self.max_rows - self.num_keys
 
     def reserve_for(self, keys: Keys) -> None:
-        """`reserve` for those of these keys that are new. A map never begins to grow for keys that it has, unless it is
-        so small that to grow is cheaper than to look which are new."""
+        """Call `reserve` for the new keys among `keys`. Known keys never make a map grow, unless the map is so small
+        that growing is cheaper than finding out which keys are new.
+        """
         if self.num_keys + len(keys) < self._grows_at:
             return
         num_new = len(keys)
@@ -88,25 +90,26 @@ class KeyMap:
         self.reserve(min(num_new, self.num_free_rows))
 
     def settle(self) -> bool:
-        """Carry some more over while nothing is asked; False: there is nothing to carry over."""
+        """Move some more buckets while the server is idle. Returns False if there is nothing to move."""
         if not self._migrating:
             return False
         self._migrate(SETTLED_BUCKETS)
         return True
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
-        """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
-        the key are brought into the cache for whoever reads or writes them next."""
+        """rows[i] = row of keys[i], or -1; returns the number of missing keys. Prefetches the first `num_words` words
+        behind each key into the cache for the caller's next read or write.
+        """
         return int(key_search.find(*self._arrays, keys, rows, KEY_WORDS + num_words))
 
     def read(self, keys: Keys, rows: Rows, out: npt.NDArray[np.float32]) -> int:
-        """As `find`, and out[i] = the first words behind the key of rows[i]; zeros where there is none."""
+        """As `find`, and out[i] = the first words behind the key of rows[i]; zeros for a missing key."""
         return int(key_search.read(*self._arrays, keys, rows, KEY_WORDS, out.view(np.uint32)))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
-        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
+        """Give rows to the keys that `find` missed. Returns the positions in `keys` of the new ones.
 
-        The caller has checked `num_free_rows`, and has called `reserve` if an error here would come too late.
+        The caller has checked `num_free_rows`, and has called `reserve` if an error at this point would be too late.
         """
         self.reserve(int((rows < 0).sum()))
         fresh = np.empty(len(keys), np.int64)
@@ -118,7 +121,7 @@ class KeyMap:
         return fresh[:num_fresh]
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
-        """Whole rows in one pass; False, and no row changed, while the map grows or has freed rows."""
+        """Load whole rows in one pass. Returns False, with no row changed, while the map grows or has freed rows."""
         self.reserve(len(keys))
         if self._migrating or self._state[NUM_FREE]:
             return False
@@ -129,30 +132,30 @@ class KeyMap:
         return True
 
     def erase(self, keys: Keys) -> int:
-        """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
+        """Remove keys; returns how many were present. Their rows are reused before new ones are allocated."""
         self.recent.forget()
         num_erased = int(hashmap.erase(*self._arrays, self._free_rows, keys))
         self.num_keys -= num_erased
         return num_erased
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
-        """Keys and row numbers of those of these rows that are in use."""
+        """Keys and row numbers of those `rows` that are in use."""
         keys = self.keys_of(rows)
         if not self._state[NUM_FREE]:
             return keys, rows
-        found = np.empty_like(rows)  # a freed row still shows the key it had, but that key no longer leads to it
+        found = np.empty_like(rows)  # a freed row still holds its last key, but that key no longer maps to it
         self.find(keys, found, 0)
         return keys[found == rows], rows[found == rows]
 
     def keys_of(self, rows: Rows) -> Keys:
-        """The keys in these rows, which ascend; of a freed row, the last that it had."""
-        is_run = len(rows) and rows[-1] - rows[0] + 1 == len(rows)  # they ascend: a slice is a plain copy
+        """The keys in these rows, which must ascend; for a freed row, its last key."""
+        is_run = len(rows) and rows[-1] - rows[0] + 1 == len(rows)  # ascending and contiguous: a slice is a plain copy
         words = self._words[rows[0] : rows[-1] + 1, :KEY_WORDS] if is_run else self._words[rows, :KEY_WORDS]
         return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
 
     @property
     def num_row_numbers(self) -> int:
-        """Row numbers ever given out are 0 up to this."""
+        """All row numbers ever allocated are below this."""
         return int(self._state[NEXT_ROW])
 
     @property
@@ -160,7 +163,7 @@ class KeyMap:
         return int(self._num_buckets[OLD]) > 1
 
     def reserve(self, num: int) -> None:
-        """Make room for so many new keys; begins to grow the map if need be. Raises TableError or changes nothing."""
+        """Make room for `num` new keys; starts growing the map if needed. Raises TableError with nothing changed."""
         if self.num_keys + num >= self._grows_at:
             needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
             self._finish_migration()
@@ -170,12 +173,12 @@ class KeyMap:
                 self._finish_migration()
 
     def reserve_at_once(self, num: int) -> None:
-        """As `reserve`, and the map is carried over here and now."""
+        """As `reserve`, and moves all buckets before it returns."""
         self.reserve(num)
         self._finish_migration()
 
     def _open(self, num_buckets: int) -> None:
-        """Begin to grow: today's slots become the old ones, and an empty array stands ready for what is carried."""
+        """Start growing: the current slots become the old ones, and an empty array receives the moved buckets."""
         memory = Memory(8 * BUCKET * (num_buckets + SPARE_BUCKETS))
         if self._slots[NEW].size:
             self._slots[OLD], self._slots_memory[OLD] = self._slots[NEW], self._slots_memory[NEW]
@@ -204,7 +207,7 @@ class KeyMap:
             self._close_old()
 
     def _close_old(self) -> None:
-        """No old slots: one bucket that counts as moved, so that every key's place is in the new ones."""
+        """Leave no old slots: one bucket marked as moved, so that every key is looked up in the new ones."""
         self._slots[OLD], self._slots_memory[OLD] = np.zeros(2 * BUCKET, np.uint64), Memory(0)
         self._num_buckets[OLD] = 1
         self._state[MOVED] = 1

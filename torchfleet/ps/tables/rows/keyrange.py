@@ -1,4 +1,4 @@
-"""Ids 0..size-1 without a map: the row number is the id itself, divided among the servers like cards."""
+"""Ids 0..size-1 without a map: ids are assigned to servers round-robin, and the row number follows from the id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
 
 
 def check_range(keys: Keys, size: int, whose: str) -> None:
-    """Raise TableError, with the first wrong id as it was given, unless all are ids from 0 up to `size`."""
+    """Raise TableError, naming the first wrong id as the user gave it, unless all ids are in 0..size-1."""
     if not all_below(keys, np.uint64(size)):
-        found = keys[keys >= np.uint64(size)].view(np.int64)  # signed, as they were given
+        found = keys[keys >= np.uint64(size)].view(np.int64)  # signed, as the user gave them
         others = f" and {len(found) - 1:,} more like it" if len(found) > 1 else ""
         raise TableError(
             f"{whose}: ids must be 0 to {size - 1:,}, as its declared size (num_embeddings) is {size:,}; found "
@@ -24,7 +24,7 @@ def check_range(keys: Keys, size: int, whose: str) -> None:
 
 
 class KeyRange:
-    """The same contract as KeyMap, for ids id = shard, shard + num_shards, ... below size; row = id // num_shards."""
+    """The contract of KeyMap, for the ids shard, shard + num_shards, ... below size; row = id // num_shards."""
 
     offset = 0
 
@@ -53,19 +53,19 @@ class KeyRange:
         return self.num_row_numbers - self.num_keys
 
     def reserve_for(self, keys: Keys) -> None:
-        """As KeyMap.reserve_for: every id of a declared size has its place."""
+        """As KeyMap.reserve_for. Does nothing: every id has its row."""
 
     def settle(self) -> bool:
-        """Nothing is ever carried over."""
+        """As KeyMap.settle. Always False: nothing is ever moved."""
         return False
 
     def reserve(self, num: int) -> None:
-        """Nothing to do: the place of every id is there."""
+        """As KeyMap.reserve. Does nothing: every id has its row."""
 
     reserve_at_once = reserve
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
-        """There is no quicker way than the usual one."""
+        """As KeyMap.load. Always False: there is no faster way than the usual one."""
         return False
 
     @property
@@ -73,7 +73,7 @@ class KeyRange:
         return self.num_keys * self.width * 4 + self.num_row_numbers
 
     def check(self, keys: Keys) -> None:
-        """Every key is below size and belongs to this server."""
+        """Raise TableError unless every key is below size and belongs to this server."""
         if not len(keys):
             return
         check_range(keys, self._size, f"table '{self._table}'")

@@ -20,22 +20,22 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET, given_table_bytes
 
 HUGE_PAGE = 2 << 20
-RELEASE = 1 << 16  # bytes given back at a time: small next to the slots of a map that is carried over
-LARGEST_KEPT = 32 << 20  # bytes of a buffer that malloc keeps when it is freed; more than this it does not take
-MOST_KEPT = 256 << 20  # bytes that are free at the end of the heap before it shrinks
+RELEASE = 1 << 16  # bytes released at a time: small next to the slots of a map that is being moved
+LARGEST_KEPT = 32 << 20  # largest freed buffer that malloc keeps; malloc accepts no higher value
+MOST_KEPT = 256 << 20  # free bytes at the end of the heap before it shrinks
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in malloc.h
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def physical_bytes() -> int:
-    """The memory that this process may use: the machine's, or its container's if that is less."""
+    """The memory that this process may use: the machine's, or its container's limit if that is lower."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit()
     return machine if limit is None else min(machine, limit)
 
 
 def available_bytes() -> int:
-    """The memory that could be taken now without pushing other things out; never more than `physical_bytes`."""
+    """The memory that can be allocated now without swapping; never more than `physical_bytes`."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -46,17 +46,18 @@ def available_bytes() -> int:
 def max_table_bytes() -> int:
     """The largest size of one table: FLEET_MAX_TABLE_BYTES, or all memory that this process may use.
 
-    Raises TableError if the variable holds no size.
+    Raises TableError if the variable is not a size.
     """
     given = given_table_bytes()
     return physical_bytes() if given is None else given
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed, up to a bound, for the next message.
+    """Let malloc keep freed memory, up to a bound, for the next message.
 
-    It gives buffers of a megabyte back to the system as soon as a few are free side by side, and gets them again page
-    by page: with many clients that took a twentieth of a server's time. Other C libraries have no such setting.
+    By default malloc returns megabyte buffers to the system as soon as a few adjacent ones are free, and faults them in
+    again page by page: with many clients this took a twentieth of a server's time. Other C libraries have no such
+    setting.
     """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -65,7 +66,7 @@ def keep_freed_memory() -> None:
 
 
 class Memory:
-    """A private, zeroed, lazily filled stretch of memory."""
+    """A private, zeroed, lazily allocated range of memory."""
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
@@ -83,19 +84,19 @@ class Memory:
         self._released = 0
 
     def array(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """The whole of it; the array keeps the memory alive."""
+        """The whole range as an array, which keeps the memory alive."""
         return np.frombuffer(self._map, dtype, len(self._map) // np.dtype(dtype).itemsize)
 
     def release_up_to(self, num_bytes: int) -> None:
-        """Give the pages of the first `num_bytes` back to the system; they read as zeros from now on."""
+        """Return the pages of the first `num_bytes` to the system; they read as zeros afterwards."""
         end = num_bytes // RELEASE * RELEASE
         if end > self._released:
             self._map.madvise(mmap.MADV_DONTNEED, self._released, end - self._released)
             self._released = end
 
     def release(self, start: int, stop: int) -> int:
-        """Give those huge pages back to the system that lie between these bytes: if touched again, they come back as
-        huge pages. They read as zeros from now on. Returns where the first of them begins, or `stop` if there is none.
+        """Return the huge pages that lie between these bytes to the system. They read as zeros afterwards, and become
+        huge pages again when touched. Returns where the first of them begins, or `stop` if none lies there.
         """
         base = self.array(np.uint8).ctypes.data
         first = -(-(base + start) // HUGE_PAGE) * HUGE_PAGE - base

@@ -1,4 +1,4 @@
-"""A growing map with narrow rows inside it: the numba kernels of kernels/packed_buckets.py and the memory they use."""
+"""A growing map with narrow rows inside it: the numba kernels of kernels/packed_buckets.py and their memory."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, OLD, OVERFLOW, SAL
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 
-MEMORY = 1.215  # times the bytes of its rows is the most that a large map takes, tags and marks included
-PEAK_LOAD = 0.955  # of the buckets that a growth moves last; beyond it lookups slow down
-SLACK = 1.25  # so much longer than a growth takes is the time until the next one
+MEMORY = 1.215  # most memory of a large map, as a multiple of the bytes of its rows; tags and marks included
+PEAK_LOAD = 0.955  # load of the buckets that a growth moves last; lookups slow down above it
+SLACK = 1.25  # keys until the next growth, as a multiple of the keys that a growth takes
 FIRST_BUCKETS = 32
-SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
+SMALL = 1 << 11  # buckets; a smaller map doubles, and grows at once (under a millisecond)
 LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
-SETTLED_BUCKETS = 1 << 9  # whose rows are moved at a time while nothing is asked: a fraction of a millisecond
+SETTLED_BUCKETS = 1 << 9  # buckets moved per idle call: a fraction of a millisecond
 _NUM_HASHES = 1 << 64
 
 
 class Pace:
-    """How a map with rows of `width` words grows: in small steps, so that it is never much emptier than it must be."""
+    """How a map with rows of `width` words grows: in small steps, so that its load stays high."""
 
     def __init__(self, width: int) -> None:
         num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
         least_load = num_bytes / (4 * width * MEMORY)
-        self.growth = PEAK_LOAD / least_load - 1  # share of its buckets by which it grows
-        self.max_load = PEAK_LOAD / (1 + self.growth / SLACK)  # at which it begins to
-        self.moves_per_key = SLACK / (BUCKET * self.max_load * self.growth)  # buckets moved per new key meanwhile
+        self.growth = PEAK_LOAD / least_load - 1  # share of its buckets by which the map grows
+        self.max_load = PEAK_LOAD / (1 + self.growth / SLACK)  # load at which a growth starts
+        self.moves_per_key = SLACK / (BUCKET * self.max_load * self.growth)  # buckets moved per new key during a growth
 
     def num_buckets(self, num_keys: int) -> int:
-        """For so many keys."""
+        """Buckets for `num_keys` keys."""
         return int(num_keys / (self.max_load * BUCKET)) + 1
 
     def num_moves(self, num_keys: int) -> int:
-        """For so many new keys."""
+        """Buckets to move for `num_keys` new keys."""
         return int(num_keys * self.moves_per_key) + 1
 
 
 class PackedMap:
-    """The contract of KeyMap, but for row numbers: they hold until keys are inserted or erased.
+    """The contract of KeyMap, except that row numbers are valid only until keys are inserted or erased.
 
-    Of the row numbers that are given to `insert_missing` none is out of date when it returns.
+    The row numbers that `insert_missing` fills in are all valid when it returns.
     """
 
     offset = KEY_WORDS
@@ -77,7 +77,7 @@ class PackedMap:
         self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
         self._has_marks = False
         self.num_keys = 0
-        self._arrays = self._tags, self._words, self._num_buckets, self._state  # as the kernels take them
+        self._arrays = self._tags, self._words, self._num_buckets, self._state  # in the order of the kernels' arguments
 
     @property
     def load_factor(self) -> float:
@@ -85,39 +85,44 @@ class PackedMap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use: places, their tags, and their marks if saves are made."""
+        """Bytes in use: rows, their tags, and their marks if saves are made."""
         old, new = self._num_buckets.tolist()
-        num_buckets = new - (new - old) * int(self._state[UNMOVED]) // old  # what is not moved does not take more yet
+        # rows that have not moved take no additional memory yet
+        num_buckets = new - (new - old) * int(self._state[UNMOVED]) // old
         return int(num_buckets + SPARE_BUCKETS) * (BUCKET * (4 * self.width + 1) + 4 * self._has_marks)
 
     @property
     def num_free_rows(self) -> int:
-        """How many more keys there is room for."""
+        """How many more keys fit."""
         return self.max_rows - self.num_keys
 
     def reserve_for(self, keys: Keys) -> None:
-        """As KeyMap.reserve_for. Growth cannot fail, as the address space is there, and waits for new keys."""
+        """As KeyMap.reserve_for. Does nothing: the address space is reserved, so growth cannot fail and waits for new
+        keys.
+        """
 
     def settle(self) -> bool:
-        """Move some more rows while nothing is asked; False: there are none to move."""
+        """Move some more rows while the server is idle. Returns False if there are none to move."""
         if not self._migrating:
             return False
         self._migrate(SETTLED_BUCKETS)
         return True
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
-        """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
-        the key are brought into the cache for whoever reads or writes them next."""
+        """rows[i] = row of keys[i], or -1; returns the number of missing keys. Prefetches the first `num_words` words
+        behind each key into the cache for the caller's next read or write.
+        """
         return int(packed_buckets.find(*self._arrays, keys, rows, KEY_WORDS + num_words))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
-        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
+        """Give rows to the keys that `find` missed. Returns the positions in `keys` of the new ones.
 
-        The caller has checked `num_free_rows`, and has called `reserve` if an error here would come too late.
+        The caller has checked `num_free_rows`, and has called `reserve` if an error at this point would be too late.
         """
         num_missing = int((rows < 0).sum())
         self.reserve(num_missing)
-        self._migrate(self._pace.num_moves(num_missing))  # first: what is inserted does not move before it is used
+        # first, so that inserted rows do not move before they are used
+        self._migrate(self._pace.num_moves(num_missing))
         fresh = np.empty(len(keys), np.int64)
         num_fresh = packed_buckets.insert_missing(*self._arrays, keys, rows, fresh)
         self._expect(num_fresh)
@@ -134,20 +139,21 @@ class PackedMap:
         return True
 
     def erase(self, keys: Keys) -> int:
-        """Take keys out; returns how many of them were there. Other rows may move to fill their places."""
+        """Remove keys; returns how many were present. Other rows may move to fill the gaps."""
         num_erased = int(packed_moves.erase(*self._arrays_with_marks(), keys))
         self.num_keys -= num_erased
         return num_erased
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
-        """Keys and row numbers of those of these rows that are in use."""
+        """Keys and row numbers of those `rows` that are in use."""
         rows = rows[self._tags.view(np.uint8)[rows] != 0]
         return np.ascontiguousarray(self._words[rows, :KEY_WORDS]).view(np.uint64).reshape(-1), rows
 
     def slices(self, num_rows: int, only_marked: bool) -> Iterator[Rows]:
-        """The rows in use, at most so many at a time. `only_marked`: those that the save under way must write.
+        """Yield the rows in use, at most `num_rows` at a time. `only_marked`: only those that the current save must
+        write.
 
-        Keys may be inserted and erased between two slices. A key that is there throughout comes exactly once: slices
+        Keys may be inserted and erased between two slices. A key that is present throughout comes exactly once: slices
         follow the order of the hash, which no growth changes.
         """
         first = 0
@@ -156,12 +162,12 @@ class PackedMap:
             yield rows
 
     def slice_from(self, first: int, num_rows: int, only_marked: bool = False) -> tuple[Rows, int]:
-        """(at most so many rows, in the order of the hash from `first` on; the hash behind the last of them)."""
+        """(at most `num_rows` rows, in hash order from `first` on; the hash after the last of them)."""
         num_hashes = (num_rows << 64) // (int(self._num_buckets[NEW]) * BUCKET)
         return self._slice(first, max(num_hashes, 1), num_rows, only_marked)
 
     def _slice(self, first: int, num_hashes: int, num_rows: int, only_marked: bool) -> tuple[Rows, int]:
-        """(rows of so many hashes, or of fewer if they are too many rows; the hash behind the last)."""
+        """(the rows of `num_hashes` hashes, or of fewer if `num_rows` would be exceeded; the hash after the last)."""
         rows = np.empty(num_rows, np.int64)
         while True:
             last = min(first + num_hashes, _NUM_HASHES) - 1
@@ -172,16 +178,16 @@ class PackedMap:
             num_hashes = (num_hashes + 1) // 2  # one hash is one key
 
     def mark(self, rows: Rows) -> None:
-        """These rows changed since the last save began. Negative numbers are passed over."""
+        """Mark rows that changed since the last save began. Negative numbers are ignored."""
         self._has_marks = True
         packed_moves.mark(self._marks, rows)
 
     def begin_save(self, keeps_last: bool) -> None:
-        """What is marked is what the save under way must write; `keeps_last`: beside what the last one had to."""
+        """Hand the marks over to the save that begins. `keeps_last`: add them to the marks of the save before it."""
         packed_moves.begin_save(self._marks, int(self._num_buckets[NEW]) + SPARE_BUCKETS, keeps_last)
 
     def reserve(self, num: int) -> None:
-        """Make room for so many new keys; begins to grow the map if need be."""
+        """Make room for `num` new keys; starts growing the map if needed."""
         needed = self._pace.num_buckets(self.num_keys + num)
         current = int(self._num_buckets[NEW])
         if needed > current:
@@ -194,7 +200,7 @@ class PackedMap:
                 self._finish_migration()
 
     def reserve_at_once(self, num: int) -> None:
-        """As `reserve`, and every row is moved here and now."""
+        """As `reserve`, and moves every row before it returns."""
         self.reserve(num)
         self._finish_migration()
 
@@ -212,7 +218,7 @@ class PackedMap:
             self._release_gap()
 
     def _release_gap(self) -> None:
-        """Between the old homes that are left and the first new home nothing is stored: no memory either."""
+        """Release the memory between the remaining old homes and the first new home, where nothing is stored."""
         (old, new), unmoved = self._num_buckets.tolist(), int(self._state[UNMOVED])
         first_new = (-(-(unmoved << 32) // old) * new) >> 32
         stop = min(first_new * self._bucket_bytes, self._released)

@@ -1,4 +1,4 @@
-"""Rows of keys that were pulled a moment ago: the push that follows finds them here, without a search."""
+"""Rows of recently pulled keys: the push that follows finds them here, without a search."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchfleet.ps.tables.rows.memory import Memory
 Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
-FEWEST_KEYS = 256  # of a pull that is kept: a search for fewer is cheap
-MOST_PULLS = 128  # on their way back, of all workers together
-MOST_KEYS = 1 << 20  # of all of them: 16 MB
+FEWEST_KEYS = 256  # smallest pull that is kept: a search for fewer keys is cheap
+MOST_PULLS = 128  # pulls kept, of all workers together
+MOST_KEYS = 1 << 20  # keys kept, of all pulls together: 16 MB
 
 _Mark = tuple[int, int, int, int]
 
 
 class RecentPulls:
-    """Keys and rows of training's last pulls. A push takes its own out: what stays was never pushed, and ages.
+    """Keys and rows of the last pulls for training. A push removes its own entry; pulls that are never pushed age out.
 
-    Right as long as no key loses its row; whoever takes one away calls `forget`.
+    Valid as long as no key loses its row. Code that removes a row must call `forget`.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -37,7 +37,7 @@ class RecentPulls:
         return 16 * self._num_keys
 
     def note(self, keys: Keys, rows: Rows) -> None:
-        """These keys are in these rows, all of them. `rows` is kept, `keys` copied: it is memory of a message."""
+        """Remember that these keys are in these rows. Keeps `rows`; copies `keys`, which lies in a message buffer."""
         if not FEWEST_KEYS <= len(keys) <= MOST_KEYS:
             return
         mark = _mark(keys)
@@ -48,7 +48,7 @@ class RecentPulls:
             self._drop(next(iter(self._pulls)))
 
     def take(self, keys: Keys) -> Rows | None:
-        """The rows of these very keys in this order, each of them once; None if they are not known or repeat."""
+        """The rows of exactly these keys in this order; None if the keys are not known or repeat."""
         pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
         if pulled is None or not np.array_equal(pulled[0], keys):
             return None
@@ -57,7 +57,7 @@ class RecentPulls:
         return pulled[1] if all_distinct(pulled[1], self._bits) else None
 
     def forget(self) -> None:
-        """Rows have been given away, and may be another key's."""
+        """Drop all entries: rows were freed, and may belong to other keys."""
         self._pulls.clear()
         self._num_keys = 0
 
@@ -69,5 +69,5 @@ class RecentPulls:
 
 
 def _mark(keys: Keys) -> _Mark:
-    """What tells pulls apart at a glance; whether keys are equal is decided by all of them."""
+    """A cheap fingerprint of a pull. Equality is decided by comparing all keys."""
     return len(keys), int(keys[0]), int(keys[len(keys) // 2]), int(keys[-1])

@@ -1,4 +1,4 @@
-"""What is known of a key beside its value: when it was seen, shows, clicks. Kept only if a policy looks at it."""
+"""Statistics of a key beside its value: when it was seen, shows, clicks. Kept only if a policy reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 Columns = dict[str, npt.NDArray[Any]]  # by name, one value per row
 NUM_PUSHED = 3  # columns behind the gradients of a table that keeps them: show, click, slot
-MAX_DAYS = 4096  # beyond that many days nothing is left of a show
+MAX_DAYS = 4096  # after this many days a show has decayed to nothing
 _FLOATS = ("show", "click", "delta")
 
 
@@ -37,7 +37,7 @@ def row_columns(spec: TableSpec) -> tuple[str, ...]:
 
 
 def candidate_columns(spec: TableSpec) -> tuple[str, ...]:
-    """The statistics of a key that was seen and has no row yet; none if nothing is counted per key."""
+    """The statistics of a candidate, a key that was seen and has no row yet. Empty if nothing is counted per key."""
     if spec.entry.count == 1 and not spec.entry.predicate:
         return ()
     wanted = {"count"}
@@ -53,12 +53,12 @@ def candidate_columns(spec: TableSpec) -> tuple[str, ...]:
 
 
 def is_pushed(spec: TableSpec) -> bool:
-    """Workers send show, click and slot of each key behind its gradient."""
+    """Whether workers send show, click and slot of each key behind its gradient."""
     return bool({"show", "slot"} & {*row_columns(spec), *candidate_columns(spec)})
 
 
 def is_counted(spec: TableSpec) -> bool:
-    """A pull for training changes something, even if all keys have their rows."""
+    """Whether a pull for training changes the table even if all keys have rows."""
     return not spec.entry.is_open or bool(row_columns(spec))
 
 
@@ -73,34 +73,34 @@ class Statistics:
         self._words: npt.NDArray[np.uint32] = index.store.view(np.uint32)
         self._places = np.array([first + names.index(name) if name in names else -1 for name in COLUMNS], np.int64)
         self._powers = decay_powers(entry.show_click_decay_rate)
-        self._arrays = index.store, self._words, index.width, self._places  # as the kernels take them
+        self._arrays = index.store, self._words, index.width, self._places  # in the order of the kernels' arguments
 
     def begin(self, rows: Rows, now: int, tick: int) -> None:
-        """Rows that are new. Their first appearance is noted by `appear`."""
+        """Initialize the statistics of new rows. `appear` records their first appearance."""
         kernels.begin(*self._arrays, rows, np.uint32(now), np.uint32(tick))
 
     def appear(self, rows: Rows, now: int, tick: int) -> None:
-        """Rows that were looked up for training; missing ones (negative) are passed over."""
+        """Record that rows were looked up for training. Missing rows (negative) are ignored."""
         kernels.appear(*self._arrays, rows, np.uint32(now), np.uint32(tick), self._powers)
 
     def add(self, rows: Rows, pushed: npt.NDArray[np.float32]) -> None:
-        """Show, click and slot of a step, added to the rows that are there."""
+        """Add a step's shows, clicks and slots to the rows that exist."""
         weights = np.float32(self._entry.nonclick_weight), np.float32(self._entry.click_weight)
         kernels.add_shows(*self._arrays, rows, pushed, *weights)
 
     def read(self, rows: Rows) -> Columns:
-        """As they are kept."""
+        """The stored columns of these rows."""
         block = np.empty((len(rows), len(self.names)), np.float32)
         row_kernels.gather(self._index.store, self._index.width, self._first, rows, block)
         return split_columns(self.names, block)
 
     def write(self, rows: Rows, columns: Columns) -> None:
-        """Overwrite all of them; a column that is not given is zeros."""
+        """Overwrite all columns; a column that is not given becomes zeros."""
         block = join_columns(self.names, columns, len(rows))
         row_kernels.scatter(self._index.store, self._index.width, self._first, rows, block)
 
     def values(self, columns: Columns, now: int) -> Columns:
-        """What expressions see of columns that were `read`, as of now."""
+        """The values that expressions see at `now`, for columns that were `read`."""
         return expression_values(columns, now, self._entry, self._powers)
 
     def column(self, name: str, rows: Rows) -> npt.NDArray[np.uint32]:
@@ -109,7 +109,7 @@ class Statistics:
         return words
 
     def oldest(self, start: int, stop: int, cut: int, most: int) -> tuple[Rows, int]:
-        """(rows of a stretch with a tick of at most `cut`, so many at most; the row behind the last one looked at)."""
+        """(at most `most` rows of start..stop whose tick is at most `cut`; the row after the last one examined)."""
         rows = np.empty(most, np.int64)
         place = self._places[COLUMNS.index("tick")]
         arguments = self._words, self._index.width, place, start, stop, np.uint32(cut), most, rows
@@ -117,7 +117,7 @@ class Statistics:
         return rows[:num], behind
 
     def put(self, name: str, rows: Rows, values: npt.ArrayLike) -> None:
-        """Set one column of these rows, if it is kept."""
+        """Set one column of these rows, if the table keeps it."""
         place = self._places[COLUMNS.index(name)]
         if place >= 0:
             memory = self._index.store if name in _FLOATS else self._words
@@ -131,7 +131,7 @@ def decay_powers(rate: float) -> npt.NDArray[np.float32]:
 
 
 def expression_values(columns: Columns, now: int, entry: AdmissionEntry, powers: npt.NDArray[np.float32]) -> Columns:
-    """What expressions see of columns as they are kept: shows and clicks decayed, times as days."""
+    """The values that expressions see, from stored columns: decayed shows and clicks, times in days."""
     found: Columns = {name: columns[name] for name in ("count", "delta", "slot") if name in columns}
     if "seen" in columns:
         found["unseen_days"] = _days(columns["seen"], now)
@@ -146,7 +146,7 @@ def expression_values(columns: Columns, now: int, entry: AdmissionEntry, powers:
 
 
 def split_columns(names: tuple[str, ...], block: npt.NDArray[np.float32]) -> Columns:
-    """Words side by side → arrays by name."""
+    """Split adjacent words into arrays by column name."""
     words = block.view(np.uint32)
     return {name: np.ascontiguousarray((block if name in _FLOATS else words)[:, i]) for i, name in enumerate(names)}
 
@@ -161,5 +161,5 @@ def join_columns(names: tuple[str, ...], columns: Columns, num: int) -> npt.NDAr
 
 
 def _days(times: npt.NDArray[np.uint32], now: int) -> npt.NDArray[np.float64]:
-    """Since then; a time that lies ahead counts as now."""
+    """Days since `times`; a time in the future counts as now."""
     return np.maximum(now - times.astype(np.float64), 0.0) / DAY

@@ -1,6 +1,6 @@
-"""Which rows of a table changed, and which keys lost theirs, since the last save: what a delta writes.
+"""The rows that changed and the keys that lost their rows since the last save: what a delta writes.
 
-There are two generations. A save writes one of them, while whatever changes meanwhile belongs to the next.
+There are two generations. A save writes one of them; changes made during the save belong to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Gone:
     def __init__(self) -> None:
         self._pieces: list[Keys] = [np.empty(0, np.uint64)]
         self._num = 0
-        self._is_distinct = True  # one piece without repeats
+        self._is_distinct = True  # a single piece without repeats
         self._compact_at = _COMPACT_AT
 
     def note(self, keys: Keys) -> None:
@@ -37,7 +37,8 @@ class _Gone:
 
     def distinct(self) -> Keys:
         if not self._is_distinct:
-            self._pieces = [unique(np.concatenate(self._pieces))[0].copy()]  # not a view of memory for all
+            # a copy: a view would keep the whole buffer alive
+            self._pieces = [unique(np.concatenate(self._pieces))[0].copy()]
             self._num = len(self._pieces[0])
             self._is_distinct = True
         return self._pieces[0]
@@ -48,7 +49,7 @@ class _Gone:
 
 
 class _Generation:
-    """The changes between two saves. Its address space is that of all rows, its memory that of rows marked."""
+    """The changes between two saves. Reserves address space for all rows, and uses memory only for marked ones."""
 
     def __init__(self, max_rows: int) -> None:
         num_pages = -(-max_rows // PAGE_ROWS)
@@ -62,7 +63,7 @@ class _Generation:
 
 
 class Tracking:
-    """For rows with numbers below `max_rows`. Saves begin one after another, and each says how the last one ended."""
+    """Tracks rows with numbers below `max_rows`. Saves run one after another; each reports how the last one ended."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
@@ -70,21 +71,21 @@ class Tracking:
         self._under_way = _Generation(max_rows)
 
     def mark(self, rows: Rows) -> None:
-        """These rows changed now. Numbers may repeat; negative ones are passed over."""
+        """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
         num_beyond = marks.mark(self._current.words, self._current.pages, self._max_rows, rows)
         if num_beyond:
             raise IndexError(f"{num_beyond} of {len(rows)} row numbers are {self._max_rows:,} or more. This is a bug.")
 
     def note_gone(self, keys: Keys) -> None:
-        """These keys lost their rows now. They are copied."""
+        """Record that these keys lost their rows. Keys are copied."""
         if len(keys):
             self._current.gone.note(keys.copy())
 
     def begin(self, is_committed: bool) -> None:
-        """A save begins: it must write what changed since the one before it began.
+        """Begin a save, which must write everything that changed since the previous save began.
 
-        `is_committed`: the one before is on disk for good, and what it held is forgotten. Otherwise this one must write
-        that as well, which takes a pass over the rows that changed.
+        `is_committed`: the previous save is durable, and its changes are forgotten. Otherwise this save must write them
+        as well, which takes a pass over the changed rows.
         """
         fresh = _Generation(self._max_rows)
         if is_committed:
@@ -95,7 +96,7 @@ class Tracking:
         self._current = fresh
 
     def changed(self, start: int, stop: int) -> Rows:
-        """The row numbers from `start` on and below `stop` that the save under way must write, ascending."""
+        """The row numbers in start..stop that the current save must write, ascending."""
         start, stop = max(start, 0), min(stop, self._max_rows)
         if start >= stop:
             return np.empty(0, np.int64)
@@ -106,15 +107,15 @@ class Tracking:
 
     @property
     def gone(self) -> Keys:
-        """Distinct keys that the save under way must write as gone, in the order in which they went.
+        """Distinct keys that the current save must write as deleted, in the order of their deletion.
 
-        A key that has come back is among them too: whoever writes them leaves it out.
+        A key that got a row again is included; the code that writes the keys must leave it out.
         """
         return self._under_way.gone.distinct()
 
     @property
     def gone_since(self) -> Keys:
-        """The same for the save after it, so far."""
+        """As `gone`, for the next save, so far."""
         return self._current.gone.distinct()
 
     @property
@@ -124,9 +125,9 @@ class Tracking:
 
 
 class PackedTracking:
-    """The contract of Tracking, but for `changed`: a packed map's rows move, and their marks with them, inside the map.
+    """The contract of Tracking without `changed`: rows of a packed map move, and the map moves their marks with them.
 
-    Which rows the save under way must write is asked of the map (`PackedMap.slices`).
+    `PackedMap.slices` yields the rows that the current save must write.
     """
 
     def __init__(self, index: PackedMap) -> None:
@@ -134,16 +135,16 @@ class PackedTracking:
         self._current, self._under_way = _Gone(), _Gone()
 
     def mark(self, rows: Rows) -> None:
-        """These rows changed now. Numbers may repeat; negative ones are passed over."""
+        """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
         self._index.mark(rows)
 
     def note_gone(self, keys: Keys) -> None:
-        """These keys lost their rows now. They are copied."""
+        """Record that these keys lost their rows. Keys are copied."""
         if len(keys):
             self._current.note(keys.copy())
 
     def begin(self, is_committed: bool) -> None:
-        """A save begins, see Tracking.begin. Takes a pass over the marks of all rows."""
+        """Begin a save, see Tracking.begin. Takes a pass over the marks of all rows."""
         self._index.begin_save(keeps_last=not is_committed)
         if is_committed:
             self._under_way = self._current
@@ -153,10 +154,10 @@ class PackedTracking:
 
     @property
     def gone(self) -> Keys:
-        """Distinct keys that the save under way must write as gone, see Tracking.gone."""
+        """Distinct keys that the current save must write as deleted, see Tracking.gone."""
         return self._under_way.distinct()
 
     @property
     def gone_since(self) -> Keys:
-        """The same for the save after it, so far."""
+        """As `gone`, for the next save, so far."""
         return self._current.distinct()

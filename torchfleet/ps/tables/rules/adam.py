@@ -34,7 +34,7 @@ class Adam(RowRule):
     def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
         grad, value = decay_bounds(rule, rate, grad, held[0])
         mean, square = max(held[1], grad), max(held[2], grad * grad)
-        rate /= 1.0 - rule.beta1**step  # which may be infinite itself: so it stands by itself below
+        rate /= 1.0 - rule.beta1**step  # may itself be infinite, so it is computed separately from the product below
         return [value + rate + 2 * rate * max(mean, ratio(rule, mean)), mean, square]
 
     def apply_to_rows(

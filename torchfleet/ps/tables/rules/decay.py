@@ -1,4 +1,4 @@
-"""What rules share: weight decay, coupled and decoupled, and bounds on what an update can reach."""
+"""Shared by the rules: weight decay, coupled and decoupled, and bounds on the results of an update."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.tables.settings.rule import Floats, Rule
 
-_TINY = 1.2e-38  # float32 has fewer digits below it, or none
+_TINY = 1.2e-38  # smallest normal float32
 
 
 def decays(rule: Rule, rate: float) -> tuple[float, float]:
-    """(what is added to a gradient per weight, what a weight is multiplied with): coupled and decoupled decay."""
+    """(added to a gradient per weight, factor of a weight): coupled and decoupled decay."""
     return (0.0, 1.0 - rate * rule.weight_decay) if rule.decoupled_decay else (rule.weight_decay, 1.0)
 
 
 def decayed(rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float) -> Floats:
-    """The gradients for the rows numbered `at`, with coupled weight decay in them; decoupled decay has been applied.
+    """Apply decoupled decay to the rows numbered `at`, and return their gradients with coupled weight decay added.
 
-    Beside the rules: tables without decay, which are most, do without it.
+    Kept outside the rules, so that tables without decay, which are most, do not pay for it.
     """
     decay, factor = decays(rule, rate)
     if rule.decoupled_decay:
@@ -40,5 +40,5 @@ def decay_bounds(rule: Rule, rate: float, grad: float, value: float) -> tuple[fl
 
 
 def ratio(rule: Rule, above: float) -> float:
-    """`above` / (√s + eps) at most, whatever s is."""
+    """An upper bound of `above` / (√s + eps) for any s."""
     return above / rule.eps if rule.eps > _TINY else math.inf

@@ -1,1 +1,1 @@
-"""What a table is told to be: its description, its policies, its clock, who owns which key."""
+"""The settings of a table: its description, policies, clock, and key ownership."""

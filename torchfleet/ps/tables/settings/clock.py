@@ -1,4 +1,4 @@
-"""The time that tables go by: the machine's, or what the job says it is, so that a replayed stream ages as it did."""
+"""The time that tables use: the machine's, or one that the job sets, so that a replayed stream ages as it did."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torchfleet.base.monitor.notices import tell
 
 DAY = 86_400
 MAX_TIME = (1 << 32) - 1  # seconds since 1970, kept in 32 bits per row
-MAX_STEP = 300.0  # seconds by which the wall clock may be set while a server runs: as time services correct it
+# largest step in seconds of the wall clock that is followed while a server runs: a correction by a time service
+MAX_STEP = 300.0
 
 
 class Clock:
     """Seconds since 1970, UTC. Shared by the tables of a server.
 
-    The wall clock says when it was made. From then on the machine's own count of seconds goes on, which nobody can set,
-    and small corrections of the wall clock are followed. One that jumps by days would make every row look old at once.
+    The clock starts at the wall clock's time. From then on it follows the machine's monotonic clock, which cannot be
+    set, and small corrections of the wall clock. A wall clock that jumps by days would make every row look old at once.
     """
 
     def __init__(self) -> None:
@@ -31,12 +32,13 @@ class Clock:
         return self.measured() if self._frozen is None else self._frozen
 
     def freeze(self, seconds: int | None) -> None:
-        """Unless a job sets it, it is this late, until the next call; None: as late as the machine says. A request that
-        is applied again on another server finds the time that it found on the first."""
+        """Fix the measured time to `seconds` until the next call; None: follow the machine again. A time that a job has
+        set takes precedence. A request that another server applies again thus sees the time of the first server.
+        """
         self._frozen = seconds
 
     def measured(self) -> int:
-        """What the machine says, whatever was set."""
+        """The machine's time, even if a job has set another."""
         steady, wall = self._anchor + (_count() - self._counted), time.time()
         if abs(wall - steady) <= MAX_STEP:
             self._anchor, self._counted, self._has_told = wall, _count(), False
@@ -52,19 +54,19 @@ class Clock:
 
     @property
     def given(self) -> int | None:
-        """What a job says it is; None: it says nothing."""
+        """The time that a job has set; None if it has not."""
         return self._set
 
     @property
     def is_set(self) -> bool:
-        """By a job; else it is the machine's."""
+        """Whether a job has set the time; otherwise it is the machine's."""
         return self._set is not None
 
     def set(self, seconds: int) -> None:
-        """From now on it is this late, until the next call."""
+        """Set the time, until the next call."""
         self._set = seconds
 
 
 def _count() -> float:
-    """Seconds since the machine was started; those during which it slept count as well."""
+    """Seconds since the machine booted, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -27,14 +27,14 @@ import numpy.typing as npt
 from torchfleet.base.errors import TableError
 
 MAX_CHARACTERS = 500
-MAX_DEPTH = 32  # parentheses inside each other, those of functions too
+MAX_DEPTH = 32  # nested parentheses, including those of functions
 
 _FOREIGN = re.compile(r"[^A-Za-z0-9_.+\-*/()<>=!, ]")  # no string, no comment, no other alphabet
 _DECIMAL = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")  # not 0x10, 1_000, True
 
 
 class _Operation(NamedTuple):
-    """Done with the last `num` results."""
+    """Applied to the last `num` results."""
 
     num: int
     apply: Callable[..., Any]
@@ -75,21 +75,22 @@ _FUNCTIONS = {
     "sqrt": _Operation(1, np.sqrt),
 }
 
-_Step = float | str | _Operation  # a number, a name's column, or what to do with the results so far
+_Step = float | str | _Operation  # a number, the name of a column, or an operation on the results so far
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A condition that has been read. Two are equal if their texts are."""
+    """A parsed condition. Two are equal if their texts are."""
 
     text: str
-    names: frozenset[str]  # that it uses
+    names: frozenset[str]  # names of the columns that it reads
     steps: tuple[_Step, ...] = field(repr=False, compare=False)
 
     def __call__(self, columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Where it holds: a new array, as long as the columns. Only columns in `names` are looked at.
+        """Mask of the rows for which the condition holds: a new array of the columns' length. Reads only columns in
+        `names`.
 
-        A condition that uses no name is as long as the first column of all.
+        A condition without names gives a mask of the first column's length.
         """
         stack: list[Any] = []
         with np.errstate(all="ignore"):
@@ -108,13 +109,13 @@ class Expression:
 
 
 def parse(text: str, allowed: Collection[str]) -> Expression:
-    """The condition that `text` says, over columns with the `allowed` names. Raises TableError, which says where."""
+    """Parse `text` as a condition over the `allowed` columns. Raises TableError, which names the position."""
     if len(text) > MAX_CHARACTERS:
         raise TableError(f"condition: expected at most {MAX_CHARACTERS} characters, found {len(text):,}")
     return _parse(text, frozenset(allowed))
 
 
-@functools.lru_cache(maxsize=256)  # a declaration is read wherever it is looked at
+@functools.lru_cache(maxsize=256)  # a declaration is parsed each time it is used
 def _parse(text: str, allowed: frozenset[str]) -> Expression:
     reader = _Reader(text, allowed)
     reader.read()
@@ -122,7 +123,9 @@ def _parse(text: str, allowed: frozenset[str]) -> Expression:
 
 
 class _Reader:
-    """The nodes of a text, each of which must be a condition or a number where it stands, as steps."""
+    """Translates the nodes of a parsed text into steps. Each node must be a condition or a number, as its place
+    requires.
+    """
 
     def __init__(self, text: str, allowed: frozenset[str]) -> None:
         self.text, self.allowed = text, allowed
@@ -132,7 +135,7 @@ class _Reader:
         self.steps: list[_Step] = []
 
     def fail(self, at: int, problem: str) -> NoReturn:
-        """`at`: the place in `source`."""
+        """Raise TableError for the position `at` in `source`."""
         raise TableError(f"condition {self.text!r}, column {self.start + at + 1}: {problem}")
 
     def read(self) -> None:
@@ -208,6 +211,6 @@ class _Reader:
         return self.source[node.col_offset : node.end_col_offset]
 
     def said(self, node: ast.expr) -> str:
-        """The node, as an error shows it."""
+        """The source of a node, for an error message."""
         is_condition = isinstance(node, (ast.Compare, ast.BoolOp)) or isinstance(getattr(node, "op", None), ast.Not)
         return f"{'the condition ' * is_condition}{self.segment(node)!r}"

@@ -10,7 +10,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 
 def owners_of(spec: TableSpec, keys: npt.NDArray[np.uint64], num_shards: int) -> npt.NDArray[np.int32]:
-    """The number of the shard that owns each key: by hash, or for declared ids in turn."""
+    """The number of the shard that owns each key: by hash, or round-robin for declared ids."""
     owners = np.empty(len(keys), np.int32)
     if spec.has_size:
         owners[:] = keys % np.uint64(num_shards)

@@ -1,4 +1,4 @@
-"""Which keys get a row, and which rows are dropped: the declarations that a table is made with."""
+"""The declarations of admission (which keys get a row) and eviction (which rows are dropped)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EVICTION_NAMES = ("show", "click", "score", "delta", "slot", "age_days", "unseen
 MAX_COUNT = 1 << 30
 MAX_WINDOW_COUNT = 255  # a counter of the window is one byte
 BLOCK_BYTES = 64  # of the window's counters
-NUM_BLOCKS_STEP = 5040  # divided by every number of servers up to 10, and by many more: a block then has one owner
+NUM_BLOCKS_STEP = 5040  # divisible by every number of servers up to 10 and by many more, so that a block has one owner
 _MAX_DAYS = 36_500.0
-MAX_SHARE = 0.5  # of its rows that a table may lose in one shrink, unless it is declared otherwise
-_MAX_WEIGHT = 1e9  # of shows and clicks: scores stay finite
+MAX_SHARE = 0.5  # default for the share of its rows that a table may lose in one shrink
+_MAX_WEIGHT = 1e9  # limit for the weights of shows and clicks, so that scores stay finite
 
 
 class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """When a key gets a row: when everything that is asked for here holds. The default admits every key at once."""
+    """When a key gets a row: when all conditions given here hold. The default admits every key at once."""
 
     count: int = 1
     probability: float = 1.0
@@ -30,7 +30,7 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     window_hours: float = 0.0
     window_bytes: int = 0
     predicate: str = ""
-    show: str = ""  # names of slots with a number per sample
+    show: str = ""  # names of slots with one number per sample
     click: str = ""
     show_click_decay_rate: float = 1.0  # per day
     nonclick_weight: float = 0.1
@@ -59,7 +59,7 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def names(self) -> frozenset[str]:
-        """Of statistics that the predicate looks at."""
+        """The statistics that the predicate reads."""
         return parse(self.predicate, ADMISSION_NAMES).names if self.predicate else frozenset()
 
     @property
@@ -70,19 +70,19 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def is_open(self) -> bool:
-        """Every key is admitted at its first appearance."""
+        """Whether every key is admitted at its first appearance."""
         return (self.count, self.probability, self.window_count, self.predicate) == (1, 1.0, 1, "")
 
 
 class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which rows are dropped: those for which any of these holds. None: not asked for.
+    """Which rows are dropped: those for which any of these conditions holds. None: no condition.
 
-    `max_rows` and `max_bytes` are for the whole table, over all servers: beyond them those rows go that have not been
-    looked up for the longest time. The two also act between shrinks, when a new row would be one too many.
+    `max_rows` and `max_bytes` apply to the whole table, over all servers: above them the least recently looked-up rows
+    are dropped. Both are also enforced between shrinks, when a new row would exceed them.
     """
 
     delete_after_unseen_days: float | None = None
-    delete_threshold: float | None = None  # of the score
+    delete_threshold: float | None = None  # on the score
     ttl_days: float | None = None
     max_rows: int | None = None
     max_bytes: int | None = None
@@ -90,7 +90,7 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     where: str | None = None
     every_hours: float | None = None
     max_share: float = (
-        MAX_SHARE  # of the rows: a shrink that would drop more drops none (max_rows, max_bytes: any number)
+        MAX_SHARE  # of the rows: a shrink that would drop more drops none (does not limit max_rows and max_bytes)
     )
 
     def __post_init__(self) -> None:
@@ -128,12 +128,12 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def drops_any(self) -> bool:
-        """Something is asked for."""
+        """Whether any condition is set."""
         return msgspec.structs.replace(self, every_hours=None, max_share=MAX_SHARE) != Shrink()
 
     @property
     def names(self) -> frozenset[str]:
-        """Of statistics that the policy looks at, as expressions call them."""
+        """The statistics that the policy reads, by their names in expressions."""
         found = set(parse(self.where, EVICTION_NAMES).names) if self.where is not None else set()
         for field, name in (
             ("delete_after_unseen_days", "unseen_days"),
@@ -154,14 +154,14 @@ def CountFilterEntry(n: int) -> AdmissionEntry:
 
 
 def ProbabilityEntry(p: float) -> AdmissionEntry:
-    """A key is admitted with probability p, decided once and for ever by a hash of the key."""
+    """A key is admitted with probability p, decided by a hash of the key: the same decision every time."""
     return _made(probability=p)
 
 
 def WindowCountEntry(n: int, hours: float = 24.0, max_bytes: int = 64 << 20) -> AdmissionEntry:
     """A key gets its row at its n-th appearance within the last `hours`, counted in `max_bytes` of memory in all.
 
-    Counters are shared by keys whose hashes meet: a key may be admitted early, and is never admitted late by it.
+    Keys whose hashes collide share counters: a key may be admitted early, but never late.
     """
     _expect_number("WindowCountEntry: hours", hours, (int, float), "a number")
     _expect_number("WindowCountEntry: max_bytes", max_bytes, (int,), "a whole number")
@@ -177,7 +177,7 @@ def ShowClickEntry(
     nonclick_weight: float = 0.1,
     click_weight: float = 1.0,
 ) -> AdmissionEntry:
-    """Keep shows and clicks per row, from the slots of these names; they decay by the rate per day.
+    """Keep shows and clicks per row, read from the slots with these names; they decay by the rate per day.
 
     score = nonclick_weight * (show - click) + click_weight * click
     """
@@ -191,17 +191,17 @@ def ShowClickEntry(
 
 
 def PredicateEntry(predicate: str) -> AdmissionEntry:
-    """A key gets its row at the first appearance at which this holds: docs/online.md has the language.
+    """A key gets its row at the first appearance at which the predicate holds. See docs/online.md for the language.
 
     Names: count (appearances, this one included), show, click, score (with ShowClickEntry), age_days (since the first
-    appearance), unseen_days (since the last one before this), slot.
+    appearance), unseen_days (since the previous appearance), slot.
     """
     _expect(bool(predicate), "PredicateEntry: expected a condition like 'count >= 3', found nothing")
     return _made(predicate=predicate)
 
 
 def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> AdmissionEntry:
-    """One entry of several: all of them must admit. Two that set the same thing are an error."""
+    """Combine several entries into one: all of them must admit. Raises an error if two set the same field."""
     if entry is None:
         return AdmissionEntry()
     if isinstance(entry, AdmissionEntry):
@@ -222,7 +222,7 @@ def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> Admissi
 
 
 def _made(**settings: object) -> AdmissionEntry:
-    """With the types checked as well as the values: an entry is declared by users."""
+    """An entry with its types and values checked: users declare entries."""
     try:
         return msgspec.convert(settings, AdmissionEntry)
     except msgspec.ValidationError as error:
@@ -230,7 +230,7 @@ def _made(**settings: object) -> AdmissionEntry:
 
 
 def _expect_number(what: str, value: object, kinds: tuple[type, ...], expected: str) -> None:
-    """None is no number, and means that nothing was asked for."""
+    """Accepts None, which means that the setting was not given."""
     is_number = isinstance(value, kinds) and not isinstance(value, bool)
     _expect(value is None or is_number, f"{what} must be {expected}, found {value!r}")
 

@@ -1,7 +1,7 @@
-"""The optimizers that servers run: the settings of one (Rule), and what each of them declares of itself (RowRule).
+"""The optimizers that servers run: the settings of one (Rule), and the interface of each (RowRule).
 
-RULES names them. A rule is a class in a file of its own in tables/rules, and one line in tables/rules/__init__.py:
-whatever trains, warms up, saves, loads or maps a torch optimizer asks the rule and knows none by its name.
+RULES names them. A rule is a class in a file of its own in tables/rules, and one line in tables/rules/__init__.py: code
+that trains, warms up, saves, loads or maps a torch optimizer asks the rule and refers to none by name.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def expect(condition: bool, text: str) -> None:
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
 
-    `momentum` and `nesterov` act where the rule says so: by SGD on dense tables only, as a row that is touched now and
-    then has no "every step" at which they could act. `weight_decay` acts on the rows that an update touches, and on
-    all of a dense table. `low` and `high` bound sparse weights after each update. `options` are (name, value) of
-    settings that only this rule has; one that is not given has the value that the rule declares.
+    `momentum` and `nesterov` act where the rule supports them: SGD on dense tables only, because a sparse row is not
+    updated at every step. `weight_decay` acts on the rows that an update touches, and on all of a dense table. `low`
+    and `high` bound sparse weights after each update. `options` are (name, value) pairs of settings that only this rule
+    has; the rule declares their defaults.
     """
 
     name: str = "sgd"
@@ -73,66 +73,69 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @functools.cached_property
     def row_rule(self) -> RowRule:
-        """What applies it."""
+        """The object that applies this rule."""
         return RULES[self.name]
 
     def option(self, name: str) -> float:
-        """One of the settings that only this rule has."""
+        """The value of a setting that only this rule has."""
         return dict(self.options).get(name, self.row_rule.options[name])
 
 
 class RowRule(ABC):
-    """How one optimizer updates values: its formula, the state that it keeps behind each value, and the optimizer of
-    torch that it stands for.
+    """How one optimizer updates values: its formula, the state that it keeps per value, and the torch optimizer that it
+    implements.
 
-    A rule is one object without state of its own; `rule` holds the settings of the table at hand.
+    A rule object has no state of its own; `rule` holds the settings of a table.
     """
 
     num_states: int  # numbers of state per value of a sparse row
-    squares: tuple[int, ...] = ()  # which of them are sums of squares, and so never negative
+    squares: tuple[int, ...] = ()  # which of them are sums of squares, never negative
     options: Mapping[str, float] = {}  # settings that only this rule has, with their defaults: Rule.options
-    row_settings: Mapping[str, Any] = {}  # fields of Rule for rows whose param group gives this rule's name alone
-    optimizers: tuple[str, ...] = ()  # full names of the optimizer classes that it stands for: "torch.optim.sgd.SGD"
-    torch_states: tuple[str, ...] = ()  # the names that these give to the state of a parameter, in the rule's order
-    counts_steps: bool = True  # whether these keep "step" beside them
-    is_linear: bool = False  # updates are sums of gradients: geo training may add differences in their place
+    row_settings: Mapping[str, Any] = {}  # fields of Rule for rows whose param group gives only this rule's name
+    optimizers: tuple[str, ...] = ()  # full names of the optimizer classes that it implements: "torch.optim.sgd.SGD"
+    torch_states: tuple[str, ...] = ()  # their names for the state of a parameter, in the rule's order
+    counts_steps: bool = True  # whether they also keep "step"
+    is_linear: bool = False  # updates are linear in the gradients: geo training may add differences instead
 
     def num_dense_states(self, rule: Rule) -> int:
         """Numbers of state per value of a dense block."""
         return self.num_states
 
     def initial_state(self, rule: Rule) -> float:
-        """What the state of a new row, and of a new block, is filled with."""
+        """The initial state of a new row or block."""
         return 0.0
 
     def rate(self, rule: Rule, lr: float, step: int) -> float:
-        """The learning rate of update number `step` (1, 2, ...), where `lr` was asked for."""
+        """The learning rate of update number `step` (1, 2, ...), given the requested `lr`."""
         return lr
 
     def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float] | None:
         """Bounds on the magnitude of values and of each number of state after one update.
 
-        `held`: the bounds before it; `grad`: one on its gradients. None: not known, and every update is tried first.
-        Rounding may double what is added. Of rows, no later update with the same bounds adds more.
+        `held`: the bounds before it; `grad`: a bound on its gradients. Returns None if no bound is known: then every
+        update is tried on a copy first. Rounding may double what is added. For rows, no later update with the same
+        bounds adds more.
         """
         return None
 
     def refused_on_rows(self, rule: Rule) -> str:
-        """The field of `rule` that cannot act on rows, which are touched only now and then; empty if there is none."""
+        """The name of a field of `rule` that cannot act on rows, which are not updated at every step; "" if all can."""
         return "momentum" if rule.momentum else ""
 
     def settings(self, optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of Rule, but for name and rate, by the param group of an optimizer: the one of `optimizers` that it
-        is, or is derived from. Raises ModelError if the rule cannot do what the group asks for."""
+        """Fields of Rule, except name and rate, from the param group of an optimizer. `optimizer` is the entry of
+        `optimizers` that its class is or derives from. Raises ModelError if the rule does not support what the group
+        asks for.
+        """
         return {}
 
     @abstractmethod
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
     ) -> None:
-        """Update the rows numbered `at`, all different, by a gradient each; layout is (width, offset) of the store.
+        """Update the distinct rows numbered `at` by one gradient each; layout is (width, offset) of the store.
 
-        A row is `width` numbers of the store. From `offset` on it holds its values, and then their state.
+        A row is `width` numbers of the store. Its values start at `offset`, followed by their state.
         """
 
     @abstractmethod

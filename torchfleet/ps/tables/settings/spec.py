@@ -1,7 +1,7 @@
-"""What a table is: the description that a client sends and a server builds from. Checked when it is made.
+"""The description of a table, which a client sends and a server builds from. Checked on construction.
 
-Two registries name what there is: RULES, the optimizers (settings/rule.py), and KINDS, the kinds of tables. Both
-are filled whenever anything of ps/tables is imported: tables/rules has one line per rule, tables/kinds.py one per kind.
+Two registries list what exists: RULES, the optimizers (settings/rule.py), and KINDS, the kinds of tables. Both are
+filled whenever anything of ps/tables is imported: tables/rules has one line per rule, tables/kinds.py one per kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Floats, RowRule, Rule, expect
 
-__all__ = [  # those of settings/rule.py too: a table's description comes with its rule
+__all__ = [  # includes the names of settings/rule.py: a table's description contains its rule
     "KINDS",
     "MAX_DIM",
     "MAX_FLOAT",
@@ -68,7 +68,7 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def largest(self) -> float:
-        """No first value is larger."""
+        """An upper bound of the magnitude of initial values."""
         if self.name == "normal":
             return abs(self.a) + 9 * abs(self.b)  # 53 random bits reach 8.3 deviations
         return abs(self.a) + 2.01 * abs(self.b) if self.name == "truncated_normal" else max(abs(self.a), abs(self.b))
@@ -76,21 +76,21 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TableKind:
-    """A kind of table: what clients and saved models must know of it, and what builds it on a server."""
+    """A kind of table: what clients and saved models need to know about it, and its constructor on a server."""
 
     make: Callable[[TableSpec, int, Clock], Any]  # (spec, max_bytes, clock) → a tables.table.Table
-    has_size: bool  # ids below a declared size, which servers own in turn; else any 64-bit key, by its hash
-    is_dense: bool = False  # one flat block; else rows by key
+    has_size: bool  # ids below a declared size, owned by servers round-robin; otherwise any 64-bit key, by its hash
+    is_dense: bool = False  # one flat block; otherwise rows by key
     samples: Callable[[], Iterable[TableSpec]] | None = None  # tables that use all of its kernels, to warm them up
 
 
 def default_kind(is_dense: bool, has_size: bool) -> str:
-    """The name of the kind for a model's tables, unless it asks for another: the first that was registered."""
+    """The name of the default kind for a model's tables: the first that was registered."""
     return next(name for name, kind in KINDS.items() if (kind.is_dense, kind.has_size) == (is_dense, has_size))
 
 
 def kind_named(name: str) -> TableKind:
-    """Raises TableError, with the names that are known, if this is not one of them."""
+    """The kind with this name. Raises TableError, which lists the known names, if there is none."""
     kind = KINDS.get(name)
     if kind is None:
         raise TableError(f"kind must be one of {tuple(KINDS)}, found {name!r}")
@@ -108,10 +108,10 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     kind: str = "sparse"
     dim: int = 1
     size: int = 0
-    rule: Rule = msgspec.field(default_factory=Rule)  # not a default: RULES is filled after this file is read
+    rule: Rule = msgspec.field(default_factory=Rule)  # a factory, because RULES is filled after this file is imported
     initializer: Initializer = ZEROS
     seed: int = 0
-    shard: int = msgspec.field(default=0, name="part")  # the names under which clients send them
+    shard: int = msgspec.field(default=0, name="part")  # "part" is the field's name in messages
     num_shards: int = msgspec.field(default=1, name="num_parts")
     entry: AdmissionEntry = EVERY_KEY
     shrink: Shrink = NO_SHRINK
@@ -149,11 +149,11 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             )
 
     def for_shard(self, shard: int, num_shards: int) -> TableSpec:
-        """What one of `num_shards` servers holds of this table."""
+        """The description of one shard of this table."""
         return msgspec.structs.replace(self, shard=shard, num_shards=num_shards)
 
     def in_memory(self, rule: Rule | None = None) -> TableSpec:
-        """A table of the same rows for any id in one process, whole, that lets every id in and drops no row."""
+        """The description of a table with the same rows for use in one process: unsharded, any id, no policies."""
         return msgspec.structs.replace(
             self,
             kind=default_kind(is_dense=False, has_size=False),
@@ -167,17 +167,17 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     @functools.cached_property
     def number(self) -> int:
-        """How messages name it."""
+        """The table's number in messages."""
         return table_number(self.name)
 
     @functools.cached_property
     def is_dense(self) -> bool:
-        """One flat block; else rows by key."""
+        """Whether it is one flat block; otherwise rows by key."""
         return KINDS[self.kind].is_dense
 
     @functools.cached_property
     def has_size(self) -> bool:
-        """Ids below a declared size; else any 64-bit key."""
+        """Whether ids are below a declared size; otherwise any 64-bit key."""
         return KINDS[self.kind].has_size
 
     @functools.cached_property
@@ -188,13 +188,13 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     @property
     def num_elements(self) -> int:
-        """Of a dense table: how many elements this shard holds."""
+        """The number of elements that this shard of a dense table holds."""
         start, stop = shard_range(self.size, self.shard, self.num_shards)
         return stop - start
 
 
 def differences(one: msgspec.Struct, other: msgspec.Struct, prefix: str = "") -> tuple[str, str]:
-    """The fields in which two descriptions differ, as each of them has it: ("dim=8, rule.lr=0.1", "dim=4, ...")."""
+    """The fields in which two descriptions differ, with the values of each: ("dim=8, rule.lr=0.1", "dim=4, ...")."""
     texts: list[tuple[str, str]] = []
     for field in one.__struct_fields__:
         a, b = getattr(one, field), getattr(other, field)
@@ -207,10 +207,10 @@ def differences(one: msgspec.Struct, other: msgspec.Struct, prefix: str = "") ->
 
 
 def table_number(name: str) -> int:
-    """How messages name a table. Clients and servers agree on it without asking each other."""
+    """The table's number in messages. Computed from the name, so clients and servers agree on it without asking."""
     return zlib.crc32(name.encode())
 
 
 def shard_range(size: int, shard: int, num_shards: int) -> tuple[int, int]:
-    """The elements of a dense table that shard number `shard` of `num_shards` holds: even cuts."""
+    """The elements of a dense table that shard number `shard` of `num_shards` holds: an even split."""
     return size * shard // num_shards, size * (shard + 1) // num_shards

@@ -25,6 +25,6 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def given_table_bytes() -> int | None:
-    """What the environment says; None if it says nothing."""
+    """The size set in the environment; None if it is not set."""
     text = os.environ.get(VARIABLE)
     return parse_bytes(text, VARIABLE) if text else None

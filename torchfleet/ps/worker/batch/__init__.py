@@ -1,1 +1,1 @@
-"""How ids are computed from a batch: recorded once, carried out again on the batches that follow."""
+"""How ids are computed from a batch: recorded once, replayed on the following batches."""

@@ -12,17 +12,17 @@ from torchfleet.base.errors import ModelError
 
 
 class Bags(NamedTuple):
-    """Which ids are put together: bag b holds those from offsets[b] to offsets[b + 1], all bags of a slot together."""
+    """Which ids are pooled: bag b holds those from offsets[b] to offsets[b + 1]; the bags of a slot are adjacent."""
 
     offsets: np.ndarray[Any, Any]
     num_slots: int
     pooling: str = "sum"  # or "mean", or "max"
-    weights: torch.Tensor | None = None  # by id, for a sum
-    by_freq: bool = False  # gradients are divided by how often an id appears
+    weights: torch.Tensor | None = None  # one per id, for a sum
+    by_freq: bool = False  # gradients are divided by the number of times an id appears
 
 
 def split_slots(slots: list[Any], pooling: str) -> tuple[list[torch.Tensor], Bags]:
-    """(the ids of each slot, the bags that they make, one slot after another)."""
+    """(the ids of each slot, their bags, slot by slot)."""
     first = slots[0] if slots else None
     if isinstance(first, torch.Tensor) and first.dim() == 2 and all(_is_like(slot, first) for slot in slots):
         total, width = len(slots) * first.numel(), max(1, first.size(1))
@@ -39,7 +39,9 @@ def split_slots(slots: list[Any], pooling: str) -> tuple[list[torch.Tensor], Bag
 
 @lru_cache(maxsize=16)
 def _even_offsets(total: int, width: int) -> np.ndarray[Any, Any]:
-    """Those of bags of one size, for all batches that are alike: they are as long as a batch's ids. Nobody writes."""
+    """Offsets of bags of one size. Cached for all batches of that shape, as they take as much memory as a batch's ids.
+    Read-only.
+    """
     return np.arange(0, total + 1, width)
 
 
@@ -48,7 +50,7 @@ def _is_like(slot: Any, first: torch.Tensor) -> bool:
 
 
 def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """(ids, where each sample's begin) of a slot: values and offsets, or a block with a row per sample."""
+    """(ids, offsets of the samples) of a slot, given as values and offsets or as a block with one row per sample."""
     if isinstance(slot, torch.Tensor):
         if slot.dim() not in (1, 2):
             raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(slot.shape)}")

@@ -16,7 +16,7 @@ Stamp = tuple[Any, ...]
 
 
 def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
-    """The ids of one slot after another as keys; where they lie so in memory, as they lie."""
+    """The ids of all slots as keys, slot by slot; without a copy if they already lie so in memory."""
     first = slots[0]
     if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
         place, total = first.data_ptr(), 0
@@ -26,7 +26,7 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
             total += ids.numel()
         else:
             room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
-            if total <= room:  # one piece of memory, and not two that happen to be neighbours
+            if total <= room:  # one allocation, not two that happen to be adjacent
                 return as_keys(first.detach().as_strided((total,), (1,)).numpy())
     if len(slots) == 1:
         return as_keys(first.detach().cpu().numpy())
@@ -34,9 +34,9 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
 
 
 def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
-    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place.
+    """A stamp that identifies ids while one of the tensors is alive: torch counts in-place changes.
 
-    Tensors of torch.inference_mode have no such count, and their numbers stand for it.
+    Tensors of torch.inference_mode have no such count; their values are used instead.
     """
     stamp = []
     for ids in slots:
@@ -46,9 +46,9 @@ def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
 
 
 def num_samples(inputs: Any, tensors: Iterable[torch.Tensor]) -> int:
-    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length.
+    """The number of samples in a call of a model: as a batch or slot states it, or the first tensor's length.
 
-    `tensors`: those of the inputs. Of a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes
+    `tensors`: those of the inputs. For a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes
     them, the number of bags.
     """
     told = told_samples(inputs)
@@ -64,9 +64,9 @@ def num_samples(inputs: Any, tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
-    """How many bags begin at these places of a flat list of ids; 0 if these are no places of that list.
+    """The number of bags that begin at these offsets into a flat list of ids; 0 if these are not offsets into it.
 
-    One more place at the end of the list is taken for torch's include_last_offset.
+    A last offset at the end of the list is taken for torch's include_last_offset.
     """
     is_list = offsets.dim() == 1 and 0 < len(offsets) != num_ids and offsets.dtype in (torch.int64, torch.int32)
     if not is_list or offsets.device.type != "cpu":
@@ -78,7 +78,7 @@ def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
 
 
 def told_samples(inputs: Any) -> int | None:
-    """What the first batch or slot among a model's inputs says of itself; None if none of them does."""
+    """The number of samples that the first batch or slot among the inputs states; None if none of them does."""
     if hasattr(inputs, "num_samples"):
         return int(inputs.num_samples)
     if hasattr(inputs, "offsets"):
@@ -100,7 +100,7 @@ def is_no_padding(keys: Keys, padding_idx: int) -> npt.NDArray[np.bool_]:
 
 
 def tensors_of(batch: Any, place: str = "", found: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a batch, however nested, by the place they stand in. They are added to `found`, if it is given."""
+    """All tensors of a batch, however nested, by their place in it. Adds them to `found`, if given."""
     found = {} if found is None else found
     if isinstance(batch, torch.Tensor):
         found[place] = batch
@@ -118,7 +118,7 @@ def tensors_of(batch: Any, place: str = "", found: dict[str, torch.Tensor] | Non
 
 
 def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:
-    """One number per sample, from the tensor of this name in the batch."""
+    """One number per sample, from the batch's tensor with this name."""
     found = [tensor for place, tensor in batch.items() if place.endswith(f".{name}")]
     if not found:
         names = sorted({place.rpartition(".")[2] for place in batch if "." in place})

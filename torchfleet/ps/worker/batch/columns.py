@@ -1,4 +1,4 @@
-"""Columns of one block: where a model takes many of them, with the same functions each, all are computed at once."""
+"""Columns of one block: if a model uses many of them with the same functions, all are computed at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EACH_NUMBER = ("aten::_to_copy", "aten::floor_divide")  # and all that torch ca
 
 
 class Block(NamedTuple):
-    """A two-dimensional tensor of the batch, and functions that are applied to each of its numbers, in their order."""
+    """A two-dimensional tensor of the batch, and elementwise functions to apply to it in order."""
 
     place: str
     width: int
@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A few columns of a block, side by side."""
+    """A few adjacent columns of a block."""
 
     block: Block
     first: int
@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 def column_of(recipe: Recipe) -> Column | None:
-    """The columns that a recipe computes ids from, one from each number; None if it does anything else."""
+    """The columns from which a recipe computes ids elementwise; None if it does anything else."""
     node: Node = recipe.root
     steps: list[tuple[Any, ...]] = []
     while isinstance(node, Result):
@@ -60,7 +60,9 @@ def _is_each_number(node: Result) -> bool:
 
 
 def worth_it(columns: Iterable[Column]) -> set[Block]:
-    """Blocks of which so many columns are used that all of them cost less than those one by one."""
+    """Blocks with enough used columns that computing the whole block is cheaper than computing these columns one by
+    one.
+    """
     used = Counter[Block]()
     for column in set(columns):
         used[column.block] += column.num
@@ -69,13 +71,13 @@ def worth_it(columns: Iterable[Column]) -> set[Block]:
 
 @dataclass
 class Blocks:
-    """The blocks of one batch, each computed when its first column is asked for."""
+    """The blocks of one batch, each computed when its first column is requested."""
 
     _replay: Replay
     _done: dict[Block, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def keys(self, column: Column) -> Keys:
-        """The keys of a block's columns, sample by sample; any exception if this batch has no such block."""
+        """The keys of a block's columns, sample by sample. Raises any exception if this batch has no such block."""
         block = self._done.get(column.block)
         if block is None:
             block = self._done[column.block] = self._computed(column.block)

@@ -1,9 +1,9 @@
-"""Which inputs of a batch reach which table: learned from the first lookups, foreseen from then on.
+"""Which inputs of a batch reach which table: learned from the first lookups, predicted from then on.
 
-When an embedding is asked for ids that are (a view of) a tensor of the batch, the way from the batch to the table is
-remembered, and used at once. Ids that forward computes have a recipe, if the call was recorded. Such a way is used
-once it was right about a second batch, and until it is wrong about one. For the next batches all ids can then be
-collected before the model runs, and pulled in one message per server.
+When an embedding looks up ids that are (a view of) a tensor of the batch, the way from the batch to the table is
+remembered, and used at once. Ids that forward computes have a recipe, if the call was recorded. Such a way is used once
+it was right about a second batch, and until it is wrong about one. For the next batches all ids can then be collected
+before the model runs, and pulled in one message per server.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NOT_YET = Refusal(
 
 @dataclass
 class Way:
-    """From a batch to a table. One that is asleep is not used; it wakes when it was right about a batch."""
+    """A way from a batch to a table. A way that is asleep is not used; it wakes when it was right about a batch."""
 
     table: str
     recipe: Recipe
     padding_idx: int | None
     is_awake: bool = field(default=True, compare=False)
-    is_new: bool = field(default=True, compare=False)  # of this call
-    num_wrong: int = field(default=0, compare=False)  # calls in a row in which it led to none of the ids
+    is_new: bool = field(default=True, compare=False)  # learned in this call
+    num_wrong: int = field(default=0, compare=False)  # consecutive calls in which it led to none of the ids
 
     @cached_property
     def column(self) -> Column | None:
@@ -59,7 +59,7 @@ class Way:
 
 
 class Guess:
-    """The keys that a way expects of a batch, and whether they were looked up."""
+    """The keys that a way predicts for a batch, and whether they were looked up."""
 
     def __init__(self, way: Way, keys: Keys) -> None:
         self.way, self.keys, self.is_right = way, keys, False
@@ -69,31 +69,32 @@ class Guess:
 
 
 class Expected(NamedTuple):
-    """What a table is going to be asked for."""
+    """The predicted lookups in a table."""
 
     keys: Keys
-    stamp: Stamp | None  # of ids that lie in the batch and have no padding; all others are a copy
-    origin: tuple[Any, ...]  # where it is the same for two tables, so are the keys
+    stamp: Stamp | None  # for ids that lie in the batch and have no padding; all others are a copy
+    origin: tuple[Any, ...]  # two tables with the same origin have the same keys
     guesses: list[Guess]  # of the ways that compute ids
 
 
 @dataclass
 class Foresight:
-    """What has been learned: ways from a batch to tables; how often it did not help, and why."""
+    """The ways learned so far, how often prediction failed, and why."""
 
-    ways: tuple[Way, ...] = ()  # replaced and never changed: other threads may be going through it
+    ways: tuple[Way, ...] = ()  # replaced, never changed in place: other threads may be iterating over it
     num_unforeseen: int = 0
-    aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to that in the batch
-    reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, of those whose ids are not foreseen
-    _blocks: set[Block] = field(default_factory=set)  # that are computed as a whole
+    aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to the place in the batch
+    reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, for tables whose ids are not predicted
+    _blocks: set[Block] = field(default_factory=set)  # blocks that are computed as a whole
     _shelf: Shelf = field(default_factory=Shelf)
-    _is_wanted: bool = True  # a call is to be recorded
-    _rest: int = 0  # calls until then
+    _is_wanted: bool = True  # whether a call should be recorded
+    _rest: int = 0  # calls until the next recording
     _next_rest: int = 1
 
     def wants_recording(self) -> bool:
-        """Whether this call is to be recorded: the first one, and in ever larger distances later ones, where ids were
-        looked up that no way leads to."""
+        """Whether to record this call: the first one, and then calls at growing intervals, as long as lookups occur
+        that no way leads to.
+        """
         if not self._is_wanted:
             return False
         if self._rest:
@@ -111,7 +112,7 @@ class Foresight:
         padding_idx: int | None,
         recorder: Recorder | None,
     ) -> None:
-        """An embedding was asked for these ids, padding aside, and not all of them had been foreseen.
+        """Learn from a lookup of these ids (without padding), not all of which were predicted.
 
         `replay`: of the batch. `recorder`: of the call, if it is recorded.
         """
@@ -126,22 +127,23 @@ class Foresight:
                 self._study(replay, table, ids, padding_idx, recorder)
 
     def note_call(self, batch: Mapping[str, torch.Tensor], call: Mapping[str, torch.Tensor]) -> None:
-        """The model is called with tensors of a batch that was brought ahead. Ways begin at places in the call, so that
-        they lead there too where nothing was brought ahead."""
+        """Record that the model is called with tensors of a prefetched batch. Ways begin at places in the call, so that
+        they also apply to calls without prefetching.
+        """
         places = {id(tensor): place for place, tensor in reversed(list(batch.items()))}
         found = {place: places[id(tensor)] for place, tensor in call.items() if id(tensor) in places}
         self.aliases = {**self.aliases, **found}
 
     def in_call(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch's tensors by their places in the call that is to come."""
+        """The batch's tensors by their places in the coming call."""
         return {call: batch[place] for call, place in self.aliases.items() if place in batch}
 
     def lacks(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a way begins at a place that is not known here."""
+        """Whether a way begins at a place that is missing here."""
         return any(way.is_awake and not way.recipe.places <= tensors.keys() for way in self.ways)
 
     def keys(self, replay: Replay) -> dict[str, Expected]:
-        """All ids that this batch is going to ask for, by table."""
+        """All ids that this batch is expected to look up, by table."""
         found: dict[str, list[tuple[Way, torch.Tensor | Keys]]] = {}
         blocks = Blocks(replay)
         for way in self.ways:
@@ -155,7 +157,7 @@ class Foresight:
                     ids = replay.ids(way.recipe)
             except CannotReplay:
                 continue
-            except Exception as error:  # whatever a function of torch has to say to this batch
+            except Exception as error:  # torch functions may raise anything for this batch
                 way.is_awake = False
                 self.reasons[way.table] = Refusal(f"what was recorded failed with another batch: {error}", _GIVE_IT)
                 continue
@@ -167,7 +169,7 @@ class Foresight:
         return expected
 
     def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str]) -> None:
-        """A call has ended. `unforeseen`: tables that were asked for ids that had not been foreseen."""
+        """End a call. `unforeseen`: tables with lookups of ids that were not predicted."""
         for guess in guesses:
             guess.way.is_awake = guess.is_right
         if not unforeseen:
@@ -190,7 +192,7 @@ class Foresight:
         self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:
-        """Whether one of the ways that are asleep leads to these ids; it is used from now on."""
+        """Whether a way that is asleep leads to these ids; if so, it is used from now on."""
         for way in self.ways:
             if way.table == table and not way.is_awake and _leads_to(replay, way.recipe, ids):
                 way.is_awake, way.num_wrong = not way.is_new, 0
@@ -201,7 +203,7 @@ class Foresight:
     def _study(
         self, replay: Replay, table: str, ids: torch.Tensor, padding_idx: int | None, recorder: Recorder | None
     ) -> None:
-        """Learn how these ids came about; or that somebody must look."""
+        """Learn how these ids were computed, or that a call should be recorded."""
         if recorder is None:
             self._is_wanted = self._is_wanted or bool(replay.tensors)
             self.reasons.setdefault(table, NOT_YET if replay.tensors else NO_CALL)
@@ -217,7 +219,7 @@ class Foresight:
 
 
 def _place_of(ids: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Input | None:
-    """Where in the batch ids lie, if they do."""
+    """The place of ids in the batch; None if they do not lie in it."""
     pointer = ids.untyped_storage().data_ptr()
     found = []
     for place, base in batch.items():
@@ -232,7 +234,7 @@ def _place_of(ids: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Input | N
 def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
     try:
         found = replay.ids(recipe)
-    except Exception:  # whatever a function of torch has to say to this batch
+    except Exception:  # torch functions may raise anything for this batch
         return False
     return found.shape == ids.shape and bool((found == ids).all())
 

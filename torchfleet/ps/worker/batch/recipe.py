@@ -1,8 +1,8 @@
-"""Recipes: ids as functions of a batch's tensors, carried out again on every batch.
+"""Recipes: ids as functions of a batch's tensors, replayed on every batch.
 
-A recipe is a small graph. Its leaves are tensors of the batch and constants; a constant is the tensor itself and no
-copy, so that a buffer is read as it is then. Sizes that were those of the recorded batch become those of the batch at
-hand. A recipe is a guess: whoever uses one compares it with what is looked up.
+A recipe is a small graph. Its leaves are tensors of the batch and constants. A constant is the tensor itself, not a
+copy, so a replay reads the current value of a buffer. Sizes of the recorded batch are replaced by those of the current
+batch. A recipe is a guess: its user compares the result with the actual lookup.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that no recorded function made: a buffer, or one that was written down in forward."""
+    """A tensor that no recorded function made: a buffer, or a literal in forward."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a function of torch made of other nodes; `output`: which of its results, if it has several."""
+    """The result of a torch function on other nodes; `output`: the index of the result, if there are several."""
 
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: int | None
-    size: int  # of the graph that ends here, in functions
+    size: int  # number of functions in the graph that ends here
 
     @cached_property
     def has_named_tensors(self) -> bool:
@@ -56,54 +56,55 @@ Node = Input | Constant | Result
 
 @dataclass(frozen=True)
 class Recipe:
-    """How ids come about. `shapes`: those of the batch's tensors that it was recorded with, by their places."""
+    """How ids are computed. `shapes`: those of the batch's tensors at the recording, by their places."""
 
-    root: Node  # of a Shelf: recipes with the same one are the same
+    root: Node  # from a Shelf: recipes with the same root are equal
     shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False)
 
     @cached_property
     def places(self) -> set[str]:
-        """Of the tensors that it begins with."""
+        """Places of the tensors that it starts from."""
         return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
 
     @cached_property
     def is_computed(self) -> bool:
-        """Whether it is more than a look at the batch's own memory."""
+        """Whether it is more than a view of the batch's own memory."""
         return not isinstance(self.root, Input)
 
     @cached_property
     def makes_memory(self) -> bool:
-        """Whether the ids lie in memory that nobody else has."""
+        """Whether the ids lie in memory that nothing else refers to."""
         return isinstance(self.root, Result) and all(out.alias_info is None for out in self.root.func._schema.returns)
 
 
 def nearest(places: Iterable[Input]) -> Input | None:
-    """The best guess among places where a tensor may lie. Slots of a batch may share their memory: a whole tensor of it
-    is better than a window on another; and a place in the model's call better than one in what was brought ahead."""
+    """The best guess among places where a tensor may lie. Slots of a batch may share their memory: a whole tensor is
+    better than a window on another, and a place in the model's call is better than one in a prefetched batch.
+    """
     return min(places, key=lambda at: (at.window.sizes is not None, not at.place.startswith("call")), default=None)
 
 
 class Sizes(NamedTuple):
-    """What has changed since the recording: from old to new, in the first dimension of inputs, and in the others."""
+    """Sizes that changed since the recording, old to new: in the first dimension of inputs, and in the others."""
 
     first: dict[int, int]
     others: dict[int, int]
 
 
 class CannotReplay(Exception):
-    """This batch is not like the one that was recorded."""
+    """This batch differs too much from the recorded one."""
 
 
 @dataclass
 class Replay:
-    """Recipes carried out on one batch. What several of them have in common is computed once."""
+    """Replays recipes on one batch. Parts that several recipes share are computed once."""
 
     tensors: Mapping[str, torch.Tensor]
-    # By the number of a node, which lives as long as it is in here.
+    # By the id of a node, which stays alive while it is in here.
     _done: dict[int, tuple[Node, Any]] = field(default_factory=dict)
 
     def ids(self, recipe: Recipe) -> torch.Tensor:
-        """The ids; any exception if they cannot be had from this batch."""
+        """The ids. Raises any exception if they cannot be computed from this batch."""
         known = self._done.get(id(recipe.root))
         if known is not None:
             ids = known[1]
@@ -117,7 +118,7 @@ class Replay:
         return ids
 
     def _sizes(self, shapes: Mapping[str, torch.Size]) -> Sizes | None:
-        """None where nothing has changed."""
+        """None if no size has changed."""
         sizes: Sizes | None = None
         for place, old in shapes.items():
             if place not in self.tensors:
@@ -164,7 +165,7 @@ class Replay:
 
 
 def in_nests(change: Callable[[Any], Any], found: Any) -> Any:
-    """Arguments of a function with each one changed, also those in lists."""
+    """Apply `change` to each argument of a function, including those in lists."""
     if isinstance(found, (list, tuple)):
         return type(found)([in_nests(change, value) for value in found])
     if isinstance(found, dict):
@@ -173,7 +174,7 @@ def in_nests(change: Callable[[Any], Any], found: Any) -> Any:
 
 
 def _resized(func: torch._ops.OpOverload, args: tuple[Any, ...], sizes: Sizes) -> tuple[Any, ...]:
-    """The arguments of a function, those that are sizes as they are in this batch."""
+    """The arguments of a function, with sizes replaced by those of this batch."""
     name, changed = func._schema.name, list(args)
     for i, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
         if argument.name == "size" and isinstance(value, (list, tuple)):
@@ -187,7 +188,7 @@ def _resized(func: torch._ops.OpOverload, args: tuple[Any, ...], sizes: Sizes) -
 
 
 def _resized_list(shape: list[int], sizes: Sizes) -> list[int]:
-    """A shape with the first number that is the old size, or else a multiple of it, made the new one's."""
+    """A shape in which the first number equal to the old size, or else a multiple of it, is replaced by the new one."""
     for old, new in (*sizes.first.items(), *sizes.others.items()):
         place = next((i for i, number in enumerate(shape) if number == old), None)
         if place is None and old > 0:
@@ -198,13 +199,13 @@ def _resized_list(shape: list[int], sizes: Sizes) -> list[int]:
 
 
 class Shelf:
-    """Nodes of all recipes that somebody holds, each once: recipes that begin alike share them."""
+    """The nodes of all live recipes, each once: recipes that begin alike share nodes."""
 
     def __init__(self) -> None:
         self._nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 
     def put(self, node: Node) -> Node:
-        """The node that stands for this one."""
+        """The shared node that equals this one."""
         if isinstance(node, Result):
             args, kwargs = in_nests(self._child, node.args), in_nests(self._child, node.kwargs)
             node = Result(node.func, args, kwargs, node.output, node.size)
@@ -218,7 +219,7 @@ def _key(node: Node) -> Any:
     if isinstance(node, Input):
         return node
     if isinstance(node, Constant):
-        return id(node.tensor)  # which the node holds
+        return id(node.tensor)  # the node keeps the tensor alive
     return node.func, _hashable(node.args), _hashable(node.kwargs), node.output
 
 

@@ -1,4 +1,4 @@
-"""A call of a model, recorded: how each tensor was computed from the call's inputs, or why that is of no use."""
+"""Recording of a model's call: how each tensor was computed from the inputs, or why the record cannot be used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torchfleet.ps.worker.batch.recipe import Constant, Input, Node, Recipe, Result, in_nests, nearest
 from torchfleet.ps.worker.batch.window import Window
 
-_MOST_FUNCTIONS = 256  # of a recipe
-_MOST_TENSORS = 100_000  # of a recording
+_MOST_FUNCTIONS = 256  # functions in one recipe
+_MOST_TENSORS = 100_000  # tensors in one recording
 _SAME, _LIFT, _EMPTY = "aten::detach", "aten::lift_fresh", ("aten::empty", "aten::new_empty")
 
 
 class Refusal(NamedTuple):
-    """Why ids cannot be known before the model computes them, and what its author can do."""
+    """Why ids cannot be known before the model computes them, and what the model's author can do."""
 
     why: str
     what_to_do: str
@@ -55,10 +55,10 @@ _Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Between `begin` and `end`, notes of every tensor how it was made.
+    """Records how every tensor was made, between `begin` and `end`.
 
-    A tensor is known by its memory: the last one that was made in a place is the one that is there. What is made
-    without torch may be taken for what was there before it, so a recipe is tried before it is believed.
+    A tensor is identified by its memory: the last tensor made at an address is the one that is there. Memory written
+    without torch may be mistaken for the tensor before it, so a recipe is tested before it is used.
     """
 
     supports_higher_order_operators = True  # they pass through
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Stop, unless another mode has come on top: an interrupted call leaves those behind."""
+        """Stop, unless another mode is on top of this one: an interrupted call leaves such modes behind."""
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Recipe(mark, {place: self._shapes[place] for place in places})
 
     def refuse(self, tensor: torch.Tensor, refusal: Refusal) -> None:
-        """What is computed from this tensor has no recipe."""
+        """Mark everything computed from this tensor as having no recipe."""
         self._put(tensor, refusal)
 
     def _note(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.name == _SAME:
             self._put(out, self._mark(args[0]))
             return
-        if schema.name == _LIFT:  # made of Python's numbers, or of numpy's memory
+        if schema.name == _LIFT:  # made from Python numbers or numpy memory
             inside = isinstance(out, torch.Tensor) and _storage(out) in self._inputs
             self._put(out, self._mark(out) if inside else Constant(out))
             return
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return PARAMETERS if tensor.requires_grad else Constant(tensor)
 
     def _note_change(self, tensor: Any) -> None:
-        """A tensor was written to: so was everything that has its memory."""
+        """Record an in-place write, which changes every tensor with the same memory."""
         if not isinstance(tensor, torch.Tensor) or _key_of(tensor) is None:
             return
         storage = _storage(tensor)
@@ -181,12 +181,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _key_of(tensor: torch.Tensor) -> _Key | None:
-    """Where a tensor is and how it lies there; None if it has no memory of its own."""
+    """A tensor's address and layout; None if it has no memory of its own."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return None
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    except RuntimeError:  # a subclass that only stands for others
+    except RuntimeError:  # a wrapper subclass
         return None
 
 
@@ -201,16 +201,16 @@ def _places(node: Node) -> set[str]:
     return places
 
 
-# torch.compile's stance is one for the process: while any owner is about to record a call, calls are not compiled.
-_stance_lock = threading.RLock()  # a garbage collection inside may end an owner
+# torch.compile's stance is global to the process: while any owner is about to record a call, calls are not compiled.
+_stance_lock = threading.RLock()  # a garbage collection inside may finalize an owner
 _owners: set[int] = set()
-_stance: Any = None  # leaving it brings back the one before
+_stance: Any = None  # leaving it restores the previous stance
 
 
 def hold_compiler(owner: object) -> None:
-    """Calls are not compiled until every owner has let go, or is gone: a recorder sees single functions only.
+    """Disable compilation until every owner has let go or is collected: a recorder only sees single functions.
 
-    Nothing happens where the compiler is not imported.
+    Does nothing if the compiler is not imported.
     """
     global _stance
     with _stance_lock:
@@ -222,7 +222,7 @@ def hold_compiler(owner: object) -> None:
 
 
 def let_compiler_go(owner: object) -> None:
-    """Compile again, if no other owner holds it; without effect for one that does not."""
+    """Allow compilation again, if no other owner disables it. Does nothing for an owner that does not."""
     _remove_owner(id(owner))
 
 

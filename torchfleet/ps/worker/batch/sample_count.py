@@ -14,20 +14,20 @@ from torchfleet.ps.worker.batch.batch_tensors import tensors_of, told_samples
 
 @dataclass
 class Count:
-    """Samples since a step; whether the number of all of them is known."""
+    """Samples since a step, and whether all calls had a known number."""
 
     num: int = 0
     is_known: bool = True
 
 
 class SampleCount:
-    """Counts the samples of calls of a model that a backward pass went through, since the last step.
+    """Counts the samples of those model calls since the last step that a backward pass went through.
 
-    Calls without a backward pass (validation) do not count; those of several batches before one step do.
+    Calls without a backward pass (validation) do not count; several batches before one step do.
     """
 
     def __init__(self, model: torch.nn.Module, worker: int, num_optimizers: int = 1) -> None:
-        """Counted for each of the optimizers, as each makes steps of its own."""
+        """Counts separately for each optimizer, as each steps on its own."""
         self._worker = worker
         self._is_told = False
         self._counts = [Count() for _ in range(num_optimizers)]
@@ -36,17 +36,18 @@ class SampleCount:
         self._hook = model.register_forward_hook(note_call, with_kwargs=True)
 
     def close(self) -> None:
-        """The model's calls are counted no longer."""
+        """Stop counting."""
         self._hook.remove()
 
     def reset(self, share: int = 0) -> None:
-        """An optimizer's gradients are dropped, or handed over."""
+        """Reset an optimizer's count: its gradients were dropped or handed over."""
         self._counts[share] = Count()
 
     def take(self, is_nothing: Callable[[], bool], share: int = 0) -> float | None:
-        """The number since an optimizer's last call, or None if it is not known, and a line on stderr says so once.
+        """The number of samples since an optimizer's last call; None if it is not known, which is reported once on
+        stderr.
 
-        `is_nothing`: whether the step has no gradient, so that no sample was to be noticed.
+        `is_nothing`: whether the step has no gradient, so that no sample was expected.
         """
         count, found = self._counts[share], self._found
         self.reset(share)
@@ -71,7 +72,7 @@ class SampleCount:
 
         def count(gradient: torch.Tensor) -> None:
             nonlocal is_counted
-            if not is_counted:  # once for a call, whichever of its outputs comes first
+            if not is_counted:  # once per call, at the first of its outputs
                 is_counted = True
                 for counted in self._counts:
                     counted.is_known = counted.is_known and num is not None
@@ -81,7 +82,9 @@ class SampleCount:
             tensor.register_hook(count)  # type: ignore[no-untyped-call]
 
     def _samples(self, inputs: Any, outputs: list[torch.Tensor]) -> int | None:
-        """What a batch says of itself; else the length that inputs and outputs share; else that of all inputs."""
+        """The number that a batch states; otherwise the common length of inputs and outputs; otherwise that of all
+        inputs.
+        """
         told = told_samples(inputs)
         if told is not None:
             return told

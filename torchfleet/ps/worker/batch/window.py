@@ -1,4 +1,4 @@
-"""Windows on a batch's tensors: the same columns of every batch, however they were taken."""
+"""Windows on a batch's tensors: the same columns of every batch, however they were selected."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Window:
 
     @classmethod
     def of(cls, part: torch.Tensor, base: torch.Tensor) -> Window | None:
-        """What `part` is of `base`, which has the same memory; None if it is something else."""
+        """The window that `part` is on `base`, which shares its memory; None if it is not a window."""
         if not part.numel():
-            return None  # slots of a batch share their memory, and empty ones their place in it
+            return None  # slots of a batch share memory, and empty ones share an address
         offset = part.storage_offset() - base.storage_offset()
         if part.shape == base.shape and part.stride() == base.stride() and not offset:
             return cls()
@@ -31,7 +31,7 @@ class Window:
         return cls(int(offset), tuple(part.shape[1:]), tuple(part.stride()), tuple(base.stride()))
 
     def on(self, base: torch.Tensor) -> torch.Tensor | None:
-        """The same window on another batch's tensor, or None if that is laid out differently."""
+        """The same window on another batch's tensor; None if that has a different layout."""
         if self.sizes is None:
             return base
         if not base.dim() or base.stride() != self.base_strides:
@@ -44,5 +44,5 @@ class Window:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from its first one to its last one in memory."""
+    """Number of elements from the first to the last in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0

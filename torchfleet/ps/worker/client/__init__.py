@@ -1,1 +1,1 @@
-"""Requests to the servers: which server has which key, what is under way, what is sent again."""
+"""Requests to the servers: key ownership, requests in flight, and retries."""

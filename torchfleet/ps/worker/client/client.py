@@ -1,4 +1,4 @@
-"""A worker's view of the fleet of servers: pull and push, to all owners at once."""
+"""A worker's view of all servers: pull and push, to all owners at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchfleet.ps.worker.client.known_tables import NO_KEYS, KnownTable, KnownT
 from torchfleet.ps.worker.client.shard import Floats, Keys, Shards, as_keys
 from torchfleet.ps.worker.client.walks import Walks
 
-MAX_PULLED = 1 << 26  # bytes of rows in one request; a server answers with at most twice as many
+MAX_PULLED = 1 << 26  # bytes of rows in one request; a server replies with at most twice as many
 
 
 class Client(Walks):
     """Pull and push over `channels`, one per server, in the same order in every client. Belongs to one thread.
 
-    Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do
-    not wait; the others do. At most `window` requests per server are under way: one more waits for the oldest.
+    Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do not
+    wait; the others do. At most `window` requests per server are in flight: one more waits for the oldest.
     """
 
     def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
@@ -35,25 +35,27 @@ class Client(Walks):
         self._unawaited: deque[Future[Dense]] = deque()
 
     def create_table(self, spec: TableSpec) -> None:
-        """Make a table on all servers. Doing it again with the same description does no harm."""
+        """Create a table on all servers. Idempotent for the same description."""
         shards = [spec.for_shard(server, self.num_servers) for server in range(self.num_servers)]
         self._ask(Command.CREATE_TABLE, [[pack(shard)] for shard in shards]).result()
         self.attach(spec)
 
     def attach(self, spec: TableSpec) -> None:
-        """Use a table that another client made."""
+        """Use a table that another client created."""
         self._tables[spec.name] = KnownTable(spec, self.num_servers)
 
     def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
-        """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
-        or with create=False read as zeros."""
+        """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat. Missing keys are created, or
+        with create=False read as zeros.
+        """
         return self.pull_tables({table: keys}, create).then(lambda pulled: pulled.rows[table])
 
     def pull_tables(
         self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
     ) -> Future[Pulled]:
-        """Rows of several tables in one message per server, or in several messages if they are very many. `in_step`: of
-        a step that all workers make together."""
+        """Rows of several tables in one message per server, or in several messages if there are too many rows for one.
+        `in_step`: the pull belongs to a step that all workers make together.
+        """
         shards: dict[str, Shards] = {}
         num_bytes, counts = 0, False
         for name, wanted in keys.items():
@@ -62,7 +64,7 @@ class Client(Walks):
             num_bytes += 4 * table.dim * shards[name].num_keys
             counts = counts or (create and table.counts_pulls)
         flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
-        # A pull that counts appearances is one message: it counts a key once, however often it is in it.
+        # A pull that counts appearances must be one message: a server counts a key once per message.
         if num_bytes > MAX_PULLED and not counts:
             return self._pull_in_parts(keys, -(-num_bytes // MAX_PULLED), flags)
         return self._pull(shards, flags, once=counts)
@@ -73,7 +75,7 @@ class Client(Walks):
         return Future.joined([self._pull(own, flags, once=False) for own in shards], Pulled.joined)
 
     def _pull(self, shards: Mapping[str, Shards], flags: int, once: bool) -> Future[Pulled]:
-        """`once`: a repeat of the request must not count its keys again."""
+        """`once`: a retry of the request must not count its keys again."""
         messages: list[list[Array]] = []
         for server in range(self.num_servers):
             arrays = []
@@ -94,7 +96,9 @@ class Client(Walks):
         return self._ask(Command.PULL, messages, flags, once=once, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
-        """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
+        """One update of a sparse table; `lr` overrides the table's own. Do not change `grads` until the
+        future is done.
+        """
         return self.push_tables({table: (keys, grads)}, {} if lr is None else {table: lr})
 
     def push_tables(
@@ -108,12 +112,13 @@ class Client(Walks):
         settings: Sequence[int] = (),
         are_finite: bool = False,
     ) -> Future[Dense]:
-        """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
+        """One update of several tables in one message per server: (keys, rows) for a sparse table, a block for a dense
+        one.
 
-        `num_samples`: how many the gradients come from, by which a mean weights them. `settings`: the numbers that the
-        flags GATHERED and BOUNDED need. `are_finite`: the caller has looked for NaN and infinity in them.
-        If nothing waits for a push, its error is raised by the next push or by `flush`. The result holds the dense
-        tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
+        `num_samples`: the number of samples behind the gradients, which weights them in a mean. `settings`: the numbers
+        that the flags GATHERED and BOUNDED need. `are_finite`: the caller has checked the gradients for NaN and
+        infinity. If nothing waits for a push, the next push or `flush` raises its error. The result holds the dense
+        tables' new values if the flag DENSE_BACK asked for them; it is empty if the reply answered a retry.
         """
         while self._unawaited and self._unawaited[0].is_done:
             self._await_oldest()
@@ -142,7 +147,9 @@ class Client(Walks):
         versions: Mapping[str, Sequence[float]],
         num_samples: float | None,
     ) -> list[list[Array]]:
-        """By server, the first array of a push: for each table its rate, the version that was pulled, the samples."""
+        """By server, the first array of a push: for each table the rate, the pulled version, and the
+        number of samples.
+        """
         for name, rate in rates.items():
             if not 0 <= rate < np.inf:
                 raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
@@ -156,9 +163,9 @@ class Client(Walks):
         return heads
 
     def pull_changed(self, tables: Sequence[str], received: Sequence[int]) -> Future[Changed]:
-        """What other workers changed (geo training): rows of sparse tables, whole dense tables.
+        """The changes of other workers (geo training): rows of sparse tables, whole dense tables.
 
-        `received`: per server, the number of the last result that was taken in; zeros to begin with.
+        `received`: per server, the number of the last reply that was taken in; zeros at first.
         """
         numbers = [self._tables[name].number for name in tables]
         arrays = [
@@ -182,7 +189,9 @@ class Client(Walks):
         return self._ask(Command.PULL, arrays, finish=lambda replies: joined_block(replies, 0))
 
     def pull_block(self, table: str) -> tuple[Floats, int]:
-        """A dense table with its optimizer's state: a row of values, and one for each kind of state; and its steps."""
+        """A dense table with its optimizer's state and step count: one row of values, and one for each
+        kind of state.
+        """
         known = self._tables.dense(table)
         num_rows = 1 + known.spec.num_states
         arrays = [
@@ -197,7 +206,7 @@ class Client(Walks):
         return asked.result()
 
     def set_block(self, table: str, block: Floats, step: int) -> None:
-        """Overwrite a dense table: values and state, as `pull_block` gives them, after so many steps."""
+        """Overwrite a dense table with values and state, as `pull_block` returns them, and set its step count."""
         known = self._tables.dense(table)
         place = Array(known.number, np.array([0, step, WITH_STATE], np.uint64))
         rows = [known.shard_block(row) for row in block]
@@ -207,13 +216,14 @@ class Client(Walks):
     def pull_dense_tables(self, tables: Sequence[str], is_bounded: bool = False) -> Future[Dense]:
         """Several whole dense tables with their versions, in one message per server.
 
-        `is_bounded`: this worker is going to push gradients of them, and no other one may get too far ahead of it.
+        `is_bounded`: this worker will push gradients computed from them, so the servers hold other workers to the
+        bound.
         """
         flags = VERSIONS | (BOUNDED if is_bounded else 0)
         return self._ask(Command.PULL, self._whole(tables), flags, finish=lambda replies: Dense.joined(tables, replies))
 
     def _whole(self, tables: Sequence[str]) -> list[list[Array]]:
-        """What asks each server for its whole shards of dense tables."""
+        """The arrays that request each server's shards of whole dense tables."""
         known = [self._tables.dense(name) for name in tables]
         messages = []
         for server in range(self.num_servers):
@@ -236,23 +246,23 @@ class Client(Walks):
         self._ask(Command.SET, arrays, once=True).result()
 
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
-        """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
+        """Overwrite rows of a sparse table: values, or values and state if `values` is that wide."""
         pairs = self._tables[table].shard_rows(keys, values)
         self._ask(Command.SET, [list(pair) for pair in pairs], once=True).result()
 
     def erase(self, table: str, keys: npt.ArrayLike) -> None:
-        """Drop rows; keys without one are passed over."""
+        """Drop rows; keys without a row are ignored."""
         known = self._tables[table]
         arrays = [[Array(known.number, own)] for own in known.shard_keys(keys).keys]
         self._ask(Command.ERASE, arrays, once=True).result()
 
     def flush(self) -> None:
-        """Wait until every push has been applied; raises what went wrong with any of them."""
+        """Wait until every push has been applied. Raises the error of any of them."""
         while self._unawaited:
             self._await_oldest()
 
     def leave(self) -> None:
-        """Apply what is under way and tell the servers that this worker has done its work."""
+        """Flush, and tell the servers that this worker has finished."""
         self.flush()
         self._ask(Command.LEAVE).result()
 

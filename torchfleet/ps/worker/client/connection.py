@@ -1,4 +1,6 @@
-"""Requests under way to one server: numbered, bounded, repeated when no answer comes, given up in time."""
+"""Requests in flight to one server: numbered, limited by a window, retried without a reply, failed at
+their time-out.
+"""
 
 from __future__ import annotations
 
@@ -32,34 +34,35 @@ from torchfleet.ps.net.wire import (
 )
 
 DEFAULT_WINDOW = 8
-MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
-BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was too busy for; twice as long every time
+MAX_AHEAD = 1 << 10  # changes beyond the oldest unanswered one; a server remembers four times as many
+BUSY_PAUSE = 0.25  # seconds before a retry to a server that was too busy; doubles each time
 MAX_BUSY_PAUSE = 2.0
-FIRST_PAUSE = 2.0  # seconds before a request is sent again to a server that may be away; then twice as long
-TOLD_AT = 3  # attempts after which it is said on the screen that a server is away
-AWAY = 2.0  # seconds without a look at the channel; a longer time is this process's own absence, no server's silence
+FIRST_PAUSE = 2.0  # seconds before a retry to a server that may be down; doubles each time
+TOLD_AT = 3  # attempts before a message reports that a server is down
+AWAY = 2.0  # seconds without polling the channel; a longer gap is this process's own pause, not the server's silence
 
-_incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
+_incarnations: dict[int, int] = {}  # by pid: a forked child is a separate process
 
 
 def incarnation() -> int:
-    """A random number of this process: servers tell it from others with the same worker index by it."""
+    """A random number of this process, by which servers distinguish processes with the same worker index."""
     return _incarnations.setdefault(os.getpid(), secrets.randbits(63) | 1)
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request may take in all, and how often it is sent again within that time.
+    """How long a request may take in all, and how often it is retried within that time.
 
-    Pauses double: with 3 retries in 30 s it is sent at 0, 2, 6 and 14 s, and given up at 30 s.
+    Pauses double: with 3 retries in 30 s a request is sent at 0, 2, 6 and 14 s, and fails at 30 s.
     """
 
     timeout: float = 30.0
     retries: int = 3
-    pause: float | None = None  # a server may be away and come back: sent again after at most so long, to the end
+    # for a server that may be down and come back: the longest pause between retries, until the time-out
+    pause: float | None = None
 
     def resend_at(self, sent: float, attempt: int, timeout: float) -> float:
-        """When to send for the attempt after number `attempt` (1, 2, ...), for a request first sent at `sent`."""
+        """When to retry after attempt number `attempt` (1, 2, ...), for a request first sent at `sent`."""
         if self.pause is not None:
             return sent + min(timeout, sum(min(self.pause, FIRST_PAUSE * 2.0**i) for i in range(attempt)))
         if attempt > self.retries:
@@ -69,7 +72,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Call:
-    """One request and, in the end, its reply or its error."""
+    """One request and, once it is done, its reply or its error."""
 
     command: int
     number: int
@@ -80,10 +83,10 @@ class Call:
     resend_at: float
     attempt: int = 1
     num_refused: int = 0
-    refused: FleetError | None = None  # why the server does not take it now
+    refused: FleetError | None = None  # why the server does not accept it now
     reply: list[Array] | None = None
     error: FleetError | None = None
-    traced: Request | None = None  # if it is part of a step that is traced
+    traced: Request | None = None  # set if it belongs to a traced step
 
     @property
     def is_done(self) -> bool:
@@ -91,7 +94,7 @@ class Call:
 
 
 class Connection:
-    """A client's side of the talk with one server. Belongs to one thread, which does the work while it waits."""
+    """A client's connection to one server. Belongs to one thread, which does the network work while it waits."""
 
     def __init__(
         self,
@@ -119,7 +122,9 @@ class Connection:
     def submit(
         self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
     ) -> Call:
-        """Send a request; waits only while the window is full. `once`: applied once, however often it is sent."""
+        """Send a request. Blocks only while the window is full. `once`: the server applies it once, however often it is
+        sent.
+        """
         if self._is_closed:
             raise FleetError(
                 f"{self.name}: {command.name} after the connection was closed, as fleet.stop_worker() does. Do what "
@@ -147,7 +152,9 @@ class Connection:
         return call
 
     def wait(self, call: Call) -> list[Array]:
-        """The reply, or the error raised. At the latest after the call's time-out."""
+        """Wait for the reply and return it, or raise the call's error. Returns at the latest after the
+        call's time-out.
+        """
         if call.traced is not None and span_recorder.active is not None and not call.is_done:
             with span_recorder.active.waiting(f"wait for {call.traced.name} {self._short_name}"):
                 self._work_until_done(call)
@@ -166,7 +173,7 @@ class Connection:
                 ping = self._ask_if_alive(ping)
 
     def _ask_if_alive(self, ping: Call | None) -> Call | None:
-        """In a wait that other workers may make long: a silent server is asked now and then whether it is there."""
+        """Ping a silent server from time to time during a wait that other workers may make long."""
         if ping is not None and ping.error is not None:
             raise ping.error
         silent = self._channel.now() - self._heard
@@ -182,7 +189,7 @@ class Connection:
         self._channel.close()
 
     def _trace(self, call: Call, spans: span_recorder.Recorder) -> None:
-        """This request is part of the step that the calling thread is at: the server learns its number."""
+        """Attach the calling thread's traced step to this request, so that the server learns its number."""
         message = call.message
         num_bytes = sum(array.data.nbytes for array in message.arrays)
         name = Command(call.command).name.lower()
@@ -200,7 +207,7 @@ class Connection:
             )
 
     def _send(self, call: Call) -> None:
-        # The floor tells the server what it need not remember any longer: all changes below it are settled.
+        # The floor tells the server which replies it may forget: all changes below the floor are settled.
         call.message.floor = self._floor()
         if self._replicas is not None:
             call.message.shard, call.message.term = self._replicas.shard, self._replicas.term
@@ -209,7 +216,7 @@ class Connection:
             self._work()
 
     def _floor(self) -> int:
-        """The oldest change without an answer; the next one if all have theirs."""
+        """The number of the oldest unanswered change; the next number if all are answered."""
         for call in self._calls.values():  # in the order of their sequence
             if call.sequence:
                 return call.sequence
@@ -219,7 +226,7 @@ class Connection:
         return self._next_sequence - self._floor() >= MAX_AHEAD
 
     def _work(self) -> None:
-        """Take in replies: those that are here, or the first that comes before the next deadline."""
+        """Process the replies that have arrived, or wait for the first one until the next deadline."""
         now = self._notice_absence()
         pause = 1.0 if self._calls else 0.0
         for call in self._calls.values():
@@ -229,13 +236,15 @@ class Connection:
             self._take(frames)
             frames = self._channel.receive(0.0) if self._calls else None
         if self._replicas is not None and self._replicas.take_move():
-            self._send_again(list(self._calls.values()), self._channel.now())  # the primary may know of none of them
+            # the primary may have received none of them
+            self._send_again(list(self._calls.values()), self._channel.now())
         if self._calls:
             self._look_at_clock(self._notice_absence())
 
     def _notice_absence(self) -> float:
-        """The time. What passed while this process was suspended, or computed, was no silence of the server: it could
-        have answered at once. So requests get that time again."""
+        """The current time. If this process was suspended or busy computing, extends the deadlines of its requests by
+        that time: the server may have replied at once, so the gap was not its silence.
+        """
         now = self._channel.now()
         away = now - self._looked
         if away > AWAY and self._calls:
@@ -256,7 +265,7 @@ class Connection:
         self._heard = self._channel.now()
         call = self._calls.get(reply.call)
         if call is None:
-            return  # the answer to a repeat
+            return  # the reply to a retry
         if reply.status == ERROR and self._is_busy(call, reply.arrays):
             return
         del self._calls[call.number]
@@ -274,13 +283,13 @@ class Connection:
         self._incarnation = self._incarnation or reply.incarnation
 
     def _take_unreadable(self, frames: Sequence[Frame], error: WireError) -> None:
-        """A server with another version of the protocol ends the call. Else the request is sent again."""
+        """Fail the call if the server has another version of the protocol; otherwise send the request again."""
         call = None if version_of(frames) in (0, VERSION) else self._calls.pop(call_of(frames), None)
         if call is not None:
             call.error = WireError(f"{self.name}: {error}")
 
     def _is_busy(self, call: Call, arrays: list[Array]) -> bool:
-        """Whether the server takes it later; then it is sent again in a moment, within its time."""
+        """Whether the server is too busy for the call; if so, schedules a retry within its time-out."""
         error = self._error(call, arrays)
         if not isinstance(error, ServerBusy):
             return False
@@ -290,7 +299,7 @@ class Connection:
         return True
 
     def _error(self, call: Call, arrays: list[Array]) -> FleetError:
-        """The server's error, as the class it had there where that is one of ours."""
+        """The server's error, as the same class if that is one of ours."""
         try:
             body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}
         except WireError as error:
@@ -317,7 +326,7 @@ class Connection:
                     self._tell_of_absence(call, now)
         again = [call for call in late if not call.is_done]
         if any(call.refused is None for call in again):
-            # A connection that lost one message is not trusted with the others: a new one, and all of them again.
+            # A connection that lost one message is not reused for the others: reconnect, and send all of them again.
             self._channel.reconnect()
             again = list(self._calls.values())
         self._send_again(again, now)

@@ -1,4 +1,4 @@
-"""Requests under way to several servers, and what they bring."""
+"""Requests in flight to several servers, and their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Other = TypeVar("Other")
 
 
 class Dense(dict[str, Floats]):
-    """Whole dense tables by name; `versions`: per server how many updates each had seen, where that is known."""
+    """Whole dense tables by name; `versions`: per server, each table's number of updates, where known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +25,9 @@ class Dense(dict[str, Floats]):
 
     @classmethod
     def joined(cls, tables: Sequence[str], replies: list[list[Array]]) -> Dense:
-        """Tables from the servers' shards, and their versions, if those come behind them; nothing if a server sent no
-        values: it has answered a repeat."""
+        """Join the servers' shards into tables, with their versions if the replies have them. Empty if a server sent no
+        values because it answered a retry.
+        """
         found, has_versions = cls(), True
         for reply in replies:
             if len(reply) < len(tables):
@@ -40,7 +41,7 @@ class Dense(dict[str, Floats]):
 
 
 def joined_block(replies: list[list[Array]], index: int) -> Floats:
-    """A dense table from the servers' shards of it, the arrays with this index."""
+    """Join the servers' shards of a dense table: the arrays with this index."""
     if len(replies) == 1:
         return replies[0][index].data.reshape(-1)
     return np.concatenate([reply[index].data.reshape(-1) for reply in replies])
@@ -48,14 +49,14 @@ def joined_block(replies: list[list[Array]], index: int) -> Floats:
 
 @dataclass(slots=True)
 class Pulled:
-    """Rows by table, and per server how many updates the table had seen by then."""
+    """Rows by table, and per server the table's number of updates at the pull."""
 
     rows: dict[str, Floats]
     versions: dict[str, list[float]]
 
     @staticmethod
     def joined(parts: list[Pulled]) -> Pulled:
-        """Rows of all parts, in their order; versions of the first, which are the oldest."""
+        """Join the rows of all parts, in order. Takes the versions of the first part, which are the oldest."""
         rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows}
         return Pulled(rows, parts[0].versions)
 
@@ -64,7 +65,7 @@ class Pulled:
 class Changed:
     """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys.
 
-    Unless `is_all`, more had been changed than a reply holds: ask again.
+    If `is_all` is False, there were more changes than a reply holds: request again.
     """
 
     numbers: list[int]
@@ -72,11 +73,11 @@ class Changed:
     is_all: bool
 
     def joined(self, later: Changed) -> Changed:
-        """Both; of a key that is in both, what came later stands last."""
+        """Join both; for a key that is in both, the later row comes last."""
         rows = {
             name: (np.concatenate([keys, later.rows[name][0]]), np.concatenate([values, later.rows[name][1]]))
             if len(keys)
-            else later.rows[name]  # which is also how a dense table's newer block takes the older one's place
+            else later.rows[name]  # also replaces the older block of a dense table
             for name, (keys, values) in self.rows.items()
         }
         return Changed(later.numbers, rows, later.is_all)
@@ -84,7 +85,7 @@ class Changed:
 
 @dataclass(slots=True)
 class Future(Generic[Result]):
-    """Requests under way to all servers they concern; `finish` makes the result of their replies."""
+    """Requests in flight to the servers that they concern; `finish` makes the result from the replies."""
 
     _waits: Sequence[tuple[Connection, Call]]
     _finish: Callable[[list[list[Array]]], Result]
@@ -92,11 +93,13 @@ class Future(Generic[Result]):
 
     @property
     def is_done(self) -> bool:
-        """All answers are in. A wait for any of them takes them in, so `result` or another request may be needed."""
+        """Whether all replies are in. Does not poll: replies arrive while the client waits for a result or sends a
+        request.
+        """
         return all(call.is_done for _, call in self._waits)
 
     def result(self) -> Result:
-        """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
+        """Wait for all replies. Raises the first error; every wait ends at the request's time-out."""
         self.is_awaited = True
         replies = []
         for connection, call in self._waits:
@@ -105,7 +108,7 @@ class Future(Generic[Result]):
 
     @classmethod
     def joined(cls, futures: Sequence[Future[Other]], join: Callable[[list[Other]], Result]) -> Future[Result]:
-        """Several at once; `join` makes one result of theirs."""
+        """Several futures as one; `join` combines their results."""
         numbers = [len(future._waits) for future in futures]
         ends = [sum(numbers[: i + 1]) for i in range(len(numbers))]
 
@@ -116,13 +119,13 @@ class Future(Generic[Result]):
         return cls([wait for future in futures for wait in future._waits], finish)
 
     def then(self, choose: Callable[[Result], Other]) -> Future[Other]:
-        """The same request, of whose result `choose` makes another."""
+        """A future of the same requests whose result is passed through `choose`."""
         return Future(self._waits, lambda replies: choose(self._finish(replies)))
 
 
 @dataclass(slots=True)
 class Ready:
-    """A pull that has its result already."""
+    """A pull whose result is already there."""
 
     _pulled: Pulled
 

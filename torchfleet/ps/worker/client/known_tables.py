@@ -1,4 +1,4 @@
-"""The tables that a client knows, and what a request about one of them holds for each server: a shard."""
+"""The tables that a client knows, and how a request about one is split into shards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Pairs = list[tuple[Array, Array]]  # by server: keys and rows
 
 
 class KnownTable:
-    """What requests about a table need to know of it, found out once. Lists that its methods return are by server."""
+    """The properties of a table that requests need, computed once. Lists that its methods return are by server."""
 
     def __init__(self, spec: TableSpec, num_servers: int) -> None:
         self.spec, self.number, self.dim, self.is_dense = spec, spec.number, spec.dim, spec.is_dense
         self.counts_pulls = is_counted(spec)  # whether a pull for training changes something on the servers
-        self._has_statistics = is_pushed(spec)  # whether gradients may have show, click and slot behind them
+        self._has_statistics = is_pushed(spec)  # whether gradients may be followed by show, click and slot
         self._num_servers = num_servers
-        self.ranges: list[tuple[int, int]] = []  # of a dense table: the elements that each server holds
+        self.ranges: list[tuple[int, int]] = []  # for a dense table: the elements that each server holds
         if self.is_dense:
             self.ranges = [shard_range(spec.size, server, num_servers) for server in range(num_servers)]
 
@@ -38,7 +38,7 @@ class KnownTable:
         return shard(self.spec, as_keys(keys), self._num_servers)
 
     def join_rows(self, shards: Shards, replies: list[Floats]) -> Floats:
-        """The servers' rows, in the order of the keys as they came."""
+        """Join the servers' rows in the order of the requested keys."""
         for server, (keys, rows) in enumerate(zip(shards.keys, replies, strict=True)):
             expected = (len(keys), self.dim)
             if rows.dtype != np.float32 or rows.shape != expected:
@@ -46,7 +46,7 @@ class KnownTable:
         return shards.join_rows(replies)
 
     def shard_rows(self, keys: npt.ArrayLike, values: Floats) -> Pairs:
-        """Rows to be set: values, or values and state."""
+        """Split rows to assign: values, or values and state."""
         shards, rows, spec = self.shard_keys(keys), _rows(values), self.spec
         widths = (spec.dim, spec.dim * (1 + spec.num_states))
         if len(rows) != shards.num_keys or rows.shape[1] not in widths:
@@ -58,7 +58,7 @@ class KnownTable:
         return self._pairs(shards.keys, shards.split_rows(rows))
 
     def shard_gradients(self, block: tuple[npt.ArrayLike, Floats] | Floats, are_finite: bool) -> Pairs:
-        """Gradients to be pushed: (keys, rows) of a sparse table, or the block of a dense one."""
+        """Split gradients to push: (keys, rows) of a sparse table, or the block of a dense one."""
         if not isinstance(block, tuple):
             return self._pairs([NO_KEYS] * self._num_servers, self.shard_block(block, are_finite))
         shards, grads = self.shard_keys(block[0]), _rows(block[1])
@@ -73,7 +73,7 @@ class KnownTable:
         return self._pairs(shards.keys, shards.split_rows(grads))
 
     def shard_block(self, values: Floats, are_finite: bool = False) -> list[Floats]:
-        """The values of a dense table, cut into one range per server."""
+        """Split the values of a dense table into one range per server."""
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         if not self.is_dense or len(flat) != self.spec.size:
             self.expect_dense()
@@ -90,7 +90,9 @@ class KnownTable:
             raise TableError(f"table '{self.spec.name}' has rows and is not dense: use pull, push and assign")
 
     def check_finite(self, values: Floats) -> None:
-        """Checked here as well as on the servers: what one of them refuses, none of them may apply."""
+        """Raise TableError unless all are finite. The servers check too, but if one of them refused, others would
+        already have applied their share.
+        """
         if not all_finite(values.reshape(-1).view(np.uint32)):
             raise TableError(
                 f"NaN or infinity in the values for table '{self.spec.name}'; nothing was sent. Look for it in the "
@@ -105,7 +107,7 @@ class KnownTable:
 
 
 class KnownTables(dict[str, KnownTable]):
-    """Tables by name. One that is not known is a TableError that lists those that are."""
+    """Tables by name. An unknown name raises TableError, which lists the known ones."""
 
     def __missing__(self, name: str) -> KnownTable:
         known = ", ".join(f"'{other}'" for other in sorted(self)) or "none"

@@ -1,4 +1,4 @@
-"""Requests to a fleet of servers that are not about rows: meetings of workers, saves, time, statistics."""
+"""Requests to the servers that are not about rows: barriers and gathers, saves, time, statistics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Own = TypeVar("Own", bound="Requests")
 
 
 class Joined(msgspec.Struct):
-    """What a server says of the job to a worker that joins."""
+    """What a server tells a worker that joins."""
 
-    step: int  # steps of all workers that were made so far
-    restarts: int  # how many processes have had this worker's number before
-    num_members: int  # workers that are there now
+    step: int  # steps that all workers have made so far
+    restarts: int  # number of earlier processes with this worker's number
+    num_members: int  # workers that are members now
 
 
 class Requests:
     """Connections to all servers, over `channels`, one per server, in the same order in every client.
 
     Every call sends one message per server, to all of them before it waits for any. At most `window` requests per
-    server are under way: one more waits for the oldest.
+    server are in flight: one more waits for the oldest.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Requests:
 
     @classmethod
     def connect(cls: type[Own], endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Own:
-        """A client of servers at addresses that net/addresses.py knows: tcp:// or ipc://."""
+        """A client of the servers at these addresses, tcp:// or ipc:// (net/addresses.py)."""
         role = options.get("role", Role.FIRST_WORKER)
         names = [f"server {i} ({addresses.shown(endpoint)})" for i, endpoint in enumerate(endpoints)]
         channels = [addresses.connect(endpoint, keys, role, shard) for shard, endpoint in enumerate(endpoints)]
@@ -77,8 +77,9 @@ class Requests:
     def join(
         self, body: dict[str, Any], timeout: float | None = None, claims: Sequence[dict[str, Any]] | None = None
     ) -> list[Joined]:
-        """Tell the servers that this worker is there; returns what each says of the job. `claims`: what it was told
-        of the job, by server. Raises RoleError or CountedOut if one of them refuses it."""
+        """Register this worker with the servers; returns what each tells about the job. `claims`: by server, what this
+        worker was told of the job. Raises RoleError or CountedOut if a server refuses it.
+        """
         arrays = [[pack(body), pack(own)] for own in claims] if claims else [[pack(body)]] * self.num_servers
         asked: Future[list[Joined]] = self._ask(
             Command.JOIN,
@@ -89,7 +90,7 @@ class Requests:
         return asked.result()
 
     def skip_step(self, servers: Collection[int], timeout: float | None = None) -> None:
-        """These servers make one step of all workers in which this one has no part. Returns when it is made."""
+        """Make these servers take one step of all workers without this worker. Returns when the step is made."""
         nothing = [Array(0, np.empty((0, 1)))]
         waits = [
             (connection, connection.submit(Command.PUSH, nothing, SYNC, True, timeout))
@@ -102,13 +103,16 @@ class Requests:
         """Wait until all workers that have not left are here. Server 0 keeps the list."""
         body = pack({"name": name, "num_workers": num_workers, "timeout": float(timeout)})
         first = self._connections[0]
-        # The server ends the wait itself and says who is missing; only if it is silent the client gives up.
+        # The server ends the wait itself and names the missing workers; the client gives up only if the server is
+        # silent.
         first.wait(first.submit(Command.BARRIER, [body], once=True, timeout=timeout + self._patience.timeout))
 
     def gather(
         self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float, first: int = 0
     ) -> dict[int, bytes]:
-        """What every worker brought, by worker, once all that have not left are here: `num_workers` from `first` on."""
+        """Each worker's data, by worker, once all that have not left are here: `num_workers` workers
+        from `first` on.
+        """
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
         if first:  # 0 is the server's default
             body["first"] = first
@@ -118,13 +122,13 @@ class Requests:
         return {array.number: array.data.tobytes() for array in reply}
 
     def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
-        """Parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
+        """Send parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
         keeper = self._connections[to % self.num_servers]
         arrays = [pack({"topic": topic, "to": to, "number": number}), *parcel]
         return bool(keeper.wait(keeper.submit(Command.SEND, arrays))[0].data[0, 0])
 
     def take(self, topic: str, worker: int, received: int) -> list[tuple[int, list[npt.NDArray[Any]]]]:
-        """(number, arrays) of parcels for this worker after number `received`, which can then be forgotten."""
+        """(number, arrays) of parcels for this worker after number `received`. The server may forget those up to it."""
         keeper = self._connections[worker % self.num_servers]
         reply = keeper.wait(keeper.submit(Command.TAKE, [pack({"topic": topic, "received": received})]))
         parcels, at = [], 0
@@ -151,20 +155,22 @@ class Requests:
         parent: int = 0,
         delta: bool = False,
     ) -> list[Saved]:
-        """Every server writes its tables into a folder of `dirname`; returns what each has written.
+        """Make every server write its tables into a folder of `dirname`; returns what each has written.
 
-        `token` tells this save from others; `delta`: only what changed since the save with the token `parent`.
+        `token` identifies this save; `delta`: write only what changed since the save with the token `parent`.
         """
         body = {"dirname": dirname, "folder": folder, "with_state": with_state, "parent": parent, "delta": delta}
         replies = self._work(Command.SAVE, body, timeout, token)
         return [unpack(reply[0], Saved) for reply in replies]
 
     def set_clock(self, seconds: int, timeout: float = 600.0) -> dict[str, int]:
-        """Set the time of all tables. Returns how many rows of which table the shrinks that became due dropped."""
+        """Set the time of all tables. Returns by table how many rows were dropped by shrinks that became due."""
         return _summed(self._work(Command.CLOCK, {"now": seconds}, timeout))
 
     def shrink(self, table: str, policy: Shrink, timeout: float = 600.0) -> dict[str, int]:
-        """Drop rows by this policy, or by the tables' own if it asks for nothing. How many, by table."""
+        """Drop rows by this policy, or by the tables' own if it is empty. Returns the number of dropped
+        rows by table.
+        """
         return _summed(self._work(Command.SHRINK, {"table": table, "policy": policy}, timeout))
 
     def inspect(self, table: str, top: int = 10, timeout: float = 600.0) -> list[dict[str, Any]]:
@@ -180,9 +186,10 @@ class Requests:
         return asked.result()
 
     def unready(self, timeout: float) -> dict[str, str]:
-        """Servers that do not serve yet, by name: "" if it gave no answer within `timeout` seconds, else what it does.
+        """Servers that do not serve yet, by name, with what they are doing; "" if no reply came within `timeout`
+        seconds.
 
-        Raises what a server answers if it refuses this client.
+        Raises the server's error if it refuses this client.
         """
         asked = [(connection, connection.submit(Command.PING, [], timeout=timeout)) for connection in self._connections]
         found = {}
@@ -200,7 +207,7 @@ class Requests:
         self._ask(Command.PING).result()
 
     def stop_servers(self) -> None:
-        """End all servers; needs the launcher's role."""
+        """Stop all servers; needs the launcher's role."""
         self._ask(Command.STOP).result()
 
     def close(self) -> None:
@@ -216,7 +223,7 @@ class Requests:
         self.close()
 
     def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[list[Array]]:
-        """All servers do something that takes long; a repeat of the request is known by its token."""
+        """Run a long command on all servers. A retry of the request is recognized by its token."""
         packed = pack({**body, "token": token or secrets.randbits(63)})
         arrays = [[packed]] * self.num_servers
         asked: Future[list[list[Array]]] = self._ask(command, arrays, timeout=timeout, finish=lambda replies: replies)
@@ -231,7 +238,7 @@ class Requests:
         timeout: float | None = None,
         finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
     ) -> Future[Any]:
-        """One message to each server. `arrays`: by server; none of them has any unless given."""
+        """One message to each server. `arrays`: by server; empty unless given."""
         by_server = arrays if arrays is not None else [[]] * self.num_servers
         waits = []
         for connection, own in zip(self._connections, by_server, strict=True):
@@ -240,7 +247,7 @@ class Requests:
 
 
 def _summed(replies: list[list[Array]]) -> dict[str, int]:
-    """Counts by table, of all servers together."""
+    """Sum the servers' counts by table."""
     total: Counter[str] = Counter()
     for reply in replies:
         total.update(unpack(reply[0], dict[str, int]))

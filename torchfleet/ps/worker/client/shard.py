@@ -1,4 +1,4 @@
-"""Which server owns which key: the keys of a request divided into shards, the same way in every process."""
+"""Which server owns which key: splits the keys of a request into shards, the same way in every process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_keys(keys: npt.ArrayLike) -> Keys:
 class Shards:
     """The keys of one request, by server.
 
-    `places`: by server, where in the request its keys stood; None with one server, whose keys are those of the request.
+    `places`: by server, the positions of its keys in the request; None with a single server.
     """
 
     num_keys: int
@@ -39,7 +39,7 @@ class Shards:
     places: list[Places] | None = None
 
     def split_rows(self, values: Floats) -> list[Floats]:
-        """Rows in the order of the request → by server, in the order of its keys."""
+        """Split rows in the order of the request by server, in the order of its keys."""
         if self.places is None:
             return [values]
         out, start = np.empty_like(values), 0
@@ -52,7 +52,7 @@ class Shards:
         return split
 
     def join_rows(self, replies: list[Floats]) -> Floats:
-        """The servers' rows → in the order of the request."""
+        """Join the servers' rows in the order of the request."""
         if self.places is None:
             return replies[0]
         joined = np.empty((self.num_keys, replies[0].shape[1]), np.float32)

@@ -1,4 +1,4 @@
-"""Walks over all rows of a table, on all servers at once, in messages of a few megabytes."""
+"""Iteration over all rows of a table, on all servers at once, in messages of a few megabytes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torchfleet.ps.worker.client.connection import Call, Connection
 from torchfleet.ps.worker.client.requests import Requests
 from torchfleet.ps.worker.client.shard import Floats, Keys
 
-WALK_BYTES = 4 << 20  # of one reply
+WALK_BYTES = 4 << 20  # bytes of one reply
 _KEY_BYTES = 8
 
 
 class Walks(Requests):
-    """Requests that bring whole tables."""
+    """Requests that return whole tables."""
 
     def walk(self, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
-        """(keys, values) of all rows of a table, some at a time, in no order; the next ones are on their way meanwhile.
+        """Yield (keys, values) of all rows of a table, in chunks, in no order. The next chunks are requested meanwhile.
 
-        Keys are distinct, unless a row goes and comes back during the walk. The arrays belong to the caller's next
-        step only: they lie over a message. Whoever stops early closes the client.
+        Keys are distinct, unless a row is dropped and created again during the walk. The arrays are valid only until
+        the next iteration: they are views of a message. A caller that stops early must close the client.
         """
         num_rows = max(1, WALK_BYTES // (_KEY_BYTES + 4 * spec.dim))
 

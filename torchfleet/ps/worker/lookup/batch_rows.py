@@ -1,4 +1,6 @@
-"""The rows of one batch: pulled once for all lookups, differentiated through, and handed over for the push."""
+"""The rows of one batch: pulled once for all lookups, differentiated through, and their gradients collected for the
+push.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,38 @@ Index = npt.NDArray[np.int32]
 
 
 class BatchRows:
-    """One table's rows for one batch: distinct keys, their values, and the gradients that came back for them."""
+    """One table's rows for one batch: distinct keys, their values, and their accumulated gradients."""
 
     def __init__(self, dim: int, on_gradient: Callable[[BatchRows], None]) -> None:
         self.dim = dim
-        self._on_gradient = on_gradient  # called when the first gradient comes back
+        self._on_gradient = on_gradient  # called at the first gradient
         self.keys: Keys = np.empty(0, np.uint64)
         self.values: Floats = np.empty((0, dim), np.float32)
         self.versions: list[float] = []
         self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
-        self.expected_index: Index = np.empty(0, np.int32)  # of a lookup for exactly the ids that were expected
-        self._expected: Keys = self.keys  # as they came, where no stamp tells
-        self.stamp: Stamp | None = None  # of the ids that were expected; None: their keys are compared
+        self.expected_index: Index = np.empty(0, np.int32)  # index of a lookup for exactly the predicted ids
+        self._expected: Keys = self.keys  # the keys in their original order, if there is no stamp
+        self.stamp: Stamp | None = None  # of the predicted ids; None: their keys are compared
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        self._shows: Floats | None = None  # show, click and slot of each key, where the table keeps them
+        self._shows: Floats | None = None  # show, click and slot of each key, if the table keeps them
 
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
-        """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
+        """Start with these keys, which may repeat. Their distinct ones become `keys`; the caller sets the values.
 
-        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is `expected_index`. Without
-        one `keys` are compared, and stay as they are.
+        `stamp` identifies a lookup of exactly these ids, in this order, whose index is `expected_index`. Without a
+        stamp the keys are compared, and must not change.
         """
         self.keys, self.expected_index, self._places = unique_places(keys)
         self._expected, self.stamp = (keys if stamp is None else self._expected), stamp
 
     def expect_as(self, others: BatchRows) -> None:
-        """Begin with the keys of another table's rows, which have just begun."""
+        """Start with the keys of another table's rows, which have just been started."""
         self.keys, self.expected_index, self._places = others.keys, others.expected_index, others._places
         self._expected, self.stamp = others._expected, others.stamp
 
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
-        """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
+        """(the position of each key among the rows, the distinct keys without a row here or None if all have one)."""
         if len(keys) == len(self._expected) and (keys == self._expected).all():
             return self.expected_index, None
         index = np.empty(len(keys), np.int32)
@@ -61,7 +63,7 @@ class BatchRows:
         return index, unique_places(keys[index < 0])[0]
 
     def append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
-        """Rows of further keys, which are distinct and new here."""
+        """Append rows of distinct keys that are new here."""
         num = len(keys)
         self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
         self.values = np.concatenate([self.values, values])
@@ -73,7 +75,7 @@ class BatchRows:
             self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
     def copy_from(self, others: BatchRows, keys: Keys | None) -> Keys | None:
-        """Append the rows of these keys, which are new here, that `others` have; returns those they do not have."""
+        """Append those rows of these new keys that `others` have; returns the keys that they do not have."""
         if keys is None or others is self:
             return keys
         index, missing = others.find(keys)
@@ -92,7 +94,7 @@ class BatchRows:
         return self.keys[self._touched], grads[self._touched]
 
     def whole_gradients(self) -> Floats:
-        """The gradients of all rows, (rows, dim), as they are kept: zeros for those that took no part."""
+        """The gradients of all rows, (rows, dim), without a copy; zeros for rows without a gradient."""
         assert self._grads is not None
         if not self._touched.all():
             self._grads[~self._touched] = 0
@@ -102,12 +104,12 @@ class BatchRows:
         self._grads = self._shows = None
 
     def take_gradients(self, keys: Keys, grads: Floats, shows: Floats | None, versions: list[float]) -> None:
-        """Be what these distinct keys leave to be pushed, and nothing else."""
+        """Replace all pending gradients with those of these distinct keys."""
         self.keys, self.versions = keys, versions
         self._grads, self._shows, self._touched = grads, shows, np.ones(len(keys), np.bool_)
 
     def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
-        """A lookup for training was made in samples with these shows and clicks."""
+        """Record a lookup for training in samples with these shows and clicks."""
         if self._shows is None:
             self._shows = np.zeros((len(self.keys), NUM_PUSHED), np.float32)
         lookup.add_shows(index, offsets, len(shows), by_slot, shows, clicks, self._shows)
@@ -129,7 +131,7 @@ class BatchRows:
         pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, self._touched)
 
     def add_largest(self, winners: Index, grads: Floats) -> None:
-        """`winners`: which row each number came from, -1 for none."""
+        """`winners`: the row that each number came from, -1 for none."""
         pooling.unpool_max(grads, self.dim, winners, self._sums(), self._touched)
 
     def _sums(self) -> Floats:
@@ -141,9 +143,11 @@ class BatchRows:
 
 
 def merged(batches: Sequence[BatchRows]) -> BatchRows:
-    """What several lookups or batches have left to be pushed, summed per key. A slot is no amount: the last stands."""
+    """Merge the pending gradients of several lookups or batches, summed per key. A slot is not summed: the last one
+    counts.
+    """
     found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
-    dim, width = batches[0].dim, max(grads.shape[1] for _, grads in found)  # eval mode notes no show, click and slot
+    dim, width = batches[0].dim, max(grads.shape[1] for _, grads in found)  # eval mode records no show, click and slot
     wide = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in found])
     keys, inverse = unique(np.concatenate([keys for keys, _ in found]))
     sums = np.empty((len(keys), width), np.float32)
@@ -159,16 +163,16 @@ def merged(batches: Sequence[BatchRows]) -> BatchRows:
 
 
 def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
-    """The index of the ids that are no padding → of all ids, -1 for padding."""
+    """Expand the index of the ids that are not padding to all ids, with -1 for padding."""
     out = np.full(len(is_real), -1, np.int32)
     out[is_real] = index
     return out
 
 
 def _by_sample(grads: torch.Tensor) -> tuple[Floats, int]:
-    """(the numbers in a row, how far it is from one sample to the next) of a tensor of shape (samples, slots, dim).
+    """(the numbers in a row, the stride between samples) of a tensor of shape (samples, slots, dim).
 
-    Not copied where each sample's numbers lie side by side, as they do if the model put others behind them.
+    No copy if each sample's numbers are contiguous, even if the model appended others to them.
     """
     grads = grads.detach()
     num_samples, num_slots, dim = grads.shape

@@ -1,4 +1,4 @@
-"""Conversion of torch's own embeddings, in place, and the embeddings of a model by table."""
+"""In-place conversion of torch's own embeddings, and the embeddings of a model by table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torchfleet.ps.worker.row_state.table_rows import TableRows
 
 
 def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Module:
-    """Replace torch's embeddings that were chosen, in place; without a choice, those with sparse=True.
+    """Replace the chosen torch embeddings in place; without a choice, those with sparse=True.
 
-    Every SparseEmbedding gets its path, and a name if it has none. Whoever else holds the weight of one that is
-    replaced (an optimizer, a list) holds its RowWeight from then on. Returns the model. After an error it is unchanged.
+    Every SparseEmbedding gets its path, and a name if it has none. The weight of a replaced embedding becomes a
+    RowWeight in place, so other holders of it (an optimizer, a list) hold the RowWeight from then on. Returns the
+    model. After an error the model is unchanged.
     """
     choice = choice or choose(model, None)
     wanted = {id(module) for module in choice.chosen}
@@ -58,19 +59,22 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
 
 
 def _name(model: torch.nn.Module) -> None:
-    """Paths, names, and what the embeddings of a table have in common."""
+    """Set the paths, names and shared rows of all embeddings."""
     shared: dict[str, TableRows] = {}
     for path, module in model.named_modules():
         if isinstance(module, SparseEmbedding):
             module.name = path if module.name is None else module.name
             module.table_rows = _shared_rows(module, shared)
-    for path, module in reversed(list(model.named_modules())):  # a weight has the path of its first module
+    # reversed, so that a weight gets the path of its first module
+    for path, module in reversed(list(model.named_modules())):
         if isinstance(module, SparseEmbedding):
             module.place(path)
 
 
 def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
-    """What all embeddings of a table have in common: that of the first. Of an earlier job only first values stay."""
+    """The TableRows that all embeddings of a table share: that of the first. From an earlier job only initial values
+    are kept.
+    """
     assert module.name is not None
     if module.is_copy:
         raise ModelError(
@@ -95,7 +99,7 @@ def _converted(module: TorchEmbedding, path: str, table: str) -> SparseEmbedding
     if isinstance(converted, SparseEmbeddingBag) and isinstance(module, torch.nn.EmbeddingBag):
         converted.include_last_offset = module.include_last_offset
     weight: Any = module.weight
-    if not isinstance(weight, RowWeight):  # else it is that of another embedding, which has its rows
+    if not isinstance(weight, RowWeight):  # otherwise another embedding has taken its rows
         converted.table_rows.first_values = weight.detach().cpu().numpy().copy()
         weight = RowWeight.take_place_of(weight)
     converted.weight = weight

@@ -1,9 +1,9 @@
-"""How long rows are good for: what a thread is at, which batch it computes with, and which step it trains for.
+"""How long rows are valid: each thread's current batch, and the step it trains for.
 
-Rows that were pulled for training are good until the thread's next step, as long as something holds them: the model's
-call, a prefetched batch, the autograd graph or gradients to be pushed. Rows that were pulled for prediction are good
-for the call of the model that asked for them. A lookup for prediction outside of a call pulls what it needs and keeps
-nothing: the servers may have changed since any earlier one.
+Rows that were pulled for training are valid until the thread's next step, as long as something holds them: the model's
+call, a prefetched batch, the autograd graph or pending gradients. Rows that were pulled for prediction are valid for
+the model's call that asked for them. A lookup for prediction outside of a call pulls what it needs and keeps nothing:
+the servers may have changed since any earlier lookup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchfleet.ps.worker.lookup.sources import PullAhead
 class Batch:
     """One batch's tensors, by their place in it and in the model's call with it, and its rows.
 
-    Rows that were foreseen are pulled in one go at the first lookup, or before. `replay`: of its tensors.
+    Predicted rows are pulled at once at the first lookup, or before. `replay`: of its tensors.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Batch:
         guesses: dict[str, list[Guess]],
     ) -> None:
         self.tensors, self.replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
-        self.unforeseen: set[str] = set()  # tables that were asked for other ids than those
+        self.unforeseen: set[str] = set()  # tables with lookups of ids that were not predicted
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.is_entered = False  # the model was called with it: another call is another batch
-        self.is_open = False  # the model is being called with it
-        self.is_lacking = False  # more could be foreseen if it were known how the model is called with it
-        self.has_grad = False  # it was called with gradients
+        self.is_open = False  # the model's call with it is running
+        self.is_lacking = False  # more ids could be predicted if the form of the model's call were known
+        self.has_grad = False  # it was called with gradients enabled
         self._own = set(map(id, tensors.values()))
         self._pointers: set[int] = set()
         self._served: set[tuple[str, Stamp]] = set()
 
     def note_lookup(self, table: str, slots: Sequence[torch.Tensor], keys: Keys) -> None:
-        """Guesses about this table are compared with what is looked up: the keys of one slot after another."""
+        """Compare the guesses about this table with the actual lookup: the keys of all slots, slot by slot."""
         start = 0
         for ids in slots if table in self.guesses else ():
             own = keys[start : start + ids.numel()]
@@ -70,17 +70,17 @@ class Batch:
         return tensor.untyped_storage().data_ptr() in self._pointers
 
     def open(self, inputs: dict[str, torch.Tensor]) -> None:
-        """The model's call with these inputs begins."""
+        """Begin the model's call with these inputs."""
         self.tensors.update(inputs)
         self.is_entered = self.is_open = True
         self.has_grad = torch.is_grad_enabled()
 
     def close(self) -> None:
-        """The model's call has ended."""
+        """End the model's call."""
         self.rows, self.foreseen, self.under_way, self.is_open = {}, {}, [], False
 
     def receive(self) -> None:
-        """Wait for the pulls under way, and take their rows in."""
+        """Wait for the pulls in flight, and take in their rows."""
         for create, pull in self.under_way:
             pulled = pull.result()
             for table, values in pulled.rows.items():
@@ -89,7 +89,7 @@ class Batch:
         self.foreseen, self.under_way = {}, []
 
     def may_serve(self, table: str, slots: Sequence[torch.Tensor]) -> bool:
-        """Whether its rows are good for a prediction: one of the call, or the first one of what was prefetched."""
+        """Whether its rows are valid for a prediction: one within the call, or the first one on a prefetched batch."""
         if self.is_open:
             return True
         asked = table, stamp_of(slots)
@@ -100,22 +100,23 @@ class Batch:
 
 
 class ThreadState(threading.local):
-    """What the calling thread is at: its batch, and the rows and gradients of its step."""
+    """The calling thread's batch, and the rows and gradients of its step."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        self.recorder: Recorder | None = None  # of the model's call, if that is recorded
+        self.recorder: Recorder | None = None  # of the model's call, if it is recorded
         self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
-        # Weak: a step may never come, and rows that no graph leads back to will not be asked for a gradient.
+        # Weak: a step may never come, and rows that no graph refers to get no gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
-        self._looked_up: dict[str, list[tuple[weakref.ref[BatchRows], Index]]] = {}  # for training, since the call
+        # for training, since the call began
+        self._looked_up: dict[str, list[tuple[weakref.ref[BatchRows], Index]]] = {}
 
     def begin_call(self) -> None:
-        """The model is called anew."""
+        """Begin a new call of the model."""
         self._looked_up.clear()
 
     def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
-        """A lookup for training was made of these places among the rows."""
+        """Record a lookup for training at these positions of the rows."""
         self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
 
     def batch_rows(self, table: str, weight: torch.Tensor) -> torch.Tensor | None:
@@ -135,7 +136,7 @@ class ThreadState(threading.local):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of the batch; none outside of one."""
+        """The tensors of the current batch; empty outside of one."""
         return {} if self.batch is None else self.batch.tensors
 
     def end_recording(self) -> None:
@@ -144,9 +145,9 @@ class ThreadState(threading.local):
             self.recorder = None
 
     def leave(self) -> None:
-        """The model's call has ended: what it pulled for training stays with the step, and nothing else stays."""
+        """End the model's call: keep for the step what the call pulled for training, and drop the rest."""
         batch = self.batch
-        if batch is None:  # a step was made inside of the call
+        if batch is None:  # a step was made inside the call
             return
         for (table, create), rows in batch.rows.items():
             if create:
@@ -154,17 +155,17 @@ class ThreadState(threading.local):
         batch.close()
 
     def gradient(self, table: str) -> torch.Tensor | None:
-        """What is pending for a table, one row for each key; it is pushed as it is when the step is made."""
+        """The pending gradient of a table, one row for each key. It is pushed as it is at the step."""
         found = [rows for name, rows in self.pending if name == table]
         if len(found) > 1:
             together = merged(found)
-            self.drop_gradients([table])  # a later backward pass through the same graph begins anew
+            self.drop_gradients([table])  # a later backward pass through the same graph starts from zero
             self.pending.append((table, together))
             found = [together]
         return torch.from_numpy(found[0].whole_gradients()) if found else None
 
     def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None:
-        """Other numbers in the place of what is pending, or none."""
+        """Replace the pending gradient, or with None drop it."""
         if gradient is None:
             self.drop_gradients([table])
             return
@@ -180,9 +181,9 @@ class ThreadState(threading.local):
     def gradients(
         self, tables: Collection[str], wide: Collection[str]
     ) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
-        """By table: (keys, gradients summed per key) of what is pending, and how fresh the rows were.
+        """By table: (keys, gradients summed per key) that are pending, and the versions of their rows.
 
-        `wide`: tables whose gradients have show, click and slot behind them.
+        `wide`: tables whose gradients are followed by show, click and slot.
         """
         pending: dict[str, list[BatchRows]] = {}
         for table, rows in self.pending:
@@ -194,7 +195,7 @@ class ThreadState(threading.local):
             for rows in batches:
                 if (gradient := rows.gradients()) is not None:
                     found.append(gradient)
-                if rows.versions:  # none where no row was pulled
+                if rows.versions:  # empty if no row was pulled
                     seen.append(rows.versions)
             if found:
                 gradients[table] = found[0] if len(found) == 1 else _put_together(found, table in wide)
@@ -203,7 +204,7 @@ class ThreadState(threading.local):
         return gradients, versions
 
     def drop_gradients(self, tables: Collection[str]) -> None:
-        """A later backward pass through the same graph starts anew."""
+        """Drop pending gradients. A later backward pass through the same graph starts from zero."""
         kept = []
         for table, rows in self.pending:
             if table in tables:
@@ -213,7 +214,7 @@ class ThreadState(threading.local):
         self.pending[:] = kept
 
     def end_step(self, tables: Collection[str]) -> None:
-        """Rows of these tables, which are going to change, are of no use to the next step."""
+        """Drop the rows of these tables, which are about to change, before the next step."""
         self.drop_gradients(tables)
         for table in tables:
             self._step.pop(table, None)
@@ -221,7 +222,7 @@ class ThreadState(threading.local):
         self.batch = None
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:
-        """Rows that a lookup may use as they are, the batch's first, then those of earlier lookups of the step."""
+        """Rows that a lookup may reuse: the batch's first, then those of earlier lookups of the step."""
         batch, found = self.batch, []
         if batch is not None and (create or batch.may_serve(table, slots)):
             for pulled_for_training in (True,) if create else (True, False):
@@ -233,12 +234,12 @@ class ThreadState(threading.local):
         return found
 
     def growing(self, table: str, create: bool) -> BatchRows | None:
-        """The batch's rows, to which a lookup adds those that it had to pull; None if it is to begin new ones."""
+        """The batch's rows, to which a lookup adds those that it pulled; None if it must start new ones."""
         batch = self.batch
         return batch.rows.get((table, create)) if batch is not None and (batch.is_open or create) else None
 
     def keep(self, table: str, rows: BatchRows, create: bool) -> None:
-        """New rows were begun for a lookup: remembered if another one may use them."""
+        """Remember rows that were started for a lookup, if another lookup may use them."""
         batch = self.batch
         if batch is not None and (batch.is_open or (create and not batch.is_entered)):
             batch.rows[table, create] = rows
@@ -246,14 +247,16 @@ class ThreadState(threading.local):
             self._keep_for_step(table, rows)
 
     def _keep_for_step(self, table: str, rows: BatchRows) -> None:
-        rows.stamp = None  # the ids that were expected may be freed from now on, and others come to lie in their place
+        rows.stamp = None  # the predicted ids may be freed from now on, and other ids may get their memory
         alive = [there for there in self._step.get(table, []) if there() is not None]
         self._step[table] = [*alive, weakref.ref(rows)]
 
 
 def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[Keys, Floats]:
-    """Gradients of several lookups or batches; the server sums those that come with a slot, which is no amount."""
-    width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode come without show, click and slot
+    """Concatenate the gradients of several lookups or batches. Gradients with a slot, which must not be summed here,
+    are summed by the server.
+    """
+    width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode have no show, click and slot
     keys = np.concatenate([keys for keys, _ in gradients])
     grads = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in gradients])
     return (keys, grads) if is_wide else sum_by_key(keys, grads)

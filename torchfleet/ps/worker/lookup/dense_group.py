@@ -1,4 +1,4 @@
-"""Tensors of a model as the block of one dense table: those that are trained, and those that are only kept."""
+"""Tensors of a model as the block of one dense table: the trained ones, and the ones that are only kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DenseGroup:
     group: dict[str, Any]
 
     def layout(self) -> list[Parameter]:
-        """Where in the block each parameter lies."""
+        """The place of each parameter in the block."""
         ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
         triples = zip(self.names, self.parameters, ends[:-1], strict=True)
         return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
@@ -36,7 +36,9 @@ class DenseGroup:
         return _flat([parameter.detach() for parameter in self.parameters])
 
     def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
-        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
+        """The given gradients, by the parameter's id, or those in .grad. A parameter without a gradient
+        counts as zero.
+        """
         grads = []
         for parameter in self.parameters:
             grad = parameter.grad if given is None else given[id(parameter)]
@@ -46,7 +48,9 @@ class DenseGroup:
         return _flat(grads)
 
     def write(self, values: Floats, unnoticed: bool = False) -> None:
-        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
+        """`unnoticed`: hide the write from autograd, which would otherwise refuse a backward pass running in another
+        thread.
+        """
         block = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
         targets, sizes = [], []
         for parameter in self.parameters:
@@ -58,10 +62,10 @@ class DenseGroup:
 
 
 class Kept(Sequence[torch.Tensor]):
-    """Tensors of a model that are not trained, as they are now.
+    """Tensors of a model that are not trained, with their current values.
 
-    A module may put another tensor in the place of a buffer at any time (`self.steps = self.steps + 1`), so they are
-    looked up by name whenever they are asked for.
+    A module may replace a buffer by another tensor at any time (`self.steps = self.steps + 1`), so they are looked up
+    by name at each access.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -73,7 +77,7 @@ class Kept(Sequence[torch.Tensor]):
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        """Raises ModelError if the model has something else there than it had at the start."""
+        """Raises ModelError if the model has a different kind of tensor there than at the start."""
         if not isinstance(index, int):
             return [self[i] for i in range(*index.indices(len(self)))]
         tensor = self._tensor(range(len(self))[index])
@@ -91,7 +95,7 @@ class Kept(Sequence[torch.Tensor]):
 
 
 class FixedGroup(DenseGroup):
-    """Float32 parameters and buffers that are not trained: one table, which nobody pushes to."""
+    """Float32 parameters and buffers that are not trained: one table, which gets no pushes."""
 
     def values(self) -> Floats:
         for name, tensor in zip(self.names, self.parameters, strict=True):
@@ -104,8 +108,7 @@ class FixedGroup(DenseGroup):
 
 
 class BytesGroup(DenseGroup):
-    """Tensors of other types than float32, none of them trained: one table of their bytes, as checkpoint/byte_words.py
-    has them."""
+    """Untrained tensors of types other than float32: one table of their bytes, encoded by checkpoint/byte_words.py."""
 
     def layout(self) -> list[Parameter]:
         sizes = [num_words(tensor.nbytes) for tensor in self.parameters]
@@ -125,19 +128,19 @@ class BytesGroup(DenseGroup):
 
 
 def write_words(tensor: torch.Tensor, words: Floats, name: str) -> None:
-    """Give a tensor of any type the values that its words hold."""
+    """Set a tensor of any type from its words."""
     data = torch.from_numpy(to_bytes(words, tensor.nbytes, name).copy())
     with torch.no_grad():
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def type_of(tensor: torch.Tensor) -> str:
-    """Its dtype as manifests write it: int64, bfloat16, ..."""
+    """Its dtype as in manifests: int64, bfloat16, ..."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """Type and shape, for texts and comparisons."""
+    """Type and shape, for messages and comparisons."""
     return f"{type_of(tensor)} of shape {tuple(tensor.shape)}"
 
 
@@ -153,20 +156,20 @@ def _flat(parts: list[torch.Tensor]) -> Floats:
     if not is_here:
         moved: Floats = torch.cat(rows).cpu().numpy()
         return moved
-    # Into memory of numpy's, which stays with the process: torch may give its own back, page by page, at every step.
+    # Into numpy's memory, which stays with the process: torch may return its own to the system at every step.
     flat = np.empty(num, np.float32)
     torch.cat(rows, out=torch.from_numpy(flat))
     return flat
 
 
 def block_spec(name: str, size: int, num_servers: int, rule: Rule | None = None) -> TableSpec:
-    """A table for so many numbers side by side."""
+    """A dense table of `size` numbers."""
     kind = default_kind(is_dense=True, has_size=True)
     return TableSpec(name, kind, size=size, rule=rule or Rule(), num_shards=num_servers)
 
 
 def check_buffers(model: torch.nn.Module) -> None:
-    """Raise ModelError for what could not be kept, whatever is trained."""
+    """Raise ModelError for buffers that cannot be kept, whatever is trained."""
     state = _state(model)
     _refuse_extra_state(state)
     buffers = dict(model.named_buffers())
@@ -174,12 +177,12 @@ def check_buffers(model: torch.nn.Module) -> None:
 
 
 def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
-    """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
+    """One table for the untrained float32 parameters and buffers, one for those of other types."""
     found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
     groups: list[DenseGroup] = []
     floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
-    # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
+    # Non-persistent buffers, such as those computed from others, are not part of a model's state.
     state = _state(model)
     others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in state]
     _check_kept({name: kept[name] for name in (*floats, *others)})
@@ -209,7 +212,7 @@ def _state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _refuse_extra_state(state: Mapping[str, Any]) -> None:
-    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
+    """Raise an error for get_extra_state: it is neither parameter nor buffer, and would be lost silently."""
     for name, value in state.items():
         if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Rows between host memory and a GPU: through pinned memory, on a stream of their own, beside computation."""
+"""Rows between host memory and a GPU: through pinned memory, on a separate stream, concurrent with computation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchfleet.ps.worker.client.shard import Floats
 
 
 def host_tensor(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Memory for rows on their way to `device`; its numbers are what happens to be there."""
+    """Uninitialized host memory for rows on their way to `device`."""
     return torch.empty(*shape, dtype=torch.float32, pin_memory=device.type == "cuda")
 
 
 def to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The rows on the device. What is still being computed there goes on meanwhile."""
+    """Copy the rows to the device. Computation there goes on meanwhile."""
     if device.type != "cuda":
         return rows
     stream, current = _copies(device), torch.cuda.current_stream(device)
@@ -30,7 +30,9 @@ def to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_host(gradients: torch.Tensor) -> Floats:
-    """The gradients in host memory, as rows of one piece. Waits for what computes them, and for nothing behind it."""
+    """Copy the gradients to host memory as contiguous rows. Waits for the kernels that compute them, not for later
+    ones.
+    """
     gradients = gradients.detach()
     if gradients.device.type != "cuda":
         found: Floats = gradients.cpu().contiguous().numpy()

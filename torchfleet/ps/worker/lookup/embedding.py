@@ -76,7 +76,7 @@ class SparseEmbedding(EmbeddingState):
     under torch.no_grad(), ids without a row read as zeros and get none.
     """
 
-    scale_grad_by_freq = False  # as in the torch embedding that it was made from
+    scale_grad_by_freq = False  # as in the torch embedding that it replaces
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class SparseEmbedding(EmbeddingState):
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
-        self.is_converted = False  # it was an embedding of torch's
-        self.path = ""  # in its model, once it is part of a distributed one
+        self.is_converted = False  # it replaced a torch embedding
+        self.path = ""  # in its model, once that is distributed
 
     @property
     def _engine(self) -> Lookups | None:
@@ -110,7 +110,9 @@ class SparseEmbedding(EmbeddingState):
         return engine
 
     def place(self, path: str) -> None:
-        """It is part of a distributed model now; its weight, which torch.save made a plain one, knows its table."""
+        """Make it part of a distributed model; its weight, which torch.save had turned into a plain one, learns its
+        table.
+        """
         self.path = path
         if not isinstance(self.weight, RowWeight):
             self.weight = RowWeight.take_place_of(self.weight)
@@ -118,23 +120,23 @@ class SparseEmbedding(EmbeddingState):
 
     @property
     def row_weight(self) -> RowWeight:
-        """`weight`, as what it is."""
+        """`weight`, with its actual type."""
         assert isinstance(self.weight, RowWeight)
         return self.weight
 
     def bind(self, engine: Lookups) -> None:
-        """For all embeddings of the table, copies included."""
+        """Bind all embeddings of the table, copies included."""
         self.table_rows.engine = engine
         self.row_weight.pending = engine.thread_state
         _keep_from_compilers()
 
     def batch_rows(self) -> torch.Tensor:
-        """The distinct rows that were looked up for training since the model was called: (rows, dim), differentiable.
+        """The distinct rows looked up for training since the model was called: (rows, dim), differentiable.
 
-        For terms of a loss on rows: `loss + 1e-4 * embedding.batch_rows().square().sum()` is, in plain torch, the term
-        on weight[ids.unique()]. Call it after the lookups. Where parts of the model are called by themselves, the rows
-        are those since the last step. Modules of one table share them: ask one. In eval mode, and without gradients,
-        there are none.
+        For loss terms on rows: `loss + 1e-4 * embedding.batch_rows().square().sum()` is, in plain torch, the term on
+        weight[ids.unique()]. Call it after the lookups. If parts of the model are called by themselves, the rows are
+        those since the last step. Modules of one table share the rows: call one of them. Empty in eval mode and without
+        gradients.
         """
         if self._engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
@@ -152,7 +154,7 @@ class SparseEmbedding(EmbeddingState):
         engine: Lookups | None = self.table_rows.engine
         if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
-        with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
+        with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
             return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
     def _looked_up(
@@ -207,9 +209,9 @@ def _not_connected(name: str | None) -> str:
 
 
 class SparseEmbeddingBag(SparseEmbedding):
-    """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
+    """The replacement of torch.nn.EmbeddingBag(sparse=True): two-dimensional ids are bags of equal length."""
 
-    include_last_offset = False  # as in the torch embedding that it was made from
+    include_last_offset = False  # as in the torch embedding that it replaces
 
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -236,15 +238,16 @@ class SparseEmbeddingBag(SparseEmbedding):
 
 @functools.cache
 def _keep_from_compilers() -> None:
-    """torch.compile compiles what stands before and behind a lookup. Called when one is bound: this imports the
-    compiler, as torch's own optimizers do."""
+    """Exclude lookups from torch.compile, which compiles the code before and after them. Called when a lookup is bound:
+    this imports the compiler, as torch's own optimizers do.
+    """
     for kind in (SparseEmbedding, SparseEmbeddingBag):
         uncompiled = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
         kind.forward = uncompiled  # type: ignore[method-assign]
 
 
 def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows, with gradients that are divided by how often their id appears."""
+    """The rows, with gradients divided by the number of times their id appears."""
     if out.requires_grad:
         _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
         scale = counts[inverse].unsqueeze(-1).to(out)

@@ -11,29 +11,30 @@ from torchfleet.base.errors import ModelError
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
-AUTO_BYTES = 1 << 20  # of weights: a dense table travels whole in every step, both ways
+AUTO_BYTES = 1 << 20  # bytes of weights: a dense table is sent whole in every step, both ways
 Sparse = str | int | None  # "auto", a number of rows, or None
 
 
 @dataclass
 class Choice:
-    """Which embeddings of a model go to the servers, and why others stay where they are."""
+    """Which embeddings of a model go to the servers, and why others stay dense."""
 
     sparse: Sparse = None
     chosen: list[TorchEmbedding] = field(default_factory=list)
     dense: dict[str, str] = field(default_factory=dict)  # by path: its size, or the reason
-    tied: list[TorchEmbedding] = field(default_factory=list)  # of the dense ones, those with sparse=True
+    tied: list[TorchEmbedding] = field(default_factory=list)  # the dense ones among those with sparse=True
 
     @property
     def num_rows(self) -> int:
-        """Of all tables that are going to be made; embeddings with one weight share a table."""
+        """Rows of all tables to create; embeddings with one weight share a table."""
         return sum({id(module.weight): module.num_embeddings for module in self.chosen}.values())
 
 
 def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
-    """Those with sparse=True. With a number, also all others with at least so many rows; with "auto", those whose
-    weights are trained and have at least AUTO_BYTES. What servers cannot do for these stays dense, with the reason.
-    So does, in any case, one whose weight another module computes with: a weight that is used whole is trained whole.
+    """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with "auto",
+    those whose weights are trained and have at least AUTO_BYTES. An embedding that servers do not support stays dense,
+    with the reason. So does an embedding whose weight another module computes with: a weight that is used whole is
+    trained whole.
     """
     least = sparse if isinstance(sparse, int) and not isinstance(sparse, bool) else None
     if sparse not in (None, "auto") and (least is None or least < 1):
@@ -53,14 +54,16 @@ def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
 
 
 def saved_as_tables(model: torch.nn.Module, tables: Collection[str]) -> Choice:
-    """torch's embeddings that a saved model has as tables of these names, whether they say sparse=True or not."""
+    """Choose the torch embeddings that a saved model has as tables of these names, whether or not they have
+    sparse=True.
+    """
     found = dict(_torch_embeddings(model))
     weights = {id(module.weight) for path, module in found.items() if module.sparse or path in tables}
     return _without_tied(model, [module for module in found.values() if id(module.weight) in weights], Choice())
 
 
 def check_convertible(module: TorchEmbedding, path: str) -> None:
-    """Raise ModelError for what servers cannot do."""
+    """Raise ModelError for an embedding that servers do not support."""
     if type(module).forward not in (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward):
         raise ModelError(
             f"'{path}': {type(module).__name__}.forward would be lost. Put an embedding of torch's into a module that "
@@ -90,7 +93,7 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
 
 
 def _without_tied(model: torch.nn.Module, wanted: list[TorchEmbedding], choice: Choice) -> Choice:
-    """Those of `wanted` that can be told from the layers around them are chosen; the others stay dense."""
+    """Choose those of `wanted` that no other layer is tied to; the others stay dense."""
     tied = _tied_elsewhere(model, {id(module) for module in wanted})
     paths = {id(module): path for path, module in _torch_embeddings(model)}
     for module in wanted:
@@ -104,8 +107,9 @@ def _without_tied(model: torch.nn.Module, wanted: list[TorchEmbedding], choice: 
 
 
 def _tied_elsewhere(model: torch.nn.Module, wanted: Collection[int]) -> dict[str, list[str]]:
-    """By the path of an embedding whose id is in `wanted`: the weights of other modules that are the same tensor as its
-    own. Other embeddings in `wanted` do not count: they look up in one table."""
+    """By the path of an embedding whose id is in `wanted`: the weights of other modules that are the same tensor. Other
+    embeddings in `wanted` do not count: they share one table.
+    """
     holders: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) not in wanted:
@@ -125,7 +129,9 @@ def _torch_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, TorchEmbedd
 
 
 def _obstacle(module: TorchEmbedding, path: str, is_asked: bool) -> str:
-    """Why an embedding that is large enough stays dense; "" if nothing is against it. `is_asked`: by its rows."""
+    """Why an embedding that is large enough stays dense; "" if nothing prevents it. `is_asked`: chosen by its number of
+    rows.
+    """
     if not module.weight.requires_grad and not is_asked:
         return "frozen: no gradient travels"
     try:

@@ -1,4 +1,4 @@
-"""The settings of a SparseEmbedding, checked where they are given: a wrong one is a ModelError that names it."""
+"""Checks of a SparseEmbedding's settings at construction: a wrong one raises a ModelError that names it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ID_LIMIT = 1 << 64  # ids are 64-bit, signed or unsigned
 def check_settings(
     dim: Any, name: Any, initializer: Any, padding_idx: Any, pooling: Any, seed: Any, num_embeddings: Any
 ) -> None:
-    """Raise ModelError for the first that has the wrong type or is out of its range."""
+    """Raise ModelError for the first setting with a wrong type or out of range."""
     check_whole_number("dim", dim, 1, MAX_DIM)
     check_whole_number("seed", seed, 0, (1 << 63) - 1)
     if num_embeddings is not None:
@@ -51,7 +51,7 @@ def check_whole_number(name: str, value: Any, least: int, most: int) -> None:
 def checked_policies(
     entry: AdmissionEntry | Sequence[AdmissionEntry] | None, shrink: Shrink | None, num_embeddings: int | None
 ) -> tuple[AdmissionEntry, Shrink]:
-    """Which ids get a row, and which rows are dropped: all entries as one, and the defaults for what was left out."""
+    """The admission and eviction policies: all entries combined, and defaults for those not given."""
     if shrink is not None and not isinstance(shrink, Shrink):
         raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
     try:
@@ -64,7 +64,7 @@ def checked_policies(
 
 
 def checked_kind(kind: Any, num_embeddings: int | None) -> str | None:
-    """The name of a registered kind of table that has rows, with a size if the layer has one; None for None."""
+    """The name of a registered kind of table with rows, and with a size if the layer has one; None for None."""
     has_size = num_embeddings is not None
     fits = [name for name, known in KINDS.items() if not known.is_dense and known.has_size == has_size]
     if kind is not None and kind not in fits:

@@ -1,4 +1,4 @@
-"""Lookups of a worker: from ids to keys to rows in as few messages as possible, and the gradients of a step."""
+"""A worker's lookups: from ids to keys to rows in as few messages as possible, and the gradients of a step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine(LookingAhead):
         padding_idx: int | None,
         create: bool,
     ) -> torch.Tensor:
-        """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim). `slots`: their ids."""
+        """One row per sample and slot, pooled over its bag: shape (samples, slots, dim). `slots`: their ids."""
         rows, index = self._find(table, slots, padding_idx, create)
         if create:
             self._own.note_lookup(table, rows, index)
@@ -53,18 +53,18 @@ class Engine(LookingAhead):
         return self._given(pooled(weight, rows, index, bags), weight, slots[0])
 
     def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
-        """Gradients of all lookups in these tables since the last call, summed per key, and how fresh their rows were.
+        """Gradients of all lookups in these tables since the last call, summed per key, and the versions of their rows.
 
-        The step of this thread is over for these tables: their rows are not used again.
+        Ends this thread's step for these tables: their rows are not used again.
         """
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
-        if self._is_recording:  # where parts of the model are called by themselves, no call of it comes
+        if self._is_recording:  # if parts of the model are called by themselves, no call of the whole model comes
             self.end_recording()
         return taken
 
     def end_step(self) -> None:
-        """Rows and gradients that this thread has are of no use from now on."""
+        """Drop this thread's rows and gradients."""
         self._own.end_step(self._embeddings)
 
     def drop_gradients(self, tables: Collection[str]) -> None:
@@ -73,7 +73,7 @@ class Engine(LookingAhead):
     def _note_shows(
         self, table: str, rows: BatchRows, index: Index, offsets: Any, num_samples: int, by_slot: bool
     ) -> None:
-        """Which keys were shown and clicked, by the slots of this batch that the table's entry names."""
+        """Record the shows and clicks of keys, from the slots of this batch that the table's entry names."""
         entry, tensors = self._entries[table], self._own.tensors
         shows, clicks = (
             values_of_slot(tensors, name, num_samples, table) if name else np.zeros(num_samples, np.float32)
@@ -82,8 +82,9 @@ class Engine(LookingAhead):
         rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
 
     def _given(self, out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Rows go to the model: to the GPU of a model that is on one, else to where the ids are. What is computed from
-        them is not known ahead."""
+        """Move rows to the model's GPU if it has one, otherwise to the ids' device. Marks ids computed from them as
+        unpredictable.
+        """
         out = out if weight.is_cuda else out.to(ids.device)
         if self._own.recorder is not None:
             self._own.recorder.refuse(out, ROWS)
@@ -92,9 +93,9 @@ class Engine(LookingAhead):
     def _find(
         self, table: str, slots: Sequence[torch.Tensor], padding_idx: int | None, create: bool
     ) -> tuple[BatchRows, Index]:
-        """(the table's rows, the place of every id among them, or -1 for padding); ids of one slot after another.
+        """(the table's rows, the position of every id among them or -1 for padding); ids slot by slot.
 
-        Rows that are not known, or no longer good, are pulled now.
+        Pulls rows that are unknown or no longer valid.
         """
         for ids in slots:
             if ids.is_floating_point():
@@ -126,7 +127,7 @@ class Engine(LookingAhead):
         return rows, index if is_real is None else with_padding(index, is_real)
 
     def _fill(self, table: str, rows: BatchRows, keys: Keys, known: Sequence[BatchRows], create: bool) -> bool:
-        """Have all these keys in `rows`: those that are known are copied, others pulled. Returns whether any were."""
+        """Add all these keys to `rows`: copies the known ones and pulls the others. Returns whether any were pulled."""
         missing = rows.find(keys)[1]
         for others in known:
             missing = rows.copy_from(others, missing)
@@ -138,7 +139,7 @@ class Engine(LookingAhead):
         return True
 
     def _growing(self, table: str, create: bool) -> BatchRows:
-        """Where a lookup puts the rows that it pulls."""
+        """The rows to which a lookup adds those that it pulls."""
         rows = self._own.growing(table, create)
         if rows is None:
             rows = self._new_rows(table)

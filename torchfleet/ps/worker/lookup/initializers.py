@@ -1,4 +1,4 @@
-"""First values of new rows: what `SparseEmbedding(initializer=...)` takes."""
+"""Initial values of new rows: the argument of `SparseEmbedding(initializer=...)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def Constant(value: float) -> Initializer:
 
 
 def Uniform(low: float, high: float) -> Initializer:
-    """Numbers evenly spread between `low` and `high`."""
+    """Numbers uniformly distributed between `low` and `high`."""
     return Initializer("uniform", _number("Uniform: low", low), _number("Uniform: high", high))
 
 
@@ -31,6 +31,6 @@ def TruncatedNormal(mean: float = 0.0, std: float = 1.0) -> Initializer:
 
 
 def _number(what: str, value: Any) -> float:
-    if not isinstance(value, Real):  # a text of digits is none
+    if not isinstance(value, Real):  # a string of digits is not a number
         raise TableError(f"{what} must be a number, found {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""A worker's batches: which one a thread computes with, what was foreseen of it, and rows that are on their way."""
+"""A worker's batches: each thread's current batch, its predicted lookups, and the pulls in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 class LookingAhead:
-    """The part of an Engine that knows batches before they are computed with. Each thread has its own current one."""
+    """The part of an Engine that predicts lookups of batches. Each thread has its own current batch."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class LookingAhead:
 
     @property
     def thread_state(self) -> ThreadState:
-        """What the calling thread is at."""
+        """The calling thread's state."""
         return self._own
 
     def use(self, source: Source) -> None:
-        """Rows come from somewhere else from now on."""
+        """Take rows from another source from now on."""
         self._source = source
 
     def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """The loader's batches; while one is computed with, the rows of the next are on their way."""
+        """Yield the loader's batches, and pull the rows of the next batch while the current one is in use."""
         iterator = iter(self.agreed(loader))
         item = next(iterator, _END)
         batch = self._foresee(item)
-        # A dataset's iterator says None if it would have to wait.
+        # A dataset's iterator yields None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
         current = None
         try:
@@ -72,21 +72,20 @@ class LookingAhead:
                 next_batch = self._foresee(following)
                 current = self._own.batch = batch
                 yield item
-                if current is not None and not current.is_entered:  # else its call has counted
+                if current is not None and not current.is_entered:  # otherwise its call has counted
                     self._count_samples(item, tensors_of(item))
-                if following is None:  # nothing to look ahead to while the last one was in use
+                if following is None:  # there was no next batch to prefetch while the last one was in use
                     following = next(iterator, _END)
                     next_batch = self._foresee(following)
                 item, batch = following, next_batch
-        finally:  # of the loop, also where it is left early: its rows are not for a later one
+        finally:  # also if the loop is left early: its rows must not serve a later one
             if self._own.batch is current:
                 self._own.batch = None
 
     def follow(self, model: torch.nn.Module, records: bool = True) -> list[RemovableHandle]:
-        """From now on every call of this model is a batch: its lookups share one pull, and their rows.
+        """Treat every call of this model as a batch: its lookups share one pull, and their rows.
 
-        Removing what is returned ends it. `records`: some calls are recorded, so that ids that are computed in them are
-        foreseen.
+        Removing the returned handles ends it. `records`: record some calls, to predict ids that are computed in them.
         """
         self._records, self._followed = records, model
         enter = torch.compiler.disable(self.enter)  # type: ignore[no-untyped-call]
@@ -94,11 +93,11 @@ class LookingAhead:
         self._plan_recording()
         return [
             model.register_forward_pre_hook(enter, with_kwargs=True),
-            model.register_forward_hook(leave, always_call=True),  # also when the forward pass has failed
+            model.register_forward_hook(leave, always_call=True),  # also if the forward pass has failed
         ]
 
     def enter(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The model is called with these inputs: a new batch, unless prefetch brought it."""
+        """Begin a call of the model with these inputs: a new batch, unless it was prefetched."""
         inputs = [args, kwargs]
         tensors = tensors_of(inputs, "call")
         self._count_samples(inputs, tensors)
@@ -109,21 +108,21 @@ class LookingAhead:
         elif not self.foresight.ways or current.is_lacking:
             self.foresight.note_call(current.tensors, tensors)
         current.open(tensors)
-        if self._own.recorder is not None:  # of a call that was interrupted
+        if self._own.recorder is not None:  # left by a call that was interrupted
             self._own.end_recording()
         if self._is_recording:
             self._own.recorder = Recorder(current.tensors)
             self._own.recorder.begin()
 
     def unforeseen(self) -> list[dict[str, str]]:
-        """Tables whose ids are not foreseen: the modules that ask, why it is so, and what can be done."""
+        """Tables whose ids are not predicted: the modules that look them up, the reason, and a remedy."""
         return [
             {"module": self._paths(table), "table": table, "why": reason.why, "what_to_do": reason.what_to_do}
             for table, reason in list(self.foresight.reasons.items())
         ]
 
     def _leave(self, model: torch.nn.Module, args: Sequence[Any], output: Any) -> None:
-        """The model's call has ended, or has failed."""
+        """End the model's call, also if it has failed."""
         if self._own.recorder is not None:
             self._own.end_recording()
         batch = self._own.batch
@@ -133,22 +132,23 @@ class LookingAhead:
         self._plan_recording()
 
     def end_recording(self) -> None:
-        """The next call is not recorded, whatever was planned."""
+        """Do not record the next call."""
         if self._is_recording:
             self._is_recording = False
             let_compiler_go(self)
 
     def _plan_recording(self) -> None:
-        """Decide about the next call."""
+        """Decide whether to record the next call."""
         if self._is_recording:
             self.end_recording()
-        # Where no optimizer has imported the compiler this process does not train: not worth an import of a second.
+        # If no optimizer has imported the compiler, this process does not train: not worth an import that takes a
+        # second.
         if self._records and "torch._dynamo" in sys.modules and self.foresight.wants_recording():
             self._is_recording = True
             hold_compiler(self)
 
     def _count_samples(self, inputs: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Those that are trained on: evaluation has no gradients, or has put the model into eval mode."""
+        """Count samples for training. Evaluation runs without gradients, or with the model in eval mode."""
         if not torch.is_grad_enabled() or (self._followed is not None and not self._followed.training):
             return
         num = num_samples(inputs, tensors.values())
@@ -167,9 +167,9 @@ class LookingAhead:
         return batch
 
     def _expect(self, tensors: dict[str, torch.Tensor]) -> Batch:
-        """A batch with these tensors, and what it is going to ask for."""
+        """A batch with these tensors and its predicted lookups."""
         replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
-        begun: dict[Any, BatchRows] = {}  # tables that are asked for the same ids share their keys
+        begun: dict[Any, BatchRows] = {}  # tables with the same ids share their keys
         for table, expected in self.foresight.keys(replay).items():
             rows, size = self._new_rows(table), self._embeddings[table][0].num_embeddings
             if (others := begun.setdefault(expected.origin, rows)) is rows:
@@ -177,14 +177,14 @@ class LookingAhead:
             else:
                 rows.expect_as(others)
             if expected.guesses and size is not None and (rows.keys >= np.uint64(size)).any():
-                continue  # a guess is no error: if these ids are looked up, they will be one
+                continue  # a wrong guess is no error; an actual lookup of these ids will raise it
             foreseen[table] = rows
             if expected.guesses:
                 guesses[table] = expected.guesses
         return Batch(tensors, replay, foreseen, guesses)
 
     def _send(self, batch: Batch) -> None:
-        """One message per server, or two where some tables create rows and others do not."""
+        """Send one message per server, or two if some tables create rows and others do not."""
         keys: dict[bool, dict[str, Keys]] = {}
         has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
         for table, rows in batch.foreseen.items():
@@ -196,7 +196,7 @@ class LookingAhead:
             batch.under_way.append((create, self._source.pull(wanted, create)))
 
     def _receive(self) -> None:
-        """The rows that were foreseen for the current batch are there."""
+        """Wait for the predicted rows of the current batch."""
         batch = self._own.batch
         if batch is not None and batch.foreseen:
             if not batch.under_way:
@@ -204,7 +204,7 @@ class LookingAhead:
             batch.receive()
 
     def _check_range(self, table: str, keys: Keys) -> None:
-        """Checked here, and not only on the servers: here it is known which modules ask."""
+        """Checked here as well as on the servers, because here the modules are known."""
         size = self._embeddings[table][0].num_embeddings
         if size is not None:
             paths = self._paths(table)

@@ -1,4 +1,4 @@
-"""From a torch optimizer's param group to the rule by which servers update a table."""
+"""From a torch optimizer's param group to the rule with which servers update a table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The update rule of one param group; an error if servers do not have it.
+    """The update rule of one param group. Raises an error if servers do not implement it.
 
-    An optimizer is the one that it is derived from, where no rule names it itself.
+    An optimizer class that no rule names is treated as the class that it derives from.
     """
     for option in _REFUSED:
         if group.get(option):
@@ -33,8 +33,9 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
 
 
 def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The rule of a group's rows: the optimizer's own, or the one that the group names as its "row_rule"; with the
-    weight decay that it gives as its "row_weight_decay"."""
+    """The rule of a group's rows: the optimizer's own, or the one named by the group's "row_rule", with the weight
+    decay of the group's "row_weight_decay".
+    """
     name = group.get("row_rule")
     if name is not None and name not in RULES:
         raise ModelError(f"a param group has row_rule={name!r}; expected one of {', '.join(RULES)}")
@@ -46,13 +47,14 @@ def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule
 
 
 def needs_row_decay(rule: Rule, group: dict[str, Any]) -> bool:
-    """Whether a group's weight_decay, which acts at every step, would act on rows: they have one of their own."""
+    """Whether a group's weight_decay would act on rows. It is meant for every step, so rows need a separate setting."""
     return rule.weight_decay > 0 and "row_weight_decay" not in group
 
 
 def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The rule of a table that keeps what an optimizer of torch does elsewhere: values alone, if servers do not have
-    that optimizer, or do not know what it calls its state."""
+    """The rule of a table that keeps what a torch optimizer updates elsewhere. Keeps only values if servers do not
+    implement that optimizer, or do not know the names of its state.
+    """
     try:
         rule = rule_of(optimizer, group)
     except ModelError:
@@ -62,7 +64,7 @@ def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rul
 
 
 def rule_text(rule: Rule) -> str:
-    """A rule as users read it: its name, the options that are not zero, and the bounds of weights if there are any."""
+    """A rule for display: its name, the nonzero options, and the bounds of weights if there are any."""
     shown = {name: f"{getattr(rule, name):g}" for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
     if rule.has_bounds:
         shown["bounds"] = f"({rule.low:g}, {rule.high:g})"

@@ -1,4 +1,4 @@
-"""The plan: which parameter goes to which table under which rule, derived from model and optimizer on every role."""
+"""The plan: which parameter goes to which table with which rule, derived from model and optimizer in every role."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Plan:
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
     fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
-    num_groups: int = 0  # param groups of the optimizer, where this is the share of one
-    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options found right, by table
+    num_groups: int = 0  # param groups of the optimizer, if this is one optimizer's share
+    # options that were accepted, by table
+    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -44,11 +45,11 @@ class Plan:
 
     @property
     def layouts(self) -> dict[str, list[Parameter]]:
-        """Per dense table: where each parameter lies."""
+        """Per dense table: the place of each parameter."""
         return {group.spec.name: group.layout() for group in (*self.dense, *self.fixed)}
 
     def rates(self) -> dict[str, float]:
-        """Today's learning rates: schedulers change them in the param groups."""
+        """The current learning rates: schedulers change them in the param groups."""
         rates: dict[str, float] = {}
         groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
         for group in groups:
@@ -56,13 +57,13 @@ class Plan:
         return rates
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
+        """Raise ModelError if an option other than the learning rate has changed: the tables cannot follow."""
         groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
         for group in groups:
             options = _options(group.group)
             if not group.group.get("params") or self._checked.get(group.spec.name) == options:
                 continue
-            kept = group.spec.rule  # the rate may change; bounds are the table's, not the optimizer's
+            kept = group.spec.rule  # the rate may change; bounds belong to the table, not the optimizer
             asked = (rule_of if group.spec.is_dense else row_rule_of)(optimizer, group.group)
             now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
             if now != kept:
@@ -107,7 +108,7 @@ class Plan:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a param group that may not change, as they are now: some can be changed in place."""
+    """The options of a param group that may not change, copied: some can be changed in place."""
     options: dict[str, Any] = {}
     for name, value in group.items():
         if name not in ("params", "lr"):
@@ -130,10 +131,10 @@ def make_share(
     steps_here: bool = False,
     others: Sequence[Plan] = (),
 ) -> Plan:
-    """The tables for the parameters of one optimizer; an error where torch's meaning could not be kept.
+    """The tables for the parameters of one optimizer. Raises an error if torch's semantics cannot be kept.
 
-    `steps_here`: dense parameters are stepped by the optimizer itself, which may then be any; their tables keep them.
-    `others`: the shares of optimizers that were given before.
+    `steps_here`: the optimizer itself steps the dense parameters, and may be any optimizer; their tables only keep
+    them. `others`: the shares of the optimizers before it.
     """
     check_buffers(model)
     plan = Plan(num_groups=len(optimizer.param_groups))
@@ -154,7 +155,7 @@ def make_share(
             _check_float32(dense, names)
             size = sum(parameter.numel() for parameter in dense)
             name = f"dense.{number}"
-            while name in embeddings:  # a module's path may look like it
+            while name in embeddings:  # a module's path may look like this name
                 name += "'"
             spec = block_spec(name, size, num_servers, dense_rule(optimizer, group))
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
@@ -162,7 +163,7 @@ def make_share(
 
 
 def whole_plan(model: torch.nn.Module, shares: Sequence[Plan], num_servers: int) -> Plan:
-    """All tables of a job, from the shares of its optimizers. That of a single one becomes the whole.
+    """All tables of a job, from the shares of its optimizers. A single share becomes the whole.
 
     Embeddings that are not trained go with the first optimizer.
     """
@@ -246,7 +247,7 @@ def _sparse_group(
 
 
 def _policy_text(spec: TableSpec) -> str:
-    """What admission and eviction were told, as it was written."""
+    """The admission and eviction policies, as they were written."""
     told = {**msgspec.to_builtins(spec.entry), **msgspec.to_builtins(spec.shrink)}
     return ", ".join(f"{name}={value}" for name, value in told.items()) or "every id"
 

@@ -1,6 +1,6 @@
-"""What models differentiate through: rows as they are, and rows pooled over bags.
+"""The autograd functions of lookups: rows as they are, and rows pooled over bags.
 
-`weight` only ties a lookup into the graph. Backward leaves the gradients with the BatchRows.
+`weight` only ties a lookup into the graph. Backward leaves the gradients in the BatchRows.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class PooledLookup(torch.autograd.Function):
 
 
 class WeightedLookup(torch.autograd.Function):
-    """Sums of rows over bags, each with the weight of its sample; means and sums whose gradients count how often an
-    id appears. Differentiable in the weights too."""
+    """Weighted sums of rows over bags; means and sums whose gradients are scaled by an id's frequency. Differentiable
+    in the weights too.
+    """
 
     @staticmethod
     def forward(
@@ -95,7 +96,7 @@ class WeightedLookup(torch.autograd.Function):
 
 
 class MaxLookup(torch.autograd.Function):
-    """The largest numbers of the rows of bags."""
+    """Elementwise maximum of rows over bags."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
@@ -116,7 +117,7 @@ def _new(weight: torch.Tensor, rows: BatchRows, bags: Bags) -> torch.Tensor:
 
 
 def _shares(bags: Bags, index: Index) -> Floats:
-    """By id: one part of as many as its bag has ids, padding aside."""
+    """By id: 1 / the number of ids in its bag, without padding."""
     lengths = np.diff(bags.offsets)
     real = np.concatenate([[0], np.cumsum(index >= 0)])
     num_real = real[bags.offsets[1:]] - real[bags.offsets[:-1]]
@@ -124,6 +125,6 @@ def _shares(bags: Bags, index: Index) -> Floats:
 
 
 def _counts(index: Index) -> Floats:
-    """By id: how often it appears in the lookup."""
+    """By id: the number of times it appears in the lookup."""
     counts = np.bincount(index[index >= 0], minlength=1)
     return np.where(index >= 0, counts[np.maximum(index, 0)], 1).astype(np.float32)

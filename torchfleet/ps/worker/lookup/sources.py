@@ -1,4 +1,4 @@
-"""What the lookup engine needs from outside: embeddings to look up for, and a source of rows."""
+"""What the lookup engine needs from outside: embeddings and a source of rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Embedding(Protocol):
     """A layer that looks rows up."""
 
     dim: int
-    num_embeddings: int | None  # ids are those from 0 up to it; None: any 64-bit id
+    num_embeddings: int | None  # ids are 0..num_embeddings-1; None: any 64-bit id
     path: str  # in its model; empty if it is the model
     training: bool
 
 
 class PullAhead(Protocol):
-    """A pull that is under way."""
+    """A pull in flight."""
 
     def result(self) -> Pulled: ...
 
@@ -44,13 +44,13 @@ class TimedPull:
 class Source(Protocol):
     """Where rows come from: the communicator of the mode, or the tables of a saved model."""
 
-    pulls_ahead: bool  # rows may be asked for before the step before them has ended
+    pulls_ahead: bool  # rows may be requested before the previous step has ended
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
 
 
 class NoRows:
-    """The source of a worker that has left its servers: every lookup is an error that says so."""
+    """The source of a worker that has left its servers: every lookup raises an error that says so."""
 
     pulls_ahead = False
 

@@ -21,12 +21,13 @@ from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import PullAhead
 from torchfleet.ps.worker.modes.communicator import Communicator, Gathering, Gradients
 
-_LOOK = 0.001  # seconds between two looks into an empty queue
+_LOOK = 0.001  # seconds between two polls of an empty queue
 
 
 class Async(Communicator):
-    """Senders have clients of their own. Dense values are asked for at the end of a step, and awaited where the model
-    is called next: what lies between hides the wait, and they are not older than that."""
+    """Senders have clients of their own. Dense values are requested at the end of a step, and awaited at the model's
+    next call: the work in between hides the latency, and the values are no staler than that.
+    """
 
     pulls_ahead = True
 
@@ -47,7 +48,7 @@ class Async(Communicator):
         self._ending = threading.Event()
         self._receive_now = threading.Event()
         self._lock = threading.Lock()
-        self._fresh = Dense()  # that the receiver has brought
+        self._fresh = Dense()  # values that the receiver thread has pulled
         self._num_sent = self._num_merged = 0
         loops = [self._send_loop] * configs.thread_pool_size
         if configs.independent_recv_thread:
@@ -74,7 +75,7 @@ class Async(Communicator):
             number = self._num_given
             self._open.add(number)
         gradients.mark = mark()
-        while True:  # a full queue makes training wait: memory never grows without bound
+        while True:  # a full queue blocks training, so memory stays bounded
             self._threads.check()
             try:
                 self._queue.put((number, gradients), timeout=0.1)
@@ -90,7 +91,7 @@ class Async(Communicator):
             self._own.under_way = self._client.pull_dense_tables(names)
 
     def _take_dense(self) -> None:
-        """Write what this thread has asked for, waiting for it, or what the receiver has brought."""
+        """Write the dense values that this thread has requested, waiting for them, or those of the receiver thread."""
         start = time.perf_counter()
         with self._lock:
             values, self._fresh = self._fresh, Dense()
@@ -163,7 +164,7 @@ class Async(Communicator):
                     self._fresh = values
 
     def _take(self) -> list[tuple[int, Gradients]]:
-        """The next gradients, and more of them if they come within `send_wait_times` looks."""
+        """The next gradients, and more of them if they arrive within `send_wait_times` polls."""
         try:
             taken = [self._queue.get(timeout=0.1)]
         except queue.Empty:
@@ -188,9 +189,10 @@ class Async(Communicator):
 
 
 def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
-    """One push for several steps: gradients summed; the latest rates, the oldest versions.
+    """Merge several steps into one push: summed gradients, the latest rates, the oldest versions.
 
-    `wide`: tables whose gradients have show, click and slot behind them. A slot is no amount: the servers sum those.
+    `wide`: tables whose gradients are followed by show, click and slot. A slot must not be summed here: the servers sum
+    those gradients.
     """
     first = gradients[0]
     if len(gradients) == 1:
@@ -205,4 +207,4 @@ def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
         sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
     for table in {table: None for step in gradients for table in step.dense}:
         dense[table] = np.stack([step.dense[table] for step in gradients if table in step.dense]).sum(axis=0)
-    return Gradients(sparse, versions, dense, rates)  # never gathered: num_samples has no use
+    return Gradients(sparse, versions, dense, rates)  # async pushes are never gathered, so num_samples is not used

@@ -1,4 +1,6 @@
-"""The async mode with max_staleness: nobody's network becomes older than that, so whoever is too far ahead waits."""
+"""The async mode with max_staleness: a worker too far ahead waits, so that no worker's dense values
+exceed the bound.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
 
 
 class Bounded(Communicator):
-    """A push is on its way when `step` returns; its reply, which brings the network, is awaited where the model is
-    called next. The servers hold a push that would make another worker's network too old.
+    """A push is in flight when `step` returns. Its reply, which brings the dense values, is awaited at the model's next
+    call. The servers delay a push that would make another worker's dense values too stale.
 
-    From a call of the model with gradients to its push the servers count on this worker. Where it rests, it says so.
+    From a call of the model with gradients until its push, the servers expect a push of this worker. `rest` withdraws
+    that.
     """
 
     pulls_ahead = True
-    takes_threads = False  # a server knows one network of each worker
+    takes_threads = False  # a server tracks one set of dense values per worker
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Bounded(Communicator):
         num_workers: int,
         timeout: float,
     ) -> None:
-        """`timeout`: seconds that a push may be held."""
+        """`timeout`: seconds that a push may be delayed."""
         if max_staleness < num_workers - 1:
             raise StrategyError(
                 f"a_sync_configs['max_staleness']={max_staleness} cannot be kept with {num_workers} workers: the last "
@@ -45,7 +48,7 @@ class Bounded(Communicator):
         self._max_staleness, self._timeout = max_staleness, timeout
         self._names = [group.spec.name for group in plan.dense]
         self._under_way: Future[Dense] | None = None
-        self._is_counted = False  # the servers count on this worker's next push
+        self._is_counted = False  # the servers expect this worker's next push
         self._is_over = False
 
     def freshen(self) -> None:
@@ -74,7 +77,7 @@ class Bounded(Communicator):
 
     def rest(self) -> None:
         if threading.get_ident() != self._main_thread:
-            return  # training goes on beside it
+            return  # training goes on meanwhile
         self._take()
         if self._is_counted:
             self._client.push_tables({}, flags=BOUNDED, settings=[self._max_staleness]).result()
@@ -90,12 +93,12 @@ class Bounded(Communicator):
         self._is_over = True
 
     def _take(self) -> None:
-        """Wait for the reply of the last push, and write the network that it brings."""
+        """Wait for the reply to the last push, and write the dense values that it brings."""
         if self._under_way is None:
             return
         start = time.perf_counter()
         under_way, self._under_way = self._under_way, None
         values = under_way.result()
-        # A reply that had to be repeated brings no values; the servers still count on this worker from then on.
+        # The reply to a retry brings no values; the servers still expect this worker's push from then on.
         self._write(values or self._pull_dense(self._client))
         self._seconds["dense"] += time.perf_counter() - start

@@ -1,11 +1,11 @@
-"""When gradients travel and when values come back: one small class per mode behind one interface.
+"""When gradients are sent and when values come back: one small class per mode behind one interface.
 
-sync        one update per step with the mean gradient of all workers' samples; everybody waits for it
-half_async  this worker's update, waited for; nobody waits for anybody else
+sync        one update per step with the mean gradient of all workers' samples; all workers wait for it
+half_async  each worker waits for its own update, and for no other worker
 async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
-            (bounded.py) with max_staleness: who is too far ahead waits
-geo         (geo.py, whole_tables.py) training on a local copy, differences exchanged now and then
-hybrid      (hybrid.py) as async for rows; the network is exchanged among the workers
+            (bounded.py) with max_staleness: a worker too far ahead waits
+geo         (geo.py, whole_tables.py) training on a local copy, differences are exchanged periodically
+hybrid      (hybrid.py) as async for rows; the workers synchronize the dense network by torch.distributed
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from torchfleet.ps.worker.lookup.sources import PullAhead, TimedPull
 
 @dataclass(slots=True)
 class Gradients:
-    """What one step leaves to be pushed."""
+    """The gradients of one step, to be pushed."""
 
     sparse: dict[str, tuple[Keys, Floats]]
     versions: dict[str, list[float]]
     dense: dict[str, Floats]
     rates: dict[str, float]
-    num_samples: float | None = None  # what they count for in a mean; None: as much as others
-    share: int = 0  # the number of the optimizer whose step it is
-    mark: Mark | None = None  # of a step that is traced, where another thread pushes them
-    are_finite: bool = False  # they have been looked at; sums of them may be too large again
+    num_samples: float | None = None  # weight in a mean; None: the same as others
+    share: int = 0  # the index of the optimizer that made the step
+    mark: Mark | None = None  # of a traced step, if another thread pushes the gradients
+    are_finite: bool = False  # they were checked; sums of them may overflow again
 
     def is_nothing(self) -> bool:
-        """Whether no sample had a part in it."""
+        """Whether no sample contributed to it."""
         return not any(len(keys) for keys, _ in self.sparse.values()) and not any(b.any() for b in self.dense.values())
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Updates with the mean of `num` pushes, in which gradients of the network with a staleness above `max_staleness`
-    updates have no part. `samples`: what they are weighted by; None: they count alike."""
+    """Update with the mean of `num` pushes, ignoring dense gradients with a staleness above `max_staleness` updates.
+    `samples`: the weights of the pushes; None: equal weights.
+    """
 
     num: int
     max_staleness: int
@@ -61,10 +62,10 @@ class Gathering:
 
 
 class Communicator(ABC):
-    """The worker's side of a mode. `pull` and `step` are called from the training thread."""
+    """The worker's side of a mode. The training thread calls `pull` and `step`."""
 
     pulls_ahead = False
-    in_step = False  # pulls are part of steps that all workers make together
+    in_step = False  # pulls belong to steps that all workers make together
     has_threads = False  # several threads are training now
     steps_together = False  # a step of one worker is a step of several
     steps_here = False  # dense parameters are stepped in this process, not by the servers
@@ -77,18 +78,18 @@ class Communicator(ABC):
         self._gathering = gathering
         self._samples = gathering.samples if gathering else None
         self._main_client, self._plan, self._new_client = client, plan, connect
-        self._others: list[Client] = []  # of training threads and of those that send
-        self._past_retries = 0  # of clients that are closed
+        self._others: list[Client] = []  # clients of training threads and sender threads
+        self._past_retries = 0  # retries of closed clients
         self._main_thread = threading.get_ident()
         self._own = threading.local()
         self._count = threading.Lock()
         self._seconds = {"pull": 0.0, "push": 0.0, "dense": 0.0}
-        self.num_steps = 0  # that this worker has made so far, of all its threads
-        self._versions: dict[str, list[float]] = {}  # of the dense values in the model, as far as they are known
+        self.num_steps = 0  # steps of this worker so far, over all its threads
+        self._versions: dict[str, list[float]] = {}  # of the dense values in the model, where known
 
     @property
     def _client(self) -> Client:
-        """A client belongs to one thread; a training thread gets one of its own."""
+        """The calling thread's client: each training thread gets its own."""
         if threading.get_ident() == self._main_thread:
             return self._main_client
         if not hasattr(self._own, "client"):
@@ -97,14 +98,14 @@ class Communicator(ABC):
         return client
 
     def _connect(self) -> Client:
-        """A client for another thread, which closes it. Its requests count among those of this worker."""
+        """A client for another thread, which must close it. Its requests count as this worker's."""
         client = self._new_client()
         with self._count:
             self._others.append(client)
         return client
 
     def leave_thread(self) -> None:
-        """A training thread has done its work."""
+        """Release the resources of a training thread that has finished."""
         if hasattr(self._own, "client"):
             client: Client = self._own.client
             client.close()
@@ -114,92 +115,94 @@ class Communicator(ABC):
                 self._past_retries += client.num_retries
 
     def freshen(self) -> None:
-        """The model is about to be called by this thread: give it the newest dense values that were asked for."""
+        """Called before this thread calls the model: write the newest dense values that were requested."""
         self._own.versions = self._versions
 
     def rest(self) -> None:
-        """This worker is going to wait for others, and hands over nothing meanwhile."""
+        """Called before this worker waits for others: it pushes nothing meanwhile."""
         if self._gathering and threading.get_ident() == self._main_thread:
             self.settle()
 
     def settle(self) -> None:
-        """Return when everything that `step` has been given so far has been applied."""
+        """Wait until everything given to `step` so far has been applied."""
         if self._gathering:
             self._client.push_tables({}, flags=GATHERED, settings=self._gathering.settings).result()
 
     def end_threads(self) -> None:
-        """Several threads have trained, and are over."""
+        """Called after several threads have trained and ended."""
         self.has_threads = False
 
     def drop_gradients(self, share: int) -> None:
-        """What was computed for an optimizer since its last step is not going to be handed over."""
+        """Discard the gradients of an optimizer since its last step."""
         if self._samples is not None:
             self._samples.reset(share)
 
     def skip_step(self, share: int) -> None:
-        """A step is made by the other workers alone: this one has no gradients to add."""
+        """Let the other workers make a step alone: this worker has no gradients to add."""
         self.drop_gradients(share)
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
-        """Begin whatever runs beside training."""
+        """Start the background threads, if any."""
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
-        """Rows of several tables, on their way."""
+        """Request rows of several tables; returns the pull in flight."""
         start = time.perf_counter()
         pull = self._client.pull_tables(keys, create, self.in_step)
-        self._seconds["pull"] += time.perf_counter() - start  # in one process, asking is already the work
+        self._seconds["pull"] += time.perf_counter() - start  # in a single process, the request itself does the work
         return TimedPull(pull, self._seconds)
 
     def step(self, gradients: Gradients) -> None:
-        """One step's gradients are there."""
+        """Hand over the gradients of one step."""
         start = time.perf_counter()
         with self._count:
-            self.num_steps += gradients.share == 0  # one for all optimizers of a loop
-        # Those of the thread's last call of the model; another thread may have written newer values since.
+            self.num_steps += gradients.share == 0  # one per loop iteration, however many optimizers
+        # The versions at this thread's last call of the model; another thread may have written newer values since.
         gradients.versions.update(getattr(self._own, "versions", None) or self._versions)
         self._own.versions = None
-        if self._samples is not None and not self.has_threads:  # it counts for all threads together
+        if self._samples is not None and not self.has_threads:  # the count is over all threads together
             gradients.num_samples = self._samples.take(gradients.is_nothing, gradients.share)
         self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
     def flush(self) -> None:
-        """Return when everything given to `step` has reached the tables."""
+        """Wait until everything given to `step` has reached the tables."""
         self._client.flush()
         if self._gathering:
             self.settle()
             self._write(self._pull_dense(self._client))
 
     def refresh(self) -> None:
-        """Flush, and take the dense parameters as the servers have them now: other workers may have gone on."""
+        """Flush, and pull the current dense parameters: other workers may have made steps."""
         self.flush()
         self._write(self._pull_dense(self._client))
 
     def stop(self) -> None:
-        """Flush, and end whatever runs beside training."""
+        """Flush, and stop the background threads."""
         self.flush()
 
     def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        """Rows that this worker trains in the place of the servers', some at a time; none in most modes."""
+        """Yield the rows that this worker trains instead of the servers', in chunks; empty in most modes."""
         return iter(())
 
     def check_loading(self) -> None:  # noqa: B027  (most modes take what is loaded)
         """Raise ModelError if a state cannot be loaded in this mode."""
 
     def hand_over(self) -> None:
-        """Flush, and keep back nothing that this worker has learned."""
+        """Flush, and send everything that this worker has learned."""
         self.flush()
 
     def begin_anew(self, tables: Collection[str]) -> None:  # noqa: B027  (most modes keep no values of their own)
-        """The servers were given other values: the rows of these tables, and all dense values, which the model has."""
+        """Start again from values given to the servers: rows of these tables, and all dense values, which the model
+        has.
+        """
 
     def release(self) -> None:
-        """Leave the model as it was: it may be used in another job."""
+        """Leave the model as it was, so that it can be used in another job."""
         if self._samples is not None:
             self._samples.close()
 
     def stats(self) -> dict[str, Any]:
-        """Times in milliseconds per step that the training thread waited."""
+        """The training thread's waiting times in milliseconds per step."""
         steps = max(1, self.num_steps)
         waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
         return {"steps": self.num_steps, **waits, "retries": self._num_retries, "queue": 0}
@@ -214,7 +217,7 @@ class Communicator(ABC):
     def _push(self, gradients: Gradients) -> None: ...
 
     def _submit(self, client: Client, gradients: Gradients, flags: int, timeout: float | None = None) -> Future[Dense]:
-        """A push on its way, to be gathered with others where that is asked for."""
+        """Send a push, gathered with others if the mode asks for it; returns its future."""
         return client.push_tables(
             {**gradients.dense, **gradients.sparse},
             gradients.rates,
@@ -227,16 +230,16 @@ class Communicator(ABC):
         )
 
     def _pull_dense(self, client: Client) -> Dense:
-        """All dense tables, and how many updates each has seen."""
+        """All dense tables with their versions."""
         names = [group.spec.name for group in self._plan.dense]
         return client.pull_dense_tables(names).result() if names else Dense()
 
     def _write(self, values: Dense) -> None:
         if self.has_threads and _is_older(values.versions, self._versions):
-            return  # another thread's reply came in before this one
-        versions = dict(self._versions)  # others may be reading it
+            return  # another thread's later reply came in first
+        versions = dict(self._versions)  # a copy: other threads may be reading it
         for name in values:
-            versions.pop(name, None)  # of values that come without one, as in sync mode, it is not known
+            versions.pop(name, None)  # values without a version, as in sync mode: unknown
         self._versions = versions | values.versions
         for group in self._plan.dense:
             if group.spec.name in values:
@@ -248,9 +251,9 @@ def _is_older(versions: Mapping[str, list[float]], others: Mapping[str, list[flo
 
 
 class HalfAsync(Communicator):
-    """The push is applied, and this worker's dense parameters are the server's, before training goes on.
+    """Each push is applied, and the servers' dense values are written to the model, before training goes on.
 
-    Where updates are gathered, the reply comes when the push is kept.
+    If updates are gathered, the reply comes when the server has stored the push.
     """
 
     _flags = DENSE_BACK | VERSIONS
@@ -258,7 +261,7 @@ class HalfAsync(Communicator):
 
     def _push(self, gradients: Gradients) -> None:
         values = self._submit(self._client, gradients, self._flags, self._timeout).result()
-        if not values and gradients.dense:  # the reply had to be repeated, and a repeat brings no values
+        if not values and gradients.dense:  # the reply to a retry, which brings no values
             values = self._pull_dense(self._client)
         self._write(values)
 
@@ -268,8 +271,9 @@ class HalfAsync(Communicator):
 
 
 class Sync(HalfAsync):
-    """As HalfAsync, but the update is made with the mean of all workers' gradients, once all are there: over their
-    samples, or over workers."""
+    """As HalfAsync, but the update uses the mean of all workers' gradients, over samples or over workers, once all have
+    arrived.
+    """
 
     _flags = DENSE_BACK | SYNC
     in_step = True
@@ -284,7 +288,7 @@ class Sync(HalfAsync):
         num_workers: int,
         samples: SampleCount | None = None,
     ) -> None:
-        """`samples`: what the workers' gradients are weighted by; None: they count alike."""
+        """`samples`: the weights of the workers' gradients; None: equal weights."""
         super().__init__(client, plan, connect)
         self._timeout, self._samples = timeout, samples
         self.steps_together = num_workers > 1

@@ -31,13 +31,13 @@ from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import PullAhead
 from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
 
-_NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
+_NEGLIGIBLE = 1e-6  # a remainder that is no longer sent; float32 values near 1 are 1e-7 apart
 
 Deltas = dict[str, tuple[Keys, Floats] | Floats]
 
 
 class Geo(Communicator):
-    """Tables and base are touched by one training thread at a time; a thread beside carries differences and answers."""
+    """One training thread at a time accesses tables and base; a background thread exchanges differences and replies."""
 
     steps_here = True
 
@@ -63,14 +63,14 @@ class Geo(Communicator):
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
         self._under_way = False
-        self._mark: Mark | None = None  # of the step with which the exchange under way began, if it is traced
-        self._num_exchanges = self._last_step = 0  # the step with which an exchange began
+        self._mark: Mark | None = None  # of the step that started the current exchange, if it is traced
+        self._num_exchanges = self._last_step = 0  # the step that started an exchange
         self._thread = BackgroundThreads(
             [self._carry], "the exchange with the servers failed", on_end=lambda: self._back.put(None)
         )
 
     def _begin_with_none(self, tables: Collection[str]) -> None:
-        """No row of these tables is here, and the model has the servers' dense values."""
+        """Start without local rows of these tables, and with the servers' dense values in the model."""
         limit = max_table_bytes()
         for name in tables:
             self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
@@ -95,10 +95,11 @@ class Geo(Communicator):
 
     def start(self) -> None:
         self._thread.start()
-        self._take_in(self._wait())  # the first answer: from now on the servers note what others change for us
+        # the first reply: from now on the servers record other workers' changes for this worker
+        self._take_in(self._wait())
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
-        """Rows of the local copy; those it does not have yet come from the servers first."""
+        """Rows of the local copy; rows that it lacks are pulled from the servers first."""
         with self._alone:
             return Ready(self._pull_here(keys, create))
 
@@ -115,7 +116,9 @@ class Geo(Communicator):
         return Pulled(rows, {name: [] for name in keys})
 
     def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
-        """For prediction: local rows, and the servers' for ids this worker never trained on, without keeping them."""
+        """For prediction: local rows, and the servers' rows for ids that this worker never trained on, which are not
+        kept.
+        """
         rows = {}
         for name, wanted in keys.items():
             rows[name] = self._local[name].pull(wanted, create=False)
@@ -143,7 +146,7 @@ class Geo(Communicator):
             self._send()
 
     def flush(self) -> None:
-        """All differences are on the servers, and what others had sent by then is here."""
+        """Wait until all differences are on the servers, and the other workers' changes up to now are here."""
         with self._alone:
             if self._under_way:
                 self._take_in(self._wait())
@@ -154,10 +157,10 @@ class Geo(Communicator):
         self.flush()
 
     def refresh(self) -> None:
-        self.flush()  # its own copy, with what the others have sent
+        self.flush()  # the local copy, including the other workers' changes
 
     def stop(self) -> None:
-        """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
+        """Also send the remainders of the divisions: the sum of all exchanges that would still come."""
         try:
             self.hand_over()
         finally:
@@ -181,24 +184,25 @@ class Geo(Communicator):
             self._base[name].assign(keys, base + rows)
             deltas[name] = (keys, rows)
             rest = np.abs(self._local[name].pull(keys) - self._base[name].pull(keys)).max(axis=1, initial=0.0)
-            self._touched[name] = [keys[rest > _NEGLIGIBLE]]  # what the division left over goes with the next exchanges
+            # the remainder of the division goes with the next exchanges
+            self._touched[name] = [keys[rest > _NEGLIGIBLE]]
         self._under_way = True
         self._num_exchanges += 1
         self._mark = mark()
         self._out.put(deltas)
 
     def _wait(self) -> Changed:
-        """The answer to the exchange under way; the thread's error if it failed."""
+        """The reply to the exchange in flight. Raises the thread's error if it failed."""
         answer = self._back.get()
         if answer is None:
-            self._back.put(None)  # for whoever asks next
+            self._back.put(None)  # for the next caller
             self._thread.check()
             raise FleetError("the thread that exchanges with the servers has ended")
         return answer
 
     def _take_in(self, answer: Changed) -> None:
         self._under_way = False
-        # A dataset settles a file from its own thread, while training may be between forward and backward.
+        # A dataset calls this from its own thread, while training may be between forward and backward.
         is_beside = self.has_threads or threading.get_ident() != self._main_thread
         for group in self._plan.dense:
             values = answer.rows[group.spec.name][1].reshape(-1)
@@ -217,7 +221,7 @@ class Geo(Communicator):
         base.assign(keys, values)
 
     def _carry(self) -> None:
-        """The thread beside training."""
+        """The main function of the background thread."""
         names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
         with self._connect() as client:
             changed = client.pull_changed(names, [0] * client.num_servers).result()

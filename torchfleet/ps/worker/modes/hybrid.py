@@ -1,7 +1,7 @@
-"""The hybrid mode, as the servers see it: rows as in async mode, and no dense table is ever pushed to.
+"""The hybrid mode, as the servers see it: rows as in async mode, and no pushes to dense tables.
 
-The network is exchanged among the workers themselves (api/hybrid). Each worker's push is applied as it arrives,
-at the table's rate: rows learn from every worker's batch.
+The workers synchronize the dense network by torch.distributed (api/hybrid). Each worker's push is applied as it
+arrives, at the table's rate: rows learn from every worker's batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchfleet.ps.worker.modes.asynchronous import Async
 
 
 def rows_of(plan: Plan) -> Plan:
-    """The plan of what is pulled and pushed: all but the dense tables, which only keep the network."""
+    """The plan of what is pulled and pushed: everything except the dense tables, which only keep the network."""
     return dataclasses.replace(plan, dense=[])
 
 

@@ -1,8 +1,8 @@
-"""The arrays of whole tables: a copy of one worker's own, or one that all workers of a machine train together.
+"""The arrays of whole tables: one worker's own copy, or one that all workers of a machine train together.
 
-Workers that train one copy learn from each other with every change, as the threads of one process do. Workers that
-have a copy each learn from each other with every exchange. The memory of a common copy is a file without a name
-(memfd): it goes when the last of its workers goes, however that ends. Whoever exchanges holds a lock on the file.
+Workers that train one copy see each other's changes at once, as the threads of one process do. Workers with separate
+copies see them at every exchange. A common copy lies in an anonymous file (memfd), which is freed when the last of its
+workers ends, however it ends. A worker holds a lock on the file during an exchange.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ STARTED_AGAIN = (
 )
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _ALIGNED = 64  # bytes: vector instructions load whole cache lines
-_PAUSE = 0.001  # seconds before another look whether the lock is free
+_PAUSE = 0.001  # seconds between two attempts to take the lock
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint32]
 Sizes = Mapping[str, tuple[int, int]]  # by table: rows, dim
-Gather = Callable[[str, bytes], list[bytes]]  # what every worker brings
+Gather = Callable[[str, bytes], list[bytes]]  # collects every worker's data
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who trains this worker's copy: `workers`, in their order, itself among them. `num_copies`: those of the job."""
+    """The workers that train this worker's copy: `workers`, in order, including itself. `num_copies`: copies in the
+    job.
+    """
 
     workers: tuple[int, ...]
     worker: int
@@ -57,7 +59,7 @@ def alone(worker: int, num_workers: int) -> Sharing:
 
 
 def on_this_machine(gather: Gather, worker: int) -> Sharing:
-    """All workers meet: those with one kernel, one space of process numbers and one user share a copy."""
+    """Collective over all workers: those with the same kernel, pid namespace and user share a copy."""
     places: dict[str, list[int]] = {}
     for data in gather("machines of whole tables", f"{worker} {_place(worker)}".encode()):
         number, place = data.decode().split(" ", 1)
@@ -67,7 +69,7 @@ def on_this_machine(gather: Gather, worker: int) -> Sharing:
 
 
 def _place(worker: int) -> str:
-    """The same for two workers if one can open the other's memory. Where there is no memfd, nobody can."""
+    """Equal for two workers if one can open the other's memory. Without memfd it is unique to each worker."""
     if not hasattr(os, "memfd_create"):
         return f"worker {worker}"
     with open(_BOOT) as file:
@@ -75,13 +77,13 @@ def _place(worker: int) -> str:
 
 
 class TableCopy:
-    """values[table]: (rows, at least dim); base[table]: (rows, dim); changes[table]: (rows,). Zeros to begin with.
+    """values[table]: (rows, at least dim); base[table]: (rows, dim); changes[table]: (rows,). Initially zeros.
 
-    `received`: per server, the number of the last reply to PULL_CHANGED that is in the copy; 0: it is still empty.
+    `received`: per server, the number of the last reply to PULL_CHANGED in the copy; 0: the copy is still empty.
     """
 
     def __init__(self, sizes: Sizes, num_servers: int, sharing: Sharing, file: int | None = None) -> None:
-        """`file`: the memory of a common copy, which this object owns from now on; None: it is this worker's alone."""
+        """`file`: the memory of a common copy, which this object then owns; None: the copy is this worker's alone."""
         self.sharing, self._file = sharing, file
         memory = Memory(num_bytes(sizes, num_servers)).array(np.uint8) if file is None else _mapped(file)
         arrays = _carved(memory, _shapes(sizes, num_servers))
@@ -94,7 +96,7 @@ class TableCopy:
 
     @contextlib.contextmanager
     def alone(self, seconds: float) -> Iterator[None]:
-        """No other worker of this copy exchanges meanwhile; FleetError if one does so for longer than `seconds`."""
+        """Hold the copy's exchange lock. Raises FleetError if another worker holds it for longer than `seconds`."""
         if self._file is None:
             yield
             return
@@ -112,14 +114,14 @@ class TableCopy:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give up the lock's file; the arrays stay as long as somebody holds them."""
+        """Close the lock's file; the arrays stay valid as long as they are referenced."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def common_copy(sizes: Sizes, num_servers: int, sharing: Sharing, gather: Gather) -> TableCopy:
-    """The copy of all `sharing.workers`. All workers of the job meet here."""
+    """The common copy of `sharing.workers`. Collective over all workers of the job."""
     first, file = sharing.workers[0], -1
     if sharing.worker == first:
         file = os.memfd_create("whole tables")
@@ -128,7 +130,7 @@ def common_copy(sizes: Sizes, num_servers: int, sharing: Sharing, gather: Gather
     if sharing.worker != first:
         _, pid, number = next(data.decode().split() for data in brought if int(data.split()[0]) == first)
         file = _opened(f"/proc/{pid}/fd/{number}", first)
-    gather("whole tables are open", b"")  # the first worker may end before others train
+    gather("whole tables are open", b"")  # the first worker may end before others have opened the file
     return TableCopy(sizes, num_servers, sharing, file)
 
 
@@ -171,13 +173,13 @@ def _carved(
 def _mapped(file: int) -> npt.NDArray[np.uint8]:
     mapped = mmap.mmap(file, 0)
     if len(mapped) > HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # advice: many kernels have small pages alone for such memory
+        with contextlib.suppress(OSError):  # advice: many kernels have no huge pages for such memory
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapped, np.uint8)
 
 
 def _is_locked(file: int) -> bool:
-    """Whether the lock is ours now."""
+    """Try to take the lock; returns whether it is now held."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

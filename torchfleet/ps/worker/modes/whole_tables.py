@@ -1,11 +1,11 @@
 """Geo training on whole tables: each table is a plain array in this process, which training changes in place.
 
-The formulas are those of geo.py. Training counts the changes of every row. A thread beside training sends the
-differences of rows that have changed often with every exchange, those of all rows now and then, and adds what the
-others have sent. Rows that both of two copies change all the time are those that drift apart, and they are few: sending
-these alone makes it cheap to exchange often. With more copies every changed row goes with every exchange. Training
-waits for nothing: of two changes of a number at the same moment, by training and by what the others have sent, one may
-be lost, as among training threads themselves.
+The formulas are those of geo.py. Training counts the changes of every row. With every exchange a background thread
+sends the differences of rows that have changed often; periodically it sends those of all rows. It adds the changes of
+the other workers. Between two copies, only the few rows that both change all the time drift apart, so sending these
+alone makes frequent exchanges cheap. With more copies, every exchange sends every changed row. Training never waits: if
+training and the background thread change a number at the same moment, one change may be lost, as among training threads
+themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
 from torchfleet.ps.worker.modes.table_copy import Counts, TableCopy
 from torchfleet.ps.worker.row_state.table_rows import slices
 
-_ROWS_AT_ONCE = 1 << 13  # in one message: small enough that a server's other clients need not wait long
-_REST = np.float32(1e-3)  # what `share` leaves over counts as a change only if it is more
-_HOT = 16  # a row that has been changed so often goes with every exchange, others with every 16th
-_FEW = 2  # copies; with more of them, a row that waits to be hot has gone apart on all of them (benchmarks/log.md)
+_ROWS_AT_ONCE = 1 << 13  # rows per message: small enough that a server's other clients do not wait long
+_REST = np.float32(1e-3)  # a remainder after `share` counts as a change only above this
+_HOT = 16  # changes after which a row goes with every exchange; other rows go with every 16th
+_FEW = 2  # copies; with more, a row that waits to become hot has drifted apart on all of them (benchmarks/log.md)
 
 
 class WholeTables(Communicator):
-    """`values[table]`: (rows, at least dim) float32, zeros beyond dim. `changes[table]`: add 1 behind every change."""
+    """`values[table]`: (rows, at least dim) float32, zeros beyond dim. `changes[table]`: add 1 after every change."""
 
     takes_threads = False
 
@@ -48,15 +48,16 @@ class WholeTables(Communicator):
         share: float | None,
         patience: float,
     ) -> None:
-        """`connect` gives clients that speak for all workers of the copy. `share`: None for a share by count.
-        `patience`: seconds that another worker of the copy may take for its exchange."""
+        """`connect` gives clients that represent all workers of the copy. `share`: None for a share by count.
+        `patience`: seconds that another worker of the copy may take for its exchange.
+        """
         super().__init__(client, plan, connect)
         self._sizes = table_sizes(plan)
         self._copy, self._share, self._patience = copy, share, patience
         self.values, self.changes, self._base = copy.values, copy.changes, copy.base
-        # The workers of a copy exchange it in turn: together every k_steps steps of each of them.
+        # The workers of a copy take turns exchanging it: together once every k_steps steps of each worker.
         self._steps_between = k_steps * len(copy.sharing.workers)
-        self._last_step = -k_steps * copy.sharing.position  # with which an exchange began
+        self._last_step = -k_steps * copy.sharing.position  # the step that started the last exchange
         self._hot = _HOT if copy.sharing.num_copies <= _FEW else 1
         self._changed = threading.Condition()
         self._num_wanted, self._num_done = 1, 0  # exchanges; the first fills the arrays
@@ -65,12 +66,12 @@ class WholeTables(Communicator):
         self._thread = BackgroundThreads([self._carry], "the exchange with the servers failed", on_end=self._wake)
 
     def start(self) -> None:
-        """Fill the arrays from the servers; from then on they note what others change for this worker."""
+        """Fill the arrays from the servers, which from then on record other workers' changes for this worker."""
         self._thread.start()
         self._wait_for(1)
 
     def step_done(self) -> None:
-        """Called after every step, from any thread: starts an exchange when it is time, and never waits."""
+        """Call after every step, from any thread. Starts an exchange when one is due, and never waits."""
         with self._changed:
             self._check()
             self.num_steps += 1
@@ -80,7 +81,7 @@ class WholeTables(Communicator):
                 self._want()
 
     def flush(self) -> None:
-        """Return when all rows' differences are with the servers (`share` of each), and others' changes are here."""
+        """Wait until the differences of all rows are on the servers (`share` of each), and others' changes are here."""
         self._exchange(whole=False)
 
     settle = refresh = flush
@@ -95,7 +96,7 @@ class WholeTables(Communicator):
         )
 
     def finish(self) -> None:
-        """Flush, with differences sent whole: the servers have all that this worker has learned."""
+        """Flush, with differences sent whole: then the servers have everything that this worker has learned."""
         self._exchange(whole=True)
 
     def stop(self) -> None:
@@ -138,7 +139,7 @@ class WholeTables(Communicator):
             self._thread.check()
 
     def _wake(self) -> None:
-        """The thread beside training has ended: whoever waits for an exchange looks why."""
+        """Wake all waiters, which check for the error: the background thread has ended."""
         with self._changed:
             self._changed.notify_all()
 
@@ -149,7 +150,7 @@ class WholeTables(Communicator):
         )
 
     def _carry(self) -> None:
-        """The thread beside training."""
+        """The main function of the background thread."""
         with self._connect() as client:
             with self._copy.alone(self._patience):
                 if not self._copy.received.any():  # the first worker of the copy
@@ -165,14 +166,14 @@ class WholeTables(Communicator):
                 self._finish(wanted)
 
     def _next(self) -> int | None:
-        """The number of the exchange to begin with, once there is one; None at the end."""
+        """Wait for the next exchange to make and return its number; None at the end."""
         with self._changed:
             while self._num_wanted == self._num_done and not self._is_over:
                 self._changed.wait()
-            return None if self._num_wanted == self._num_done else self._num_wanted  # who waits is served first
+            return None if self._num_wanted == self._num_done else self._num_wanted  # waiting callers are served first
 
     def _how(self) -> tuple[bool, int]:
-        """(whether all differences go, and go whole; how often else a row must have been changed)."""
+        """(whether to send all differences whole; otherwise, the number of changes from which a row is sent)."""
         with self._changed:
             every_row = self._wants_every_row or self._num_exchanges % _HOT == 0
             whole = self._wants_whole
@@ -193,13 +194,13 @@ class WholeTables(Communicator):
 
     def _send(self, client: Client, whole: bool, least: int) -> None:
         for name, (_, dim) in self._sizes.items():
-            counts = self.changes[name].copy()  # others count on meanwhile
+            counts = self.changes[name].copy()  # a copy: others go on counting
             is_due = counts >= least
-            if whole:  # what earlier exchanges have left over may not be counted
+            if whole:  # remainders of earlier exchanges may not be counted
                 is_due |= (self.values[name][:, :dim] != self._base[name]).any(axis=1)
             rows = np.flatnonzero(is_due)
             shares = self._shares(counts[rows], 1.0 if whole else self._share)
-            self.changes[name][rows] = 0  # before the values are read: what changes later is counted again
+            self.changes[name][rows] = 0  # before the values are read, so that later changes are counted again
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = rows[start : start + _ROWS_AT_ONCE]
                 deltas = np.empty((len(some), dim), np.float32)
@@ -210,7 +211,7 @@ class WholeTables(Communicator):
         client.flush()
 
     def _shares(self, counts: Counts, share: float | None) -> Floats:
-        """What part of its difference is sent of each row, which has been changed so often."""
+        """The share of its difference to send for each row, given its number of changes."""
         shares = np.full(len(counts), share if share is not None else 1.0, np.float32)
         if share is None:
             share_by_count(counts, self._copy.sharing.num_copies, shares)
@@ -228,7 +229,9 @@ class WholeTables(Communicator):
 
 
 def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
-    """By table: rows and dim, as the model declares them. Raises ModelError if it has more than such tables."""
+    """By table: rows and dim, as the model declares them. Raises ModelError if the model has anything
+    but such tables.
+    """
     if plan.dense:
         raise ModelError(
             "fleet.whole_tables() is for models of tables only; this one has dense parameters: "

@@ -1,1 +1,1 @@
-"""Whole tables as torch sees them: what state_dict holds of an embedding and is loaded from, what copies share."""
+"""Whole tables as torch sees them: an embedding's state_dict and load_state_dict, and what copies share."""

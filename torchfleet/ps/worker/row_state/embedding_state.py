@@ -1,4 +1,4 @@
-"""An embedding's part in state_dict and load_state_dict, and what a copy of it is."""
+"""An embedding's state_dict and load_state_dict, and its deepcopy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STATES = (None, "rows", "none")
 
 
 class EmbeddingState(torch.nn.Module):
-    """A layer with its rows elsewhere, which are its `weight` in a state.
+    """A layer whose rows are stored elsewhere, and appear as `weight` in a state.
 
-    `state`: what state_dict holds. None: all rows as `weight`, if the table has a declared size, and an error if it has
-    none; "rows": those that there are, as `keys` and `weight`; "none": nothing.
+    `state`: what state_dict holds. None: all rows as `weight` if the table has a declared size, otherwise an error;
+    "rows": the existing rows, as `keys` and `weight`; "none": nothing.
     """
 
     dim: int
@@ -44,10 +44,10 @@ class EmbeddingState(torch.nn.Module):
             )
         self.state = state
         self.table_rows = TableRows(padding_idx)
-        self.is_copy = False  # made by copy.deepcopy of a distributed embedding: it reads, and learns nothing
+        self.is_copy = False  # a copy.deepcopy of a distributed embedding: it reads, and learns nothing
 
     def table_spec(self, name: str) -> TableSpec:
-        """Its table as far as the layer says: kind, shape and first values."""
+        """The table's description, as far as the layer determines it: kind, shape and initial values."""
         kind = self.kind or default_kind(is_dense=False, has_size=self.num_embeddings is not None)
         size = self.num_embeddings or 0
         return TableSpec(name, kind, self.dim, size, initializer=self.initializer, seed=self.seed)
@@ -89,7 +89,7 @@ class EmbeddingState(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As torch's own: what does not fit is added to the lists, from which torch makes its error."""
+        """As torch's own: adds mismatches to the lists, from which torch makes its error."""
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         names = {None: ["weight"], "rows": ["keys", "weight"], "none": []}[self.state]
@@ -152,7 +152,7 @@ class EmbeddingState(torch.nn.Module):
         return ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingState:
-        """Before the model is distributed, another embedding; afterwards, one that reads the same rows."""
+        """Before the model is distributed, an independent embedding; afterwards, one that reads the same rows."""
         made = self.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -173,7 +173,7 @@ class EmbeddingState(torch.nn.Module):
 
 
 class FrozenForward:
-    """The forward of a copy: rows are read as they are now, and learn nothing."""
+    """The forward of a copy: reads the current rows, which learn nothing from it."""
 
     def __init__(self, module: EmbeddingState) -> None:
         self._module = module

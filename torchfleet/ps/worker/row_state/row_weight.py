@@ -1,7 +1,7 @@
 """The parameter of a sparse embedding: an empty stand-in for rows that live on the servers.
 
-torch's own machinery treats it as any other parameter: param groups, `.to(device)`, counting, hooks of optimizers. Its
-`grad` is what is pending for the table. Computing with it would compute with nothing, so that is an error.
+torch treats it as any other parameter: param groups, `.to(device)`, counting, optimizer hooks. Its `grad` is the
+table's pending gradient. Computing with it would compute with nothing, so that is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from torchfleet.base.errors import ModelError
 
-# What goes by type, shape and place of a tensor, and not by its numbers. Attributes have a dot before their name.
+# Functions that use only the type, shape and device of a tensor, not its numbers. Attributes start with a dot.
 _HARMLESS = frozenset(
     (
         *("__dir__", "__format__", "__len__", "__repr__", "__setstate__", "_has_compatible_shallow_copy_type"),
@@ -26,14 +26,14 @@ _HARMLESS = frozenset(
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     )
 )
-# What gives the same weight once more, elsewhere: as empty, and as useless to compute with. What detach() and .data
-# give is a plain empty tensor: loops that copy or average all parameters go on working, and no gradient comes of it.
+# Functions that return the same weight elsewhere, still empty and not usable in computation. detach() and .data return
+# a plain empty tensor: loops that copy or average all parameters keep working, and get no gradient from it.
 _ITSELF = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "pin_memory", "requires_grad_", "to"))
 _NUMBERS = frozenset((".H", ".T", ".imag", ".mH", ".mT", ".real"))
 
 
 class PendingGradients(Protocol):
-    """Gradients of rows that wait for a step, by table."""
+    """Pending gradients of rows, by table."""
 
     def gradient(self, table: str) -> torch.Tensor | None: ...
 
@@ -45,20 +45,21 @@ class RowWeight(torch.nn.Parameter):
 
     path: str = ""
     table: str = ""
-    is_shown: bool = True  # its gradients, in .grad: of several weights of one table, by one; in hybrid mode by none
+    # whether .grad shows its gradients: of several weights of one table only one does; in hybrid mode none
+    is_shown: bool = True
     pending: PendingGradients | None = None
 
     @classmethod
     def empty(cls, dim: int) -> RowWeight:
-        """A new one."""
+        """A new weight."""
         weight: RowWeight = torch.Tensor._make_subclass(cls, torch.empty(0, dim), True)
         return weight
 
     @classmethod
     def take_place_of(cls, weight: torch.nn.Parameter) -> RowWeight:
-        """The same object, emptied: whoever holds it (an optimizer, a list of weights) holds the stand-in from now on.
+        """Turn a weight into a RowWeight in place: other holders of it (an optimizer, a list) then hold the stand-in.
 
-        The numbers must have been copied before.
+        The caller must have copied its numbers before.
         """
         weight.grad = None
         weight.data = torch.empty(0, weight.size(1), dtype=weight.dtype, device=weight.device)
@@ -70,7 +71,7 @@ class RowWeight(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """Pending gradients of the table, one row for each row that took part: (rows, dim), or None.
 
-        They are pushed as they are when the step is made: what changes them in place (clipping, unscaling) acts.
+        They are pushed as they are at the step, so in-place changes (clipping, unscaling) take effect.
         """
         return self.pending.gradient(self.table) if self.pending is not None and self.is_shown else None
 
@@ -102,7 +103,7 @@ class RowWeight(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain parameter: fleet.distributed_model makes it what it was."""
+        """Pickle as a plain parameter; fleet.distributed_model converts it back."""
         with torch._C.DisableTorchFunctionSubclass():
             return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
 
@@ -110,7 +111,7 @@ class RowWeight(torch.nn.Parameter):
         return f"RowWeight(table={self.table!r}, shape={tuple(self.shape)}, requires_grad={self.requires_grad})"
 
     def _like(self, moved: torch.Tensor) -> RowWeight:
-        """The same weight on another device or in another type: still no numbers to compute with."""
+        """The same weight on another device or in another type: still without numbers."""
         made: RowWeight = torch.Tensor._make_subclass(type(self), moved, False)
         made.path, made.table = self.path, self.table
         return made
@@ -123,7 +124,7 @@ class RowWeight(torch.nn.Parameter):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """`square` for a function or method, `.device` for the reading and `=data` for the setting of an attribute."""
+    """`square` for a function or method, `.device` for reading and `=data` for setting an attribute."""
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         attribute: Any = func.__self__  # type: ignore[attr-defined]
@@ -132,7 +133,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _keeps_shape(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an attribute is set, or the weight filled, with something as empty as it is: a move, a saved weight."""
+    """Whether the weight or an attribute is set to something equally empty: a move, or a saved weight."""
     if name in ("=data", "copy_"):
         return isinstance(args[0], RowWeight) and tuple(args[0].shape) == tuple(args[1].shape)
     return name.startswith("=")

@@ -1,4 +1,4 @@
-"""What the embeddings of one table share, their copies included: where lookups go, all rows, and the first ones."""
+"""What the embeddings of one table and their copies share: the lookup engine, the row source, and initial rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _own = threading.local()
 
 @contextlib.contextmanager
 def without_rows() -> Iterator[None]:
-    """In this thread, state_dict() has the empty weights of embeddings meanwhile, and fetches nothing."""
+    """Within this context and thread, state_dict() has empty weights for embeddings, and fetches nothing."""
     before = getattr(_own, "is_without", False)
     _own.is_without = True
     try:
@@ -43,8 +43,8 @@ class TableRows:
         self.source: RowSource | None = None  # where all rows are; None before init_worker
         self.first_keys: np.ndarray[Any, Any] | None = None  # signed; None: first_values are those of 0, 1, ...
         self.first_values: np.ndarray[Any, Any] | None = None
-        self.loaded: WholeRows | None = None  # by load_state_dict, on its way to the servers
-        self.padding = padding_idx  # of all embeddings of the table; None if they differ
+        self.loaded: WholeRows | None = None  # rows from load_state_dict, on their way to the servers
+        self.padding = padding_idx  # common to all embeddings of the table; None if they differ
         self.is_distributed = False  # part of a distributed model: a copy of an embedding reads the same rows
         self._last: tuple[Any, Any, Any] | None = None
 
@@ -56,18 +56,18 @@ class TableRows:
         return made
 
     def take_over(self, other: TableRows) -> None:
-        """Another embedding of the same table: what it brings counts for this one, too."""
+        """Merge another embedding of the same table into this one."""
         self.padding = self.padding if self.padding == other.padding else None
         if self.first_values is None:
             self.first_keys, self.first_values = other.first_keys, other.first_values
 
     def begin_with(self, rows: WholeRows) -> None:
-        """These are the first values. They are copied."""
+        """Set the initial values. They are copied."""
         self.first_keys = None if rows.keys is None else np.array(rows.keys.numpy(), np.int64)
         self.first_values = np.array(rows.values.numpy(), np.float32)
 
     def whole(self, spec: TableSpec, as_read: bool = False) -> WholeRows:
-        """All rows, as `fetch` gives them: those of the servers, or the first ones before there are servers."""
+        """All rows, as `fetch` returns them: the servers', or the initial ones before there are servers."""
         return fetch(self.source or FirstRows(self), spec, self.padding, as_read)
 
     def whole_for(self, spec: TableSpec, destination: Any) -> WholeRows:
@@ -77,15 +77,15 @@ class TableRows:
             if made_for is destination and values is not None:
                 return WholeRows(keys, values)
         rows = self.whole(spec)
-        with contextlib.suppress(TypeError):  # a plain dict knows no weak references, and is fetched for again
+        with contextlib.suppress(TypeError):  # a plain dict has no weak references, so its rows are fetched again
             parts = (destination, rows.keys, rows.values)
-            # Weak: what nobody holds any longer must not stay because of this.
+            # Weak, so that this cache does not keep the rows alive.
             self._last = tuple(None if part is None else weakref.ref(part) for part in parts)  # type: ignore[assignment]
         return rows
 
 
 class FirstRows:
-    """The rows that a table begins with, as far as they are given."""
+    """The initial rows of a table, as far as they are given."""
 
     def __init__(self, rows: TableRows) -> None:
         self._keys, self._values = rows.first_keys, rows.first_values
@@ -97,11 +97,11 @@ class FirstRows:
         return 0 if self._values is None else len(self._values)
 
     def check_writable(self) -> None:
-        """They are, until init_worker."""
+        """Does nothing: rows are writable until init_worker."""
 
 
 class NoTable:
-    """The source of an embedding whose rows cannot be had any longer."""
+    """The source of an embedding whose rows are no longer available."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -119,7 +119,7 @@ class NoTable:
 def slices(
     keys: np.ndarray[Any, Any] | torch.Tensor | None, values: np.ndarray[Any, Any] | torch.Tensor | None
 ) -> Iterator[tuple[Keys, Floats]]:
-    """Rows some at a time. Without keys they are those of 0, 1, ..."""
+    """Yield rows in slices. Without keys they are those of 0, 1, ..."""
     for start in range(0, 0 if values is None else len(values), SLICE):
         rows = np.asarray(values[start : start + SLICE], np.float32)  # type: ignore[index]
         some = np.arange(start, start + len(rows)) if keys is None else np.asarray(keys[start : start + SLICE])

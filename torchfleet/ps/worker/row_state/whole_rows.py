@@ -1,4 +1,4 @@
-"""All rows of a table in host memory: put together from slices, with first values where a declared id has no row."""
+"""All rows of a table in host memory: joined from slices, with initial values for declared ids without a row."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ _GROWTH = 1.25
 
 
 class WholeRows(NamedTuple):
-    """Rows of a table. `keys`: their ids, signed, in rising order; None: rows are those of the ids 0, 1, ..."""
+    """Rows of a table. `keys`: their ids, signed, ascending; None: rows are those of the ids 0, 1, ..."""
 
     keys: torch.Tensor | None
     values: torch.Tensor
 
 
 class RowSource(Protocol):
-    """Where all rows of a table can be had."""
+    """A source of all rows of a table."""
 
     def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        """(keys, values), some at a time; of a key that comes twice the later one counts. Belong to the next step."""
+        """Yield (keys, values) in chunks; a later row replaces an earlier one of the same key. The arrays are valid
+        only until the next iteration.
+        """
         ...
 
     def num_rows(self, table: str) -> int:
-        """About how many there are."""
+        """The approximate number of rows."""
         ...
 
     def check_writable(self) -> None:
@@ -44,10 +46,10 @@ class RowSource(Protocol):
 
 
 def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool = False) -> WholeRows:
-    """All rows of a table, in memory of their own. Raises ModelError, before it begins, if they are too many for it.
+    """All rows of a table, in new memory. Raises ModelError, before it begins, if they do not fit into memory.
 
-    With a declared size: a row for every id. One without a row on the servers has its first value, with which training
-    would begin, and `padding` zeros; `as_read`: zeros, as a prediction reads it.
+    With a declared size: a row for every id. An id without a row on the servers gets its initial value, from which
+    training would start, and `padding` gets zeros; `as_read`: zeros for both, as a prediction reads them.
     """
     num_rows = spec.size if spec.has_size else source.num_rows(spec.name)
     _check_memory(spec, num_rows)
@@ -64,12 +66,12 @@ def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool
 
 
 def first_rows(spec: TableSpec, keys: Keys) -> Floats:
-    """What the servers give to these ids when they are first seen: it follows from seed, table and id."""
+    """The initial values that the servers give to these ids; they depend only on seed, table and id."""
     return SparseTable(spec.in_memory(Rule(lr=0.0)), max_table_bytes()).look_up(keys)
 
 
 def _sized(source: RowSource, spec: TableSpec, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(values by id, zeros where there is no row; which ids have one)."""
+    """(values by id, zeros for ids without a row; mask of the ids with a row)."""
     values, has_row = np.zeros((spec.size, spec.dim), np.float32), np.zeros(spec.size, np.bool_)
     done = 0
     for keys, some in source.walk(spec.name):
@@ -90,7 +92,7 @@ def _fill(spec: TableSpec, values: Floats, has_row: npt.NDArray[np.bool_], paddi
 
 
 def _keyed(source: RowSource, spec: TableSpec, num_rows: int, progress: Progress) -> WholeRows:
-    """Room for the rows that there are said to be is taken at once, and more of it if they turn out to be more."""
+    """Allocates room for the announced number of rows, and more if there turn out to be more."""
     keys, values, done = np.empty(num_rows, np.int64), np.empty((num_rows, spec.dim), np.float32), 0
     for some, rows in source.walk(spec.name):
         end = done + len(some)
@@ -105,7 +107,7 @@ def _keyed(source: RowSource, spec: TableSpec, num_rows: int, progress: Progress
 
 
 def _check_memory(spec: TableSpec, num_rows: int) -> None:
-    """Rows by key are there twice while they are put into order."""
+    """Rows by key need twice the memory while they are sorted."""
     needed = num_rows * (4 * spec.dim + 1) if spec.has_size else 2 * num_rows * (4 * spec.dim + 8)
     free = available_bytes()
     if needed > free:
