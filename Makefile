@@ -9,14 +9,34 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
 
+# One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
+# pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
+PIP := $(VENV)/bin/pip install --quiet --no-compile
+
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml
+$(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --editable '.[dev]'
+	$(PIP) --editable .
+	$(RUN) -c "import torch, torchfleet.ps.server.server, torchfleet.api.job_life"
 	@touch $@
 
-demo: setup
+# The pip of older Pythons takes four times as long to find versions that fit. Tests have time-outs: all is compiled now.
+$(VENV)/.done: $(VENV)/.run
+	$(PIP) --upgrade pip
+	$(PIP) --editable '.[dev]'
+	$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold templates that are not Python
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.done
+	$(PIP) --editable '.[dev,ray]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.done
+	$(PIP) --editable '.[dev,browser]'
+	@touch $@
+
+demo: $(VENV)/.run
 	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
@@ -31,14 +51,14 @@ test: setup
 test-gpu: setup
 	$(RUN) -m pytest -m gpu -n 0
 
-# On a Debian machine: installs Slurm, which pip cannot, then runs what starts clusters of Ray and of Slurm.
+# Installs Ray and, on a Debian machine, Slurm, which pip cannot; then runs what starts clusters of Ray and of Slurm.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
-test-clusters: setup
+test-clusters: $(VENV)/.ray
 	(command -v slurmctld && command -v munged) >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes slurm-wlm munge)
 	$(RUN) -m pytest -m cluster -n 0
 
-# On a Debian machine: installs Chromium, unless FLEET_TEST_CHROMIUM names a browser, and looks at the dashboard in it.
-test-browser: setup
+# Installs playwright and, on a Debian machine, Chromium, unless FLEET_TEST_CHROMIUM names a browser, and looks at the dashboard in it.
+test-browser: $(VENV)/.browser
 	[ -n "$$FLEET_TEST_CHROMIUM" ] || command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
 	$(RUN) -m pytest -m browser -n 0
 
@@ -66,11 +86,11 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.done
-	$(VENV)/bin/pip install --quiet --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 # Screens of the display for docs/screens, from real jobs in tmux: two minutes. Then those of the dashboard, in Chromium.
-screens: setup
+screens: $(VENV)/.browser
 	$(RUN) -m benchmarks.terminal_screens
 	PYTHONPATH=.:tests $(RUN) -m support.dashboard_screens
 

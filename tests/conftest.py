@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
+from support.extras import skips_in_one_line
 from support.fleets import Fleet, in_process
 from support.processes import preloaded
 from support.ranks import Ranks, nursery
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -60,6 +61,13 @@ def pytest_collection_finish() -> None:
     """Modules and collected tests stay to the end: no collection of garbage need look at those million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Skips are counted in one line, by what they need, also those of the processes of pytest-xdist."""
+    reports = terminalreporter.stats.get("skipped", [])
+    if reports:
+        terminalreporter.write_line(skips_in_one_line(str(report.longrepr[-1]) for report in reports), yellow=True)
 
 
 @pytest.fixture(scope="module")

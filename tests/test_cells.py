@@ -150,7 +150,7 @@ def test_servers_that_were_not_there_can_be_asked_again(monkeypatch: pytest.Monk
                 for _ in range(2):
                     with pytest.raises(FleetError, match="answer"):
                         fleet.init_worker()
-                assert threading.active_count() == threads
+                assert threading.active_count() <= threads  # those of earlier tests may end meanwhile
         fleet.init_worker()
         train(model, optimizer)
         fleet.reset()

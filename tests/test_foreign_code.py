@@ -70,7 +70,6 @@ EXCEPTIONS = {
     ("launch/cli.py", "importlib.import_module"): "sub-commands, in a table",
     ("launch/clusters/job_options.py", "importlib.util.find_spec"): "whether the user's training module is there",
     ("launch/clusters/k8s/k8s_yaml.py", "yaml.dump"): "manifests, written",
-    ("launch/clusters/k8s/k8s_yaml.py", "yaml.safe_load_all"): "manifests that the user names: plain values only",
     ("launch/clusters/on_ray/ray_cluster.py", "importlib.import_module"): "Ray's own modules, by names in the code",
     ("launch/clusters/on_ray/ray_node.py", "importlib.import_module"): "Ray, by its name in the code",
     (

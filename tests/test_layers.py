@@ -161,3 +161,27 @@ def test_the_check_sees_every_way_to_import() -> None:
 )
 def test_the_check_knows_the_part_of_a_module(module: str, part: str) -> None:
     assert part_of(module) == part
+
+
+TESTS = Path(__file__).parent
+# Folders of tests that are about whole jobs or other code, not about one folder of the package.
+WHOLE = ("benchmarks", "collective/gpu", "ecosystem", "examples", "extensions", "integration", "support")
+ELSEWHERE = {"collective/test_pairs.py", "observe/doctor/test_links.py", "ps/server/test_worker_loss.py"}
+"""Named by what they test, which is not the module of that name in another wing."""
+
+
+def test_the_tests_mirror_the_package() -> None:
+    """A folder of tests is a folder of the package; a file that has a module's name lies in that module's folder."""
+    homes: dict[str, set[Path]] = {}
+    for file in (file for file in FILES if file.parent != PACKAGE):
+        homes.setdefault(file.stem, set()).add(file.parent.relative_to(PACKAGE))
+    folders = {home for found in homes.values() for home in found}
+    astray = []
+    for file in TESTS.rglob("test_*.py"):
+        place = file.relative_to(TESTS)
+        if place.parent == Path() or str(place) in ELSEWHERE or str(place).startswith(WHOLE):
+            continue
+        module = file.stem.removeprefix("test_")
+        if place.parent not in folders or place.parent not in homes.get(module, {place.parent}):
+            astray.append(str(place))
+    assert not astray

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.extras import EXTRAS, skips_in_one_line
 from support.paths import ROOT
 from support.wheel_contents import copy_sources, package_files, problems
 
@@ -139,6 +140,15 @@ def test_setup_leaves_out_what_only_the_site_needs() -> None:
     assert "mkdocs-material" in extra("docs")
     assert "mkdocs" not in extra("dev")
     assert "docs" not in re.findall(r"torchfleet\[([\w,]+)\]", extra("dev"))[0].split(",")
+
+
+def test_tests_name_extras_that_there_are() -> None:
+    assert all(extra(name) for name in EXTRAS.values())
+
+
+def test_skipped_tests_are_counted_by_what_they_need() -> None:
+    reasons = ["needs torchfleet[ray]", "Skipped: needs a GPU: none is here", "Skipped: needs a GPU"]
+    assert skips_in_one_line(reasons) == "skipped 3: 2 need a GPU, 1 needs torchfleet[ray]"
 
 
 @pytest.mark.slow

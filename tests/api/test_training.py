@@ -4,6 +4,7 @@ print and return; and what goes wrong."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 import time
@@ -434,11 +435,8 @@ def test_an_empty_dataset_makes_no_step(tmp_path: Path, kind: str, thread: int) 
             assert_equal_values(values(part), before)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
-@pytest.mark.parametrize("thread", [1, 3])
+@pytest.mark.parametrize(("mode", "thread"), [("sync", 1), ("async", 1), ("async", 3), ("geo", 1), ("geo", 3)])
 def test_what_a_reader_finds_wrong_arrives_at_the_caller(tmp_path: Path, mode: str, thread: int) -> None:
-    if mode == "sync" and thread > 1:
-        pytest.skip("sync mode has one thread")
     files, _ = make_files(tmp_path)
     with open(files[1], "a") as file:
         file.write("1 not a sample\n")
@@ -456,13 +454,10 @@ class OwnError(Exception):
     pass
 
 
-@pytest.mark.parametrize("mode", ["sync", *THREADED])
-@pytest.mark.parametrize("thread", [1, 3])
+@pytest.mark.parametrize(("mode", "thread"), [("sync", 1), *itertools.product(THREADED, [1, 3])])
 @pytest.mark.parametrize("kind", ["queue", "memory"])
 def test_what_a_step_raises_ends_all_threads_and_is_raised(tmp_path: Path, mode: str, thread: int, kind: str) -> None:
     """And training can go on afterwards."""
-    if mode == "sync" and thread > 1:
-        pytest.skip("sync mode has one thread")
     files, _ = make_files(tmp_path)
     count = iter(range(1000))
     with job(new_model(), fleet_optimizer("sgd", lr=0.02), mode=mode) as part:

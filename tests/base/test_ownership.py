@@ -37,7 +37,7 @@ def test_one_that_others_can_only_read_is_taken(tmp_path: Path) -> None:
     check_own(tmp_path)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders away")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_another_users_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(0o700)
     os.chown(tmp_path / "theirs", 12345, 12345)

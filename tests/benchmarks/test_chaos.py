@@ -104,7 +104,7 @@ class TestMachines:
 
     def test_nothing_is_left(self) -> None:
         if os.geteuid():
-            pytest.skip("network namespaces need root")
+            pytest.skip("needs root")
         names: list[str] = []
 
         def fail() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.extras import Late
+from support.extras import Late, needing
 from support.messages import naming
 
 import torchfleet as fleet
@@ -19,7 +19,7 @@ from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
 
 ray = Late("ray")
-pytestmark = pytest.mark.xdist_group("ray_data")
+pytestmark = [pytest.mark.cluster, needing("ray", "pyarrow"), pytest.mark.xdist_group("ray_data")]
 
 NUM = 600
 
@@ -36,7 +36,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.cluster
 def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None) -> None:
     x = np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3)
     source = ray.data.from_items([{"id": i, "x": x[i]} for i in range(NUM)], override_num_blocks=6)
@@ -72,7 +71,6 @@ def a_worker_alone() -> Iterator[None]:
         fleet.stop_worker()
 
 
-@pytest.mark.cluster
 def test_a_worker_alone_has_all_of_it(cluster: None) -> None:
     with a_worker_alone():
         dataset = fleet.data.from_ray(ray.data.range(100), batch_size=30)

@@ -164,7 +164,7 @@ def test_given_rows_are_split_with_the_last_tenth_to_test(tmp_path: Path, num: i
     assert_split(tmp_path / "data", rows, 7)
 
 
-@pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the Criteo sample")
+@pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the shared data")
 def test_real_rows_are_split_with_the_last_tenth_to_test_and_can_be_trained_on(tmp_path: Path) -> None:
     run("prepare.py", "--data", KAGGLE, "--parts", 4, "--out", tmp_path / "data")
     assert_split(tmp_path / "data", rows_of(KAGGLE), 4)
@@ -292,8 +292,8 @@ def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, m
     more = ("--mode", mode, "--batch_size", 50, "--epochs", 2)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    # Untrained: 0.5, deviating by 0.024 on these 800 rows. Workers at their own pace come to about 0.7; the order
-    # of their steps moves that by a hundredth or two. A bound that is six times as far away is not crossed by chance.
+    # Untrained: 0.5, deviating by 0.02 on these 800 rows. Workers at their own pace: five runs on overloaded cores gave
+    # 0.713 to 0.728, a deviation of 0.007. The bound is 19 of these away, which is no matter of chance.
     assert 0.58 < max(test_aucs(logs[0])) < 0.95
 
 

@@ -519,7 +519,7 @@ def test_a_batch_that_fits_is_taken_and_one_that_does_not_changes_nothing() -> N
         assert table.num_evicted == num_new
     before = [(keys.tolist(), columns["tick"].tolist()) for keys, _, columns in table.chunks()]
     with pytest.raises(TableError, match=r"max_rows|full"):
-        table.pull(np.arange(5000, 5101, dtype=np.uint64))
+        table.look_up(np.arange(5000, 5101, dtype=np.uint64))
     assert [(keys.tolist(), columns["tick"].tolist()) for keys, _, columns in table.chunks()] == before
 
 
@@ -575,7 +575,7 @@ def test_policies_need_servers_that_see_lookups() -> None:
         (lambda: fleet.ProbabilityEntry(1.5), "p 0 1 1.5"),
         (lambda: fleet.ProbabilityEntry(float("nan")), "p 0 1"),
         (lambda: fleet.ShowClickEntry("show", ""), "slots"),
-        (lambda: fleet.ShowClickEntry("show", "click", show_click_decay_rate=0.0), "show_click_decay_rate 0"),
+        (lambda: fleet.ShowClickEntry("show", "click", show_click_decay_rate=0.0), "show_click_decay_rate 0.0"),
         (lambda: fleet.ShowClickEntry("show", "click", click_weight=float("inf")), "click_weight"),
         (lambda: fleet.WindowCountEntry(256), "n 1 255"),
         (lambda: fleet.WindowCountEntry(3, hours=0), "hours"),

@@ -34,6 +34,8 @@ from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.manifest import read_manifest
 
+pytestmark = pytest.mark.xdist_group("object_stores")  # what ranks make for all tests is made once
+
 s3fs, moto, pq = Late("s3fs"), Late("moto.server"), Late("pyarrow.parquet")
 
 BUCKET = "models"

@@ -135,7 +135,7 @@ def check_logs(folder: Path, lines: list[str], role: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)")
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the program prometheus")
 def test_a_fleet_is_scraped_by_prometheus_read_by_tensorboard_and_logs_json(tmp_path: Path, ended: list[Any]) -> None:
     first, end = free_row(3), tmp_path / "end"
     options = ["--metrics_port", str(first), "--tensorboard", str(tmp_path / "tb"), "--log_format", "json"]

@@ -164,7 +164,7 @@ class Chain:
         for server in range(num):
             start, stop = shard_range(len(blocks), server, num)
             self._write(spec.name, "sketch", server, 0, {"blocks": blocks[start:stop]}, start)
-        self.manifest = msgspec.structs.replace(self.manifest, parts=self._parts)
+        self.manifest = msgspec.structs.replace(self.manifest, parts=self._parts, num_files=len(self._parts))
         write_manifest(self.storage, self.manifest)
 
     def _write(self, table: str, kind: Any, server: int, number: int, arrays: part_file.Arrays, start: int = 0) -> None:

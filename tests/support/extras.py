@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -56,6 +58,14 @@ def needs(*modules: str) -> None:
     for module in modules:
         if not is_installed(module):
             pytest.skip(reason(module), allow_module_level=True)
+
+
+def skips_in_one_line(reasons: Iterable[str]) -> str:
+    """How many tests were skipped, and why: `reasons` as pytest reports them, without what follows a colon."""
+    short = [text.removeprefix("Skipped: ").split(":")[0].split(" (")[0] for text in reasons]
+    counted = Counter(short).most_common()
+    parts = [f"{num} {text.replace('needs ', 'need ', 1) if num > 1 else text}" for text, num in counted]
+    return f"skipped {len(short)}: {', '.join(parts)}"
 
 
 def imported(module: str) -> Any:

@@ -25,7 +25,7 @@ def started_etcd(*options: str, access: Access = _PLAIN) -> Iterator[str]:
     """host:port of it. The test is skipped where the program is not installed. `options`: of etcd, `access`: how it is
     asked then."""
     if shutil.which("etcd") is None:
-        pytest.skip("the program etcd is not installed (apt-get install etcd-server)")
+        pytest.skip("needs the program etcd (apt-get install etcd-server)")
     places = [f"127.0.0.1:{port}" for port in free_ports(2)]
     client, peer = f"http{'s' if access.tls else ''}://{places[0]}", f"http://{places[1]}"
     with tempfile.TemporaryDirectory() as folder:

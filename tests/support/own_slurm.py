@@ -150,9 +150,9 @@ def started_slurm(num_nodes: int = 1) -> Iterator[Slurm]:
     """One with so many nodes. Where Slurm cannot run the test is skipped, with the reason."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)")
+        pytest.skip("needs Slurm (apt-get install slurm-wlm munge)")
     if os.getuid() != 0:
-        pytest.skip("slurmd runs as root")
+        pytest.skip("needs root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     slurm = Slurm(folder, num_nodes)
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.extras import imported
 from support.paths import ROOT
 
 _MEMORY = 80 << 20  # of a node's object store
@@ -77,13 +78,12 @@ def _start_head(cluster: Any, arguments: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def ray_nodes(num: int, num_cpus: int = 4, **head: Any) -> Iterator[RayNodes]:
     """A head and so many nodes of `num_cpus` cores each; `head`: more arguments of the head."""
-    from ray.cluster_utils import Cluster
-
+    cluster_utils = imported("ray.cluster_utils")
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # paths of sockets are short
         before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH")}
         os.environ |= {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
         Path(folder, "ray").mkdir()
-        cluster = Cluster()
+        cluster = cluster_utils.Cluster()
         try:
             _start_head(
                 cluster,

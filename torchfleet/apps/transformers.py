@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from transformers.utils import can_return_loss, find_labels
 import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.api.prepare_job import follow, start
-from torchfleet.apps.both_sides import refuse_twice
-from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_model import CollectiveModel
@@ -22,6 +22,7 @@ from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.whole_state import whole_state
 
 _FOLDER = "fleet"  # of a checkpoint: what fleet.save leaves
+_OWN_LOOPS = ("pipeline", "tensor_parallel")  # whose ranks work on the same samples, or call the model otherwise
 
 
 class FleetTrainerMixin:
@@ -65,7 +66,7 @@ class FleetTrainerMixin:
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         before = dict(model.named_parameters(remove_duplicate=False))
         wrapped: Any = fleet.distributed_model(model)
-        refuse_twice(args, [strategy.field for strategy in wrapped.strategies])
+        _refuse_twice(args, [strategy.field for strategy in wrapped.strategies])
         if optimizer is None:
             return wrapped, None
         follow(optimizer, before, dict(wrapped.named_parameters(remove_duplicate=False)))
@@ -196,3 +197,42 @@ def _folder_of(checkpoint: str) -> str:
             "or with save_only_model. Begin with its weights instead: from_pretrained."
         )
     return folder
+
+
+def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
+    """Raise StrategyError for what TrainingArguments and the strategies could both do, and for what the Trainer's loop
+    cannot do at all, with both names and the way out. `strategies`: those that are on."""
+    for name in ("bf16", "fp16"):
+        if getattr(args, name, False):
+            raise StrategyError(
+                f"TrainingArguments({name}=True) and FleetTrainer: mixed precision is the strategy's. Leave {name} "
+                f"out, and give strategy=DistributedStrategy(amp=True){_dtype(name)}."
+            )
+    steps = args.gradient_accumulation_steps
+    if steps > 1:
+        raise StrategyError(
+            f"TrainingArguments(gradient_accumulation_steps={steps}) and FleetTrainer: gradients are gathered by the "
+            "strategy. Leave it at 1, and give strategy=DistributedStrategy(gradient_merge=True, "
+            f"gradient_merge_configs={{'k_steps': {steps}}})."
+        )
+    if args.gradient_checkpointing and "recompute" in strategies:
+        raise StrategyError(
+            "TrainingArguments(gradient_checkpointing=True) and DistributedStrategy(recompute=True) are the same: "
+            "leave one of them out"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise StrategyError(
+                f"TrainingArguments({name}=...) and FleetTrainer: leave {name} out, and give "
+                "strategy=DistributedStrategy(sharding=True, sharding_configs={'stage': 2})"
+            )
+    for name in _OWN_LOOPS:
+        if name in strategies:
+            raise StrategyError(
+                f"DistributedStrategy({name}=True): the Trainer gives every rank samples of its own, and such ranks "
+                f"share them. Write the loop yourself (docs/collective/{name}.md)."
+            )
+
+
+def _dtype(name: str) -> str:
+    return " with amp_configs={'dtype': 'bfloat16'}" if name == "bf16" else ""

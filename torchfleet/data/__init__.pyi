@@ -1,7 +1,7 @@
 """The names of fleet.data, once: data/__init__.py reads this file, and so do type checkers and editors."""
 
 from torchfleet.api.datasets import from_arrow as from_arrow, from_parquet as from_parquet, from_ray as from_ray
-from torchfleet.data.file_batches import FileBatches as FileBatches
+from torchfleet.data.queue_dataset import FileBatches as FileBatches
 from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
 from torchfleet.data.reading.generator import (
     MultiSlotDataGenerator as MultiSlotDataGenerator,

@@ -1,4 +1,4 @@
-"""QueueDataset: batches that are read from files while training goes on."""
+"""Batches that are read from files while training goes on: QueueDataset, and FileBatches for torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch.utils.data
 
 from torchfleet.base.errors import DataError
 from torchfleet.data.column_cutter import ColumnCutter
 from torchfleet.data.column_samples import ColumnSamples
-from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, SharedFileQueue
+from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, SharedFileQueue, file_shard
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import (
     Account,
@@ -27,6 +28,8 @@ from torchfleet.data.file_passes import (
 from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.reading.parquet import ParquetFormat, ParquetReader
 from torchfleet.data.reading.reader import ReadOptions
+from torchfleet.data.reading.streams import check_files
+from torchfleet.data.slots import Batch, Slot
 
 LEASE = 30.0  # seconds of silence after which a worker's files go to others
 
@@ -140,3 +143,36 @@ class _Settled:
     def done(self, path: str) -> None:
         self._dataset.settle()
         self._files.done(path)
+
+
+class FileBatches(torch.utils.data.IterableDataset[Batch]):
+    """Yields whole batches: use DataLoader(..., batch_size=None). With num_workers, each reads its share of files."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        batch_size: int = 1,
+        use_var: Sequence[Slot] = (),
+        pipe_command: Any = None,
+        data_format: Any = None,
+        on_bad_line: str = "error",
+        drop_last: bool = False,
+    ) -> None:
+        self._files = check_files(files)
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "use_var": list(use_var),
+            "pipe_command": pipe_command,
+            "data_format": data_format,
+            "on_bad_line": on_bad_line,
+            "drop_last": drop_last,
+        }
+        QueueDataset().init(**self._options)  # raises for wrong options now, not in a DataLoader's process
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = torch.utils.data.get_worker_info()
+        dataset = QueueDataset()
+        dataset.init(**self._options)
+        dataset.set_filelist(self._files if info is None else file_shard(self._files, info.id, info.num_workers))
+        for batch in dataset:
+            yield Batch(dict(batch), batch.num_samples)

@@ -215,7 +215,7 @@ def _name(item: Any) -> str:
 def test_mlflow_has_every_number(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = imported("mlflow")
     if kind == "sqlite" and not is_installed("sqlalchemy"):
-        pytest.skip("needs mlflow with databases: mlflow-skinny brings no sqlalchemy")
+        pytest.skip("needs mlflow: mlflow-skinny has no databases")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     place = f"file://{tmp_path}/runs" if kind == "file" else f"sqlite:///{tmp_path}/runs.db"
     callback = fleet.callbacks.MlflowCallback("ctr", run_name="first", tracking_uri=place, tags={"team": "a"})

@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+from support.extras import OTLP, needing
 from support.otlp_receiver import receiver, value_of
 from support.scripts.launching import TINY, forked_fleetrun
 
 from torchfleet.base.tracing import otlp
 from torchfleet.base.tracing.otlp import OtlpExport
 from torchfleet.base.tracing.span import WAIT
+
+pytestmark = needing(OTLP)
 
 EVERY = 4
 STEPS = 10

@@ -53,8 +53,6 @@ def fields(message: Message) -> dict[str, object]:
 def test_times_of_a_reply_come_back() -> None:
     reply = decode_reply(encode_reply(Reply(Command.PULL, 0, 3, 9, 6, taken=1 << 62, answered=(1 << 62) + 5)))
     assert (reply.taken, reply.answered, reply.call, reply.incarnation) == (1 << 62, (1 << 62) + 5, 6, 9)
-    old = decode_reply(encode_reply(Reply(Command.PULL, 0, 3, 9, 6), version=1))
-    assert (old.taken, old.answered, old.call, old.incarnation) == (0, 0, 6, 9)
 
 
 def test_requests_and_what_a_server_does_for_them_are_linked_and_clocks_compared(recorder: Recorder) -> None:

@@ -31,6 +31,8 @@ from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.observe.commands import command
 
+pytestmark = pytest.mark.xdist_group("collective_saving")  # what ranks make for all tests is made once
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "stage 1": sharded(1),
@@ -469,7 +471,7 @@ def test_torch_reads_the_files_by_its_own_reader(saved: list[dict[str, Any]], fo
     """Pieces of two ranks, of seven rows: four and three."""
     checkpoint = importlib.import_module("torch.distributed.checkpoint")
     if not hasattr(checkpoint, "HuggingFaceStorageReader"):
-        pytest.skip("this torch has no reader of such files")
+        pytest.skip("needs another torch")
     model = Net()
     load_parameters(f"{folder}/stage 3", model)
     found = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}

@@ -283,7 +283,7 @@ def test_other_slots_are_refused(change: str) -> None:
         fleet.CriteoFormat().parser(SampleLayout(slots))
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the Criteo rows are not here")
+@pytest.mark.skipif(not REAL.exists(), reason="needs the shared data")
 def test_real_rows_are_read_as_plain_python_reads_them() -> None:
     with lzma.open(REAL) as stream:
         text = stream.read()

@@ -269,7 +269,7 @@ def test_a_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
         read(check_files([f"file://{tmp_path}"])[0])
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user who is not root")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     path = make(tmp_path, "secret", b"1 5\n")
     os.chmod(path, 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.extras import Late
+from support.extras import needing
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
@@ -30,7 +30,6 @@ from torchfleet.launch.clusters.on_ray.run import run
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.checkpoint.comparison import compare
 
-ray = Late("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 FOREVER = "654321"  # steps; also what tells these processes from those of others
@@ -68,6 +67,7 @@ def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes
     assert compared.is_equal, compared
 
 
+@pytest.mark.cluster
 def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, tmp_path: Path) -> None:
     metrics = ("--metrics_port", str(free_ports(1)[0]), "--metrics_host", "0.0.0.0")
     with job(nodes, tmp_path, "--worker_num", "2", *metrics, TINY, "--fail_worker", "1") as started:
@@ -195,6 +195,8 @@ class TestWithoutACluster:
         assert cli.main(["--cluster", "ray", TINY]) == 2
         assert "pip install 'torchfleet[ray]'" in capsys.readouterr().err
 
+    @pytest.mark.cluster
+    @needing("ray")
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -206,6 +208,8 @@ class TestWithoutACluster:
         with pytest.raises(FleetError, match=message):
             run(TINY, address=f"127.0.0.1:{free_ports(1)[0]}", **options)
 
+    @pytest.mark.cluster
+    @needing("ray")
     def test_a_cluster_that_is_not_there_is_named_at_once(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from support.extras import Late
+from support.extras import needing
 from support.paths import SCRIPTS
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, Started, fleetrun, seconds, wait_until
 
-ray = Late("ray")
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, needing("ray"), pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 LONG = 400.0  # seconds that a job may take on a busy machine
 DURABLE = str(SCRIPTS / "durable_job.py")

@@ -14,10 +14,9 @@ from support.messages import names
 
 from torchfleet.observe.commands import command
 from torchfleet.observe.doctor.finding import NOTE, SLOWS, STOPS, Finding, ordered, will_hurt
-from torchfleet.observe.doctor.job_fit import check_fit, row_bytes
 from torchfleet.observe.doctor.link import LinkFacts
 from torchfleet.observe.doctor.link_check import check_link, check_others
-from torchfleet.observe.doctor.machine_check import check_machine, check_ports, check_software
+from torchfleet.observe.doctor.machine_check import check_fit, check_machine, check_ports, check_software, row_bytes
 from torchfleet.observe.doctor.machine_facts import MachineFacts, machine_facts
 from torchfleet.observe.doctor.software_facts import software_facts, unmet
 

@@ -169,7 +169,7 @@ class TestSettings:
         layout = [Parameter("w", [2, 2], 0), Parameter("bias", [3], 4)]
         tables = [msgspec.structs.replace(table, parameters=layout) if table.is_dense else table for table in tables]
         parts = [part for part in manifest.parts if part.table != PLAIN.name]
-        write_manifest(storage, msgspec.structs.replace(manifest, tables=tables, parts=parts))
+        write_manifest(storage, msgspec.structs.replace(manifest, tables=tables, parts=parts, num_files=len(parts)))
         found = difference(*models)
         assert (found.only_in_a, found.only_in_b) == (["b", PLAIN.name], ["bias"])
         assert not found.is_equal

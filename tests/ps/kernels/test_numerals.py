@@ -226,7 +226,9 @@ def test_the_largest_float32_is_read_and_the_next_number_refused(sign: str) -> N
         "9" * 400,
         "1e999999999999",
     ):
-        assert names(refusal(FLOATS, sign + token), "'x'", "float32", f"'{sign}{token[:6]}")
+        said = refusal(FLOATS, sign + token)
+        assert names(said, "'x'", "float32")
+        assert f"'{sign}{token[:6]}" in said
 
 
 def test_thousands_of_digits_are_all_read() -> None:

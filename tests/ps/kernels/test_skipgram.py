@@ -651,6 +651,7 @@ def num_written_multiply_adds() -> int:
     return 4 + 16 + 2 * (5 + 1) + 2 * 4 * (skipgram._VECTORS + 1)
 
 
+@pytest.mark.long  # eight seconds of compiling
 def test_the_kernel_computes_with_whole_vectors() -> None:
     """Products and gradients, in the machine code. Numba shows none that is from its cache: it is compiled anew."""
     train(*arguments())

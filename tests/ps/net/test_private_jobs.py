@@ -95,7 +95,7 @@ def errno_of_connecting(path: str, user: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_another_user_of_the_machine_cannot_connect(folder: Path, place: str) -> None:
     with closing(PrivateJob([place], IPC)) as job, served(job.way, place):
         path = job.way.endpoint(place).removeprefix("ipc://")

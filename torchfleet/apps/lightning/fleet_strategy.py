@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -15,7 +17,6 @@ import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.api.prepare_job import start
 from torchfleet.apps.lightning.checkpoint_folders import CheckpointFolders
-from torchfleet.apps.lightning.logged_metrics import LoggedMetrics
 from torchfleet.apps.lightning.process_device import ProcessDevice
 from torchfleet.apps.lightning.worker_exchange import WorkerExchange
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
@@ -23,6 +24,7 @@ from torchfleet.base.role.role_info import SERVER
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
+_PERIOD = 0.5  # seconds between two reports of metrics: the display takes no more
 _MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "half_async": {"a_sync": True, "a_sync_configs": {"half_async": True}},
@@ -32,7 +34,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelStrategy):  # type: ignore[misc]
+class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelStrategy):  # type: ignore[misc]
     """A LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
 
     `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields act
@@ -46,6 +48,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetr
 
     strategy_name = "fleet"
     precision_plugin: Any  # of Lightning's class
+    _next_report = 0.0
 
     def __init__(self, settings: str | DistributedStrategy = "sync", sparse: str | int | None = None) -> None:
         super().__init__()
@@ -184,6 +187,25 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetr
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    # What the module logs (`self.log`), shown by the launcher's display
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if time.monotonic() >= self._next_report:
+            self._report()
+
+    def on_validation_end(self) -> None:
+        self._report()
+
+    def on_train_end(self) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        self._next_report = time.monotonic() + _PERIOD
+        if not process_role.is_under_way() or self.lightning_module is None:
+            return
+        found = {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
+        fleet.report(**{name: value for name, value in found.items() if math.isfinite(value)})
 
 
 class _RankPrecision(Precision):  # type: ignore[misc]

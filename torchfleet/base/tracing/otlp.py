@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.extras import required
@@ -40,7 +40,7 @@ class OtlpExport:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self._exporter = _Exporter(exporting.OTLPSpanExporter(), _resource(role, index))
-        self._processor = BatchSpanProcessor(self._exporter)
+        self._processor = BatchSpanProcessor(cast(Any, self._exporter))
         self.recorder = _Forwarding(self._processor.on_end, origin)
 
     @property

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from torchfleet.base.errors import DataError
 from torchfleet.data.arrow_columns import ColumnReader, pyarrow, slots_of
-from torchfleet.data.column_rows import rows_of
-from torchfleet.data.column_samples import ColumnSamples
+from torchfleet.data.column_samples import Column, ColumnSamples, Lists
 from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.reading.streams import is_local, open_raw
 from torchfleet.data.sample_rows import SampleRows
 from torchfleet.data.slots import SampleLayout, Slot
+from torchfleet.ps.kernels import batches
 
 ROWS = 1 << 15  # of a piece, about
 
@@ -72,7 +75,7 @@ class ParquetReader:
     def read(self, path: str, source: LineSource) -> Iterator[SampleRows]:
         """The same as rows of words, as an InMemoryDataset keeps them."""
         for samples in self.samples(path):
-            yield rows_of(samples, self._layout)
+            yield _rows_of(samples, self._layout)
 
 
 def parquet_slots(path: str) -> list[Slot]:
@@ -111,3 +114,26 @@ def _pieces(file: Any, path: str, size: int, names: list[str]) -> Iterator[Any]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _rows_of(samples: ColumnSamples, layout: SampleLayout) -> SampleRows:
+    """A copy of the samples as rows of words, each of its slots behind the other."""
+    columns = [_words(samples.columns[slot.name]) for slot in layout.slots]
+    lengths = np.zeros(samples.num, np.int64)
+    for (_, bounds), dim in zip(columns, layout.dims, strict=True):
+        lengths += np.diff(bounds) + (dim < 0)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    words, ats = np.empty(starts[-1], np.uint32), starts[:-1].copy()
+    for (values, bounds), dim, size in zip(columns, layout.dims, layout.sizes, strict=True):
+        batches.put_slot(values, bounds, dim < 0, size, ats, words)
+    return SampleRows(words, starts)
+
+
+def _words(column: Column) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """A slot's values as words, and where those of each sample begin; one bound more than there are samples."""
+    values, offsets = column if isinstance(column, Lists) else (column, None)
+    words = np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint32)
+    size = values.element_size() // 4
+    if offsets is None:
+        return words, np.arange(len(values) + 1) * (values.shape[1] * size)
+    return words, offsets * size

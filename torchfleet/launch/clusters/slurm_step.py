@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchfleet.base.errors import RoleError
-from torchfleet.launch.clusters.slurm_hostlist import expand_hostlist
 
+_MOST_HOSTS = 1 << 16  # of a list
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_PART = re.compile(r"\[([^][]*)\]|([^][]+)")
 _DISCARD = 9  # a port; nothing is sent there
 
 
@@ -95,3 +98,54 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
     if not _NUMBER.fullmatch(text):
         raise RoleError(f"{name} must be a number, as Slurm sets it; found {text!r}")
     return int(text)
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The names in a list of Slurm's, in their order: n[01-03,7],m5 stands for n01, n02, n03, n7 and m5.
+
+    A number keeps the width that the first one of its range has.
+    Raises RoleError for what is no such list, or stands for more than 65,536 names.
+    """
+    hosts: list[str] = []
+    for item in _items(text):
+        choices = [_numbers(inside, text) if inside else [plain] for inside, plain in _parts(item, text)]
+        num = len(hosts)
+        for choice in choices:
+            num = min(_MOST_HOSTS + 1, max(1, num - len(hosts)) * len(choice) + len(hosts))
+        if num > _MOST_HOSTS:
+            raise RoleError(f"the list of hosts {text[:80]!r} stands for more than {_MOST_HOSTS:,} names")
+        hosts += ("".join(parts) for parts in itertools.product(*choices))
+    return hosts
+
+
+def _items(text: str) -> list[str]:
+    """The parts between commas that are in no brackets."""
+    items, depth = [""], 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += letter
+    if not all(items):
+        raise RoleError(f"expected a list of hosts such as n[01-03,7],m5; found {text[:80]!r}")
+    return items
+
+
+def _parts(item: str, text: str) -> list[tuple[str, str]]:
+    """What is in brackets and what is not, in their order: of each pair one is empty."""
+    found = [(match[1] or "", match[2] or "") for match in _PART.finditer(item)]
+    if "".join(f"[{inside}]" if inside else plain for inside, plain in found) != item:
+        raise RoleError(f"brackets do not fit in the list of hosts {text[:80]!r}, at {item[:40]!r}")
+    return found
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for each in inside.split(","):
+        match = _RANGE.fullmatch(each)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or not first <= last < first + _MOST_HOSTS:
+            raise RoleError(f"expected numbers such as 01-03,7 in brackets, found {each[:40]!r} in {text[:80]!r}")
+        numbers += (str(number).zfill(len(match[1])) for number in range(first, last + 1))
+    return numbers

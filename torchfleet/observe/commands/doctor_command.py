@@ -20,7 +20,7 @@ from torchfleet.observe.doctor.finding import NOTE, STOPS, Finding, ordered, wil
 from torchfleet.observe.doctor.link import Link, LinkFacts
 from torchfleet.observe.doctor.link_check import check_link, check_others
 from torchfleet.observe.doctor.link_server import LinkServer
-from torchfleet.observe.doctor.machine_check import check_machine, check_ports, check_software
+from torchfleet.observe.doctor.machine_check import check_fit, check_machine, check_ports, check_software
 from torchfleet.observe.doctor.machine_facts import MachineFacts, machine_facts
 from torchfleet.observe.doctor.software_facts import SoftwareFacts, software_facts
 from torchfleet.observe.watch.figures import size
@@ -90,8 +90,6 @@ def _examine(options: argparse.Namespace) -> int:
     machine, software = machine_facts(), software_facts()
     findings = [*check_machine(machine), *check_software(software, machine.gpus), *check_ports(options.ports)]
     if options.server_num is not None or options.worker_num is not None or options.rows:
-        from torchfleet.observe.doctor.job_fit import check_fit  # compiled kernels are loaded with it
-
         num_servers, num_workers = options.server_num or 1, options.worker_num or 1
         dim, rule = options.dim or 16, options.rule or "adagrad"
         findings += check_fit(machine, num_servers, num_workers, options.rows, dim, rule)

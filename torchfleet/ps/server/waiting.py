@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torchfleet.base.errors import FleetError, WorkerMissing
 from torchfleet.ps.net.request import Request
@@ -17,15 +17,17 @@ _STEP = "optimizer.step()"
 def end_hopeless_waits(state: State, now: float) -> bool:
     """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
     that changed anything."""
-    lost, num_finished = state.meetings.presence.lost(now), len(state.finished)
-    is_any_released = sum(state.pushes.bound.release(worker) for worker in lost) > 0
+    meetings, num_finished = state.meetings, len(state.finished)
+    lost, is_any_released = meetings.presence.lost(now), False
+    for worker in lost:
+        is_any_released |= state.pushes.bound.release(worker)
     apply_waiting(state)
-    if state.meetings.members.go_on:
+    if meetings.members.go_on:
         is_any_released |= _go_on_without(state, lost)
-    hopeless = NOBODY if state.meetings.members.go_on or state.meetings.members.wait else lost
+    hopeless = NOBODY if meetings.members.go_on or meetings.members.wait else lost
     ended = (
-        *state.meetings.barriers.expired(now, hopeless),
-        *state.meetings.gatherings.expired(now, hopeless),
+        *meetings.barriers.expired(now, hopeless),
+        *meetings.gatherings.expired(now, hopeless),
         *_expired_step(state, now, lost),
         *_expired_bound(state, now),
     )
@@ -84,8 +86,11 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
 
 
 def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]:
-    waiting, timeout = state.pushes.bound.waiting(), state.meetings.presence.sync_timeout()
-    if timeout is None or not waiting or now < min(request.arrived for request in waiting) + timeout:
+    waiting = state.pushes.bound.waiting()
+    if not waiting:
+        return []
+    timeout = state.meetings.presence.sync_timeout()
+    if timeout is None or now < min(request.arrived for request in waiting) + timeout:
         return []
     names = ", ".join(map(str, state.pushes.bound.slow()))
     error = WorkerMissing(
@@ -96,9 +101,11 @@ def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]
 
 
 def _circle(state: State) -> list[tuple[Request, FleetError]]:
-    """If every worker waits, and not all in one place, nobody will ever go on."""
-    places = dict(_places(state))
-    if len(set(places.values())) < 2 or not state.num_workers:
+    """If every worker waits, and not all in one place, none of them will ever go on."""
+    if not state.num_workers:
+        return []
+    places = _places(state)
+    if len(set(places.values())) < 2:
         return []
     if state.meetings.members.expected(state.num_workers) - set(places):
         return []
@@ -115,7 +122,11 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
     ]
 
 
-def _places(state: State) -> Iterator[tuple[int, str]]:
-    yield from ((worker, _STEP) for worker in state.pushes.step)
-    yield from ((worker, f"barrier '{name}'") for name, worker in state.meetings.barriers.waiting())
-    yield from ((worker, f"gather '{name}'") for name, worker in state.meetings.gatherings.waiting())
+def _places(state: State) -> dict[int, str]:
+    """Where each worker that waits does so."""
+    places = dict.fromkeys(state.pushes.step, _STEP)
+    for name, worker in state.meetings.barriers.waiting():
+        places[worker] = f"barrier '{name}'"
+    for name, worker in state.meetings.gatherings.waiting():
+        places[worker] = f"gather '{name}'"
+    return places

@@ -28,11 +28,13 @@ PREFIX = _FIELDS.size + _CHECK.size
 ALIGNED = 8  # bytes: numbers in frames lie where kernels can read them
 SECTOR = 512  # bytes that a disk writes whole or not at all
 _SMALL = 1 << 12  # bytes of frames that are copied: a buffer of their own costs more
-_SLICE = 1 << 20  # bytes that are summed at a time: google_crc32c holds the interpreter's lock meanwhile
+_SLICE = 1 << 20  # bytes of an array that are summed at a time: google_crc32c holds the interpreter's lock meanwhile
 
 
 def crc32c(data: Frame, crc: int = 0) -> int:
     """The CRC-32C of these bytes. `crc`: of the bytes before them."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.extend(crc, data))
     array = np.frombuffer(data, np.uint8)  # google_crc32c takes no memoryview
     for at in range(0, len(array), _SLICE):
         crc = google_crc32c.extend(crc, array[at : at + _SLICE])

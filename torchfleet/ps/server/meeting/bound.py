@@ -88,6 +88,8 @@ class Bound:
         self._waiting = {worker: unpack_request(request) for worker, request in kept["waiting"].items()}
 
     def _next(self) -> int | None:
+        if not self._waiting:
+            return None
         by_age = sorted(self._waiting, key=lambda worker: self._taken.get(worker, self._num_applied))
         return next((worker for worker in by_age if self._may_go(worker)), None)
 

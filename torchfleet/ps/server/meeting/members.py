@@ -19,6 +19,8 @@ class Members:
         """`min_workers`: above 0, the job is elastic: so many begin, and at most `num_workers` come. `on_loss`: what
         the loss of a worker means to those who wait for it."""
         self.min_workers, self.on_loss = min_workers, on_loss
+        self.go_on = on_loss == GO_ON  # the others go on without a worker that is lost
+        self.wait = on_loss == LOSS_WAIT  # a lost worker is waited for until the time of a step or meeting is up
         self.absent: set[int] = set(range(num_workers)) if min_workers else set()
         self.left: dict[int, int] = {}  # who has said good-bye: the number of its process
         self.lost: dict[int, str] = {}  # without whom the others go on, and why
@@ -28,16 +30,6 @@ class Members:
     @property
     def is_elastic(self) -> bool:
         return self.min_workers > 0
-
-    @property
-    def go_on(self) -> bool:
-        """Whether the others go on without a worker that is lost."""
-        return self.on_loss == GO_ON
-
-    @property
-    def wait(self) -> bool:
-        """Whether a worker that is lost is waited for until the time of a step or meeting is up."""
-        return self.on_loss == LOSS_WAIT
 
     @property
     def num_joined(self) -> int:

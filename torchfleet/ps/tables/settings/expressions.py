@@ -147,7 +147,8 @@ class _Reader:
         try:
             self.condition(ast.parse(self.source, mode="eval").body)
         except SyntaxError as error:
-            at = min(max(error.offset or 1, 1), len(self.source) + 1) - 1
+            end = len(self.source) + 1  # Python says 0 where the text ends too early
+            at = min(error.offset or end, end) - 1
             self.fail(at, f"{error.msg}. Expected comparisons like 'show > 1', with and, or, not and parentheses")
         except (RecursionError, MemoryError):
             self.fail(0, "it is nested too deep")

@@ -97,6 +97,10 @@ def kind_named(name: str) -> TableKind:
     return kind
 
 
+ZEROS = Initializer()
+EVERY_KEY, NO_SHRINK = AdmissionEntry(), Shrink()  # the policies of most tables
+
+
 class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A table: `sparse` (rows for any 64-bit key), `array` (rows for ids below size), `dense` (a block of size)."""
 
@@ -105,12 +109,12 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     dim: int = 1
     size: int = 0
     rule: Rule = msgspec.field(default_factory=Rule)  # not a default: RULES is filled after this file is read
-    initializer: Initializer = Initializer()
+    initializer: Initializer = ZEROS
     seed: int = 0
     shard: int = msgspec.field(default=0, name="part")  # the names under which clients send them
     num_shards: int = msgspec.field(default=1, name="num_parts")
-    entry: AdmissionEntry = AdmissionEntry()
-    shrink: Shrink = Shrink()
+    entry: AdmissionEntry = EVERY_KEY
+    shrink: Shrink = NO_SHRINK
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
@@ -127,15 +131,15 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         if kind.is_dense:
             expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
             expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
-            expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
+            expect(self.initializer == ZEROS, "a dense table starts as zeros: set it with set_dense")
         else:
             refused = self.rule.row_rule.refused_on_rows(self.rule)
             expect(not refused, f"rule.{refused} is for dense tables; '{self.name}' is sparse")
 
     def _check_policies(self) -> None:
         if self.has_size:
-            expect(self.entry == AdmissionEntry(), f"entry is for tables of any id; '{self.name}' has a declared size")
-            expect(self.shrink == Shrink(), f"shrink is for tables of any id; '{self.name}' has a declared size")
+            expect(self.entry == EVERY_KEY, f"entry is for tables of any id; '{self.name}' has a declared size")
+            expect(self.shrink == NO_SHRINK, f"shrink is for tables of any id; '{self.name}' has a declared size")
         if not self.entry.show:
             wanting = sorted((self.entry.names | self.shrink.names) & {"show", "click", "score", "delta"})
             expect(
@@ -157,8 +161,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             rule=rule or self.rule,
             shard=0,
             num_shards=1,
-            entry=AdmissionEntry(),
-            shrink=Shrink(),
+            entry=EVERY_KEY,
+            shrink=NO_SHRINK,
         )
 
     @functools.cached_property

@@ -13,8 +13,7 @@ from support.messages import naming
 from torchfleet.base.errors import FleetError
 from torchfleet.base.tracing.profile_folder import Offset, Part
 from torchfleet.base.tracing.span import HANDLE, HELD, PHASE, REQUEST, STEP, WAIT, Span
-from torchfleet.observe.profile.chrome_trace import ChromeTrace
-from torchfleet.observe.profile.clock_offsets import clocks
+from torchfleet.observe.profile.chrome_trace import ChromeTrace, clocks
 from torchfleet.observe.profile.phase_summary import Row, Summary
 from torchfleet.observe.profile.torch_events import TorchTrace
 

@@ -33,6 +33,8 @@ from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import Axis, World
 
+pytestmark = pytest.mark.xdist_group("sharding")  # what ranks make for all tests is made once
+
 # Sums over ranks and over the samples of one large batch are made in another order: float32 differs in its last bits.
 STAGES = (1, 2, 3)
 

@@ -26,7 +26,7 @@ from torchfleet.base.monitor.prometheus.step_times import StepTimes
 pytestmark = needing("prometheus_client")
 parser = Late("prometheus_client.parser")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 WORKER: dict[str, Any] = {
     "role": "worker", "mode": "async", "steps": 120, "samples": 7680, "pull_waited_s": 1.5, "push_waited_s": 0.25,
     "waiting": 0.1, "queue": 1, "queue_size": 2, "retries": 3, "metrics": {"loss": 0.5, 'a"b\\c\nd': -1.0},
@@ -115,7 +115,7 @@ def test_openmetrics_is_spoken_to_whoever_asks_for_it(port: MetricsPort) -> None
     assert 'torchfleet_steps_total{index="0",role="worker"} 120.0' in text
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs the program promtool")
 def test_promtool_finds_no_fault(port: MetricsPort) -> None:
     port.publish({**WORKER, **SERVER})
     checked = subprocess.run(
