@@ -581,7 +581,7 @@ def test_policies_need_servers_that_see_lookups() -> None:
         (lambda: fleet.WindowCountEntry(3, hours=0), "hours"),
         (lambda: fleet.WindowCountEntry(3, max_bytes=0), "max_bytes"),
         (lambda: fleet.PredicateEntry(""), "condition"),
-        (lambda: fleet.PredicateEntry("count >"), "column 8"),
+        (lambda: fleet.PredicateEntry("count >"), "'count >'"),
         (lambda: fleet.PredicateEntry("norm > 1"), "'norm'"),
         (lambda: fleet.Shrink(ttl_days=-1), "ttl_days 0"),
         (lambda: fleet.Shrink(delete_after_unseen_days=float("nan")), "delete_after_unseen_days"),
