@@ -54,7 +54,7 @@ class Pass:
         return self.num_done == len(self.files)
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
         return {
             "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
@@ -63,7 +63,7 @@ class Pass:
 
     @classmethod
     def restored(cls, kept: dict[str, Any]) -> Pass:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         holders = {
             client: Holder(worker, heard, lease, set(files), (answered[0], answered[1], answered[2]))
             for client, (worker, heard, lease, files, answered) in kept["holders"].items()
@@ -139,12 +139,12 @@ class FileLists:
         return is_any
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         passes = [[*place, p if isinstance(p, int) else p.export()] for place, p in self._passes.items()]
         return {"passes": passes, "first": self._first}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._first = dict(kept["first"])
         self._passes = OrderedDict(
             ((name, number), p if isinstance(p, int) else Pass.restored(p)) for name, number, p in kept["passes"]

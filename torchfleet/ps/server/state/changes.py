@@ -55,7 +55,7 @@ class Changes:
                 records.setdefault(table, Record()).note(held)
 
     def export(self) -> list[Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         return [
             [
                 worker, self._numbers[worker], self._clients[worker],
@@ -65,7 +65,7 @@ class Changes:
         ]  # fmt: skip
 
     def restore(self, kept: list[Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._records, self._numbers, self._clients = {}, {}, {}
         for worker, number, client, records in kept:
             self._numbers[worker], self._clients[worker] = number, client

@@ -140,7 +140,7 @@ class Sessions:
         ]  # fmt: skip
 
     def restore(self, kept: list[Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._sessions, self.num_outcomes = OrderedDict(), 0
         for client, worker, incarnation, heard, floor, reasons, outcomes in kept:
             session = self._sessions[client] = Session(worker, incarnation, heard, floor, reasons=list(reasons))

@@ -43,7 +43,7 @@ class Schedule:
         return dict(self._periods)
 
     def restore(self, kept: dict[int, int]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._periods = dict(kept)
 
     def is_news(self, tables: Iterable[Table], now: int) -> bool:
