@@ -1,1 +1,1 @@
-"""Who is primary of which shard: decided in one place, by comparing and swapping small records."""
+"""Decides which server is primary of each shard: a coordinator keeps one small record per shard (compare-and-swap)."""

@@ -1,6 +1,6 @@
-"""Which coordinator a URL stands for: file:///folder, etcd://host:port,host:port/name, etcds:// for TLS.
+"""Coordinators by URL: file:///folder, etcd://host:port,host:port/name, etcds:// for TLS.
 
-A new one is a line here.
+To add a coordinator, add a line to `_KINDS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}(/[0-9]{1,9})?")
 
 
 def make_coordinator(url: str) -> Coordinator:
-    """Raises RoleError for a URL that says something else, and what the coordinator raises."""
+    """The coordinator of a URL. Raises RoleError for an unknown or malformed URL, and the coordinator's own errors."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in _KINDS:
         raise RoleError(

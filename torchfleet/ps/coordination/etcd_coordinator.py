@@ -9,11 +9,11 @@ from torchfleet.base.errors import CoordinatorUnreachable
 from torchfleet.ps.coordination.etcd_gateway import EtcdGateway
 from torchfleet.ps.coordination.view import RENEWAL, View, pack_view, unpack_view
 
-_LEASE = int(6 * RENEWAL)  # seconds after which the records of a job that was killed go
+_LEASE = int(6 * RENEWAL)  # seconds after which etcd removes the records of a killed job
 
 
 class EtcdCoordinator:
-    """As Coordinator. Records are keys below torchfleet/NAME/ and hang on a lease of whoever wrote them last."""
+    """As Coordinator. Records are keys below torchfleet/NAME/. Each is attached to the lease of its last writer."""
 
     def __init__(self, gateway: EtcdGateway, name: str) -> None:
         self._gateway, self._name = gateway, name
@@ -34,7 +34,7 @@ class EtcdCoordinator:
         try:
             answer = self._gateway.ask("kv/txn", {"compare": [compared], "success": [put]})
         except CoordinatorUnreachable:
-            # It may have been done all the same. Nobody else writes this view: it names its writer and its term.
+            # The change may still have happened. No other replica writes this view: it names its writer and its term.
             return self.read(shard) == after
         return bool(answer.get("succeeded"))
 

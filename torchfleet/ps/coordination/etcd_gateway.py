@@ -1,4 +1,4 @@
-"""The way to etcd: its JSON gateway (version 3), over plain HTTP or TLS. The environment names the files of keys."""
+"""A client of etcd's JSON gateway (version 3), over plain HTTP or TLS. Environment variables name the key files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchfleet.base.errors import CoordinatorUnreachable, FleetError, RoleError
 
 CA, CERT, KEY = "FLEET_ETCD_CA", "FLEET_ETCD_CERT", "FLEET_ETCD_KEY"
 USER, PASSWORD_FILE = "FLEET_ETCD_USER", "FLEET_ETCD_PASSWORD_FILE"
-_TIMEOUT = 0.4  # seconds for one answer: a primary that is not sure for longer is no primary
+_TIMEOUT = 0.4  # seconds for one answer: a primary that waits longer cannot be sure to be primary
 
 
 @dataclass(frozen=True)
 class Access:
-    """How etcd is asked. Without `tls`: in the clear, and as nobody."""
+    """How to access etcd. Without `tls`: in the clear, and without a user."""
 
     tls: ssl.SSLContext | None = None
     user: str = ""
@@ -28,7 +28,7 @@ class Access:
 
 
 def secure_access(environment: Mapping[str, str] = os.environ) -> Access:
-    """Over TLS, with what the environment names. Raises RoleError if that cannot be used."""
+    """Access over TLS, with the files and the user that the environment names. Raises RoleError if one is unusable."""
     found = {name: environment.get(name, "") for name in (CA, CERT, KEY, USER, PASSWORD_FILE)}
     for one, other in ((CERT, KEY), (USER, PASSWORD_FILE)):
         if bool(found[one]) != bool(found[other]):
@@ -45,7 +45,7 @@ def secure_access(environment: Mapping[str, str] = os.environ) -> Access:
 
 
 def plain_access(environment: Mapping[str, str] = os.environ) -> Access:
-    """In the clear. Raises RoleError if the environment has keys, which would not be used."""
+    """Access in the clear. Raises RoleError if the environment names keys, because they would not be used."""
     for name in (CA, CERT, KEY, USER, PASSWORD_FILE):
         if environment.get(name):
             raise RoleError(f"{name} is for an etcd with TLS: give --coordinator etcds://host:port/NAME, or unset it")
@@ -53,12 +53,12 @@ def plain_access(environment: Mapping[str, str] = os.environ) -> Access:
 
 
 class EtcdGateway:
-    """Asks the members of one etcd, the first that answers."""
+    """Sends requests to the members of one etcd cluster, until one answers. The next request tries that one first."""
 
     def __init__(self, places: Sequence[str], access: Access) -> None:
-        """`places`: host:port of members."""
+        """`places`: host:port of the members."""
         self._places, self._access = list(places), access
-        self._token = ""  # of the user, for some minutes
+        self._token = ""  # the user's, which expires after some minutes
 
     @property
     def place(self) -> str:
@@ -66,11 +66,14 @@ class EtcdGateway:
         return self._places[0]
 
     def ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises CoordinatorUnreachable if nobody answers, FleetError if etcd refuses."""
+        """Send a request, wait for the answer, and return it.
+
+        Raises CoordinatorUnreachable if no member answers, FleetError if etcd refuses.
+        """
         if self._access.user and not self._token:
             self._log_in()
         status, text = self._post(what, body)
-        if status == http.HTTPStatus.UNAUTHORIZED and self._token:  # it has expired
+        if status == http.HTTPStatus.UNAUTHORIZED and self._token:  # the token has expired
             self._log_in()
             status, text = self._post(what, body)
         return self._answer(what, status, text)

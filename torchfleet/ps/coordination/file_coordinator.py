@@ -1,7 +1,7 @@
 """The coordinator of jobs on one machine: files in a folder that fleetrun makes.
 
-A term is a file, which is made once: whoever makes the file of the next term has changed the view. There is no lock, so
-that a process that is stopped in the middle holds up nobody.
+Each term is one file, which can be created only once. The replica that creates the file of the next term has changed
+the view. There is no lock, so a process that is suspended in the middle does not block the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FileCoordinator:
     """As Coordinator, for processes of one machine and one user."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises SecurityError if others can write to the folder, CoordinatorUnreachable if there is none."""
+        """Raises SecurityError if other users can write to the folder, CoordinatorUnreachable if it does not exist."""
         self._folder = Path(folder)
         with self._errors():
             check_own(self._folder)

@@ -1,15 +1,15 @@
-"""The record of who is primary, and what a coordinator is: the one place where it is decided.
+"""The record of which replica is primary, and the coordinator that keeps it.
 
-It keeps a View per shard. Every change of a view raises its term by one, and is made by whoever still sees the view of
-before: of two replicas that want different things, one gets its way. The changes:
+A coordinator keeps one View per shard. Every change of a view is a compare-and-swap that raises the term by one, so of
+two replicas that propose different changes only one succeeds. The changes:
 
 (t, P, B)  → (t+1, P, "")   the primary goes on without its backup
 (t, P, B)  → (t+1, B, "")   the backup takes over
-(t, P, "") → (t+1, P, B)    a backup is in step: from now on nothing is acknowledged that it does not have
+(t, P, "") → (t+1, P, B)    a backup is in step: from now on the primary acknowledges only what the backup has
 (t, P, ..) → (t+1, ENDED)   the job is over
 
-Going on alone and taking over are changes of one record, so that never both happen. Only a backup that the view names
-may take over: others lack something that was acknowledged.
+Going on alone and taking over change the same record, so they cannot both happen. Only the backup that the view names
+may take over: any other replica may lack acknowledged changes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 from torchfleet.base.errors import FleetError
 
 MAX_NAME = 64
-ENDED = "ended"  # in the place of a primary
+ENDED = "ended"  # in place of the primary's name
 
 
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who answers for a shard. A replica is named by its number and its process: "1.0.5f0c"."""
+    """Which replica answers for a shard. A replica's name has its number and its process: "1.0.5f0c"."""
 
     term: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
     primary: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -40,7 +40,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return View(self.term + 1, self.backup)
 
     def over(self) -> View:
-        """The job is over, and nobody is to take anything over."""
+        """The job is over; no replica may take over."""
         return View(self.term + 1, ENDED)
 
     def joined_by(self, backup: str) -> View:
@@ -49,16 +49,18 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coordinator(Protocol):
-    """Raises CoordinatorUnreachable if it cannot be asked within about a second: then nothing is known."""
+    """Keeps the views. Every method raises CoordinatorUnreachable if there is no answer within about a second; it is
+    then unknown whether a change happened."""
 
     def read(self, shard: int) -> View | None:
-        """The view as it is now; None if nobody has been primary yet."""
+        """The current view; None if the shard has had no primary yet."""
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
-        """Put `after` in the place of `before`. False: something else is there, and stays."""
+        """Replace `before` by `after`. Returns False, and changes nothing, if the current view is not `before`."""
 
     def renew(self) -> None:
-        """The job lives: to be called every RENEWAL seconds, for coordinators that remove records of dead jobs."""
+        """Tell the coordinator that the job is alive. Call it every RENEWAL seconds: a coordinator may remove the
+        records of dead jobs."""
 
 
 RENEWAL = 600.0
@@ -69,7 +71,7 @@ def pack_view(view: View) -> bytes:
 
 
 def unpack_view(data: bytes, where: str) -> View:
-    """Raises FleetError, which names `where`, if this is no view."""
+    """The inverse of pack_view. Raises FleetError, which names `where`, if `data` is not a view."""
     try:
         return msgspec.json.decode(data, type=View)
     except msgspec.DecodeError as error:

@@ -1,1 +1,1 @@
-"""Messages, and how they travel between workers and servers."""
+"""Messages between workers and servers, and the transports that carry them."""

@@ -1,8 +1,8 @@
-"""Which transport serves which addresses, by the scheme before `://`. A new transport is a file, and a line here.
+"""Transports by address: the scheme before `://` selects one. To add a transport, add a file, and a line here.
 
-Servers may move: a cluster may start one again on another machine. It keeps the name host:port that it had at first.
-Whoever started it writes where it is now into a file beside every process of the job, the address book. Clients look
-into it whenever they connect anew.
+A cluster may restart a server on another machine. The server keeps its first host:port as its name. The launcher writes
+the current address to the address book, a file on the machine of every process of the job. Clients read the book
+whenever they connect.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SEPARATOR = "#"  # between the path of the file and the server's name
 
 
 def endpoint_in(book: str, place: str) -> str:
-    """The endpoint that stands for `place`, wherever the file `book` says that it is."""
+    """The endpoint of the server named `place`, whose current address is in the file `book`."""
     return f"{SCHEME}://{book}{_SEPARATOR}{place}"
 
 
 def write_book(book: Path, moved: Mapping[str, str]) -> None:
-    """Write where servers are now, in one step; both are host:port. Those that have not moved need no line."""
+    """Replace the book atomically. `moved`: current host:port by name; servers that have not moved may be left out."""
     made = book.with_name(f".{book.name}.new")
     made.write_text("".join(f"{place} {address}\n" for place, address in moved.items()))
     os.replace(made, book)
 
 
 def present_address(endpoint: str) -> str:
-    """The tcp address that an endpoint of a book stands for at the moment."""
+    """The current tcp address of an endpoint in a book."""
     book, _, place = endpoint.removeprefix(f"{SCHEME}://").rpartition(_SEPARATOR)
     try:
         lines = Path(book).read_text().splitlines()
@@ -46,7 +46,7 @@ def present_address(endpoint: str) -> str:
 
 
 def without_book(endpoint: str) -> str:
-    """An address as users know it: that of a book by its name, any other as it is."""
+    """An address as users know it: the server's name for an endpoint in a book, any other address unchanged."""
     return f"tcp://{endpoint.rpartition(_SEPARATOR)[2]}" if endpoint.startswith(f"{SCHEME}://") else endpoint
 
 
@@ -63,7 +63,7 @@ class _BookChannel(SocketChannel):
 
 
 class BookTransport:
-    """The transport of endpoints that a book has."""
+    """The transport of endpoints in an address book."""
 
     def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> Listener:
         """As Transport.listen."""
@@ -82,7 +82,7 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def listen(endpoint: str, keys: KeyFolder | None = None, insecure: bool = False) -> ServerSocket:
-    """A server's end at this address; Transport.listen has the errors."""
+    """Listen at an address. Raises the errors of Transport.listen."""
     transport = _transport(endpoint)
     if transport is None:
         raise FleetError(f"cannot listen on {endpoint}: expected an address that begins with {_known()}")
@@ -90,9 +90,10 @@ def listen(endpoint: str, keys: KeyFolder | None = None, insecure: bool = False)
 
 
 def connect(endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORKER, shard: int = 0) -> Channel:
-    """A client's way to the server at this address; Transport.connect has the errors.
+    """A client's channel to the server at an address. Raises the errors of Transport.connect.
 
-    `shard`: the server's number, for one with replicas, whose addresses are separated by SEPARATOR.
+    For a server with replicas, `endpoint` has the addresses of all, separated by SEPARATOR, and `shard` is the server's
+    number.
     """
     if SEPARATOR in endpoint:
         return ReplicaChannels([connect(place, keys, role) for place in endpoint.split(SEPARATOR)], shard, role)

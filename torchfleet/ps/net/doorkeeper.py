@@ -1,8 +1,8 @@
-"""Watches a server's TCP connections: what a peer may send before its first message, and within one message.
+"""Limits what a peer may send over a TCP connection before its first message, and within one message.
 
-ZeroMQ hands messages over whole, and has one limit for all frames, before a handshake and after it. So the system is
-asked now and then how many bytes a connection has received, and one with too many is shut down: ZeroMQ then drops what
-it held for it. Linux only; elsewhere, and for ipc://, nothing is watched.
+ZeroMQ delivers whole messages, and has a single size limit for frames, before the handshake and after it. So the
+doorkeeper regularly asks the kernel how many bytes each connection has received, and shuts down a connection with too
+many; ZeroMQ then frees its buffers. Linux and tcp:// only; elsewhere nothing is watched.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zmq.utils.monitor import recv_monitor_message
 from torchfleet.ps.net.wire import MAX_FRAME
 
 MAX_FIRST = 1 << 16  # bytes before the first message: greeting, handshake, and that message
-MAX_MESSAGE = MAX_FRAME + (1 << 24)  # bytes of a message that is not complete
-MAX_STRANGERS = 256  # connections per address that have been there for a while without a message
+MAX_MESSAGE = MAX_FRAME + (1 << 24)  # bytes of an incomplete message
+MAX_STRANGERS = 256  # connections per address that are older than STRANGER_AGE and have sent no message
 STRANGER_AGE = 3.0  # seconds
-_PATIENCE_MS = 1000  # for the report of a socket that listens already
+_PATIENCE_MS = 1000  # wait for ZeroMQ's event that the socket listens
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info
 _OFFSET = 128
@@ -37,29 +37,29 @@ class Door:
 
     address: str
     since: float
-    is_known: bool = False  # a message has come from it
+    is_known: bool = False  # it has sent a message
     base: int = 0  # bytes received when the last message was complete
-    suspected: int | None = None  # the turn at which it had sent too much
+    suspected: int | None = None  # the turn at which it was first found over the limit
 
 
 class Doorkeeper:
-    """Belongs to the thread that serves."""
+    """Watches the connections of one socket. Owned by the thread that serves."""
 
     def __init__(self, listening: zmq.Socket[bytes], endpoint: str) -> None:
-        """Must be made before `listening` is bound."""
+        """Make the doorkeeper before binding `listening`."""
         self._doors: dict[int, Door] = {}
-        self._turn = 0  # counts requests, and jumps when there was none
-        self.news: list[str] = []  # what was shut down and why, for the log
-        self._condemned: list[tuple[int, str]] = []  # since the last look
-        self._told: list[tuple[int, str]] = []  # before it: their peers could read why
-        self._spoken: set[int] = set()  # connections that messages have come from since the last look
+        self._turn = 0  # counts requests, and jumps ahead when the queue is empty
+        self.news: list[str] = []  # connections that were shut down and why, for the log
+        self._condemned: list[tuple[int, str]] = []  # to be shut; added since the last look
+        self._told: list[tuple[int, str]] = []  # to be shut; added before it, so their peers could read the reason
+        self._spoken: set[int] = set()  # connections that have sent a message since the last look
         self._is_watching = endpoint.startswith("tcp://") and sys.platform == "linux"
         self._listening = listening
         events = zmq.EVENT_LISTENING | (_EVENTS if self._is_watching else 0)
         self._monitor: zmq.Socket[Any] = listening.get_monitor_socket(events)
 
     def listening(self) -> socket.socket | None:
-        """A second handle of what the socket listens with; to be asked for once, after it was bound."""
+        """A duplicate of the listening file descriptor, or None. Call it once, after binding the socket."""
         if not self._monitor.poll(_PATIENCE_MS):
             return None
         handle = socket.socket(fileno=os.dup(recv_monitor_message(self._monitor)["value"]))
@@ -67,25 +67,25 @@ class Doorkeeper:
         return handle
 
     def note(self, frame: zmq.Frame) -> None:
-        """A message is here."""
+        """Note that a message has arrived."""
         self._turn += 1
         if self._is_watching:
             self._spoken.add(_source(frame))
 
     def shut_later(self, frame: zmq.Frame, why: str) -> None:
-        """End the connection that this came from, once its peer could read why."""
+        """Shut down the connection that sent `frame`, after its peer had time to read the reason."""
         self._condemned.append((_source(frame), why))
 
     def rest(self) -> None:
-        """No message is waiting: whoever has sent one is known by now."""
+        """Note that the queue is empty: every complete message has been noted."""
         self._turn += len(self._doors) + 1
 
     def look(self, now: float) -> None:
-        """Shut down what has sent too much."""
+        """Shut down connections that have sent too much, or are condemned."""
         if not self._is_watching:
             return
         self._follow_events(now)
-        spoken, self._spoken = self._spoken, set()  # after the events: it may have come since the last look, too
+        spoken, self._spoken = self._spoken, set()  # after the events: a speaker may have connected since the last look
         for number, why in self._told:
             self.shut(number, why)
         self._told, self._condemned = self._condemned, []
@@ -96,7 +96,7 @@ class Doorkeeper:
             limit = MAX_MESSAGE if door.is_known else MAX_FIRST
             if received - door.base <= limit:
                 continue
-            if door.suspected is None:  # its message may be in the queue: it is waited for
+            if door.suspected is None:  # its message may be complete and still in the queue
                 door.suspected = self._turn
             elif self._turn - door.suspected > len(self._doors):
                 what = "of one message" if door.is_known else "before its first message"
@@ -104,7 +104,7 @@ class Doorkeeper:
         self._thin_out(now)
 
     def shut(self, number: int, why: str) -> None:
-        """End a connection, by its file descriptor."""
+        """Shut down the connection with file descriptor `number`."""
         door = self._doors.pop(number, None)
         if door is None:
             return
@@ -114,7 +114,7 @@ class Doorkeeper:
 
     def close(self) -> None:
         self._listening.disable_monitor()
-        self._monitor.close(linger=0)  # an open socket would keep its context from ending
+        self._monitor.close(linger=0)  # an open socket would block the end of its context
 
     def _follow_events(self, now: float) -> None:
         with contextlib.suppress(zmq.Again):
@@ -126,7 +126,7 @@ class Doorkeeper:
                     self._doors.pop(int(event["value"]), None)
 
     def _thin_out(self, now: float) -> None:
-        """Of an address with too many connections that say nothing, those that are here longest go."""
+        """Shut down the oldest silent connections of each address that has too many."""
         by_address: dict[str, list[int]] = {}
         for number, door in self._doors.items():
             if not door.is_known and now - door.since > STRANGER_AGE:
@@ -137,7 +137,7 @@ class Doorkeeper:
 
 
 def _source(frame: zmq.Frame) -> int:
-    """The file descriptor of the connection that a frame came through; -1: one of an old ZMTP, that does not say it."""
+    """The file descriptor of the connection that sent a frame; -1 if ZeroMQ does not say (old ZMTP versions)."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -146,7 +146,7 @@ def _source(frame: zmq.Frame) -> int:
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """ZeroMQ's socket with this file descriptor, which it closes itself."""
+    """ZeroMQ's socket with this file descriptor. ZeroMQ still owns it and closes it."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=number)
     try:
         yield connection
@@ -155,7 +155,7 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
 
 
 def _received(number: int) -> int:
-    """Bytes that have arrived for a connection; 0 if it is gone."""
+    """Bytes that a connection has received; 0 if it is gone."""
     with contextlib.suppress(OSError), _borrowed(number) as connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OFFSET + _RECEIVED.size)
         return int(_RECEIVED.unpack_from(info, _OFFSET)[0]) if len(info) >= _OFFSET + _RECEIVED.size else 0

@@ -1,7 +1,7 @@
-"""Keys of a fleet: one CURVE pair per role, in a folder. Who holds a role's secret key may give its commands.
+"""Keys of a fleet: one CURVE pair per role, in a folder. A client with a role's secret key may send its commands.
 
 server.key  worker.key  first_worker.key  launcher.key               public, on every machine
-*.key_secret                                                          only where that role runs
+*.key_secret                                                          secret, only where that role runs
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchfleet.base.errors import SecurityError
 from torchfleet.ps.net.wire import Role
 
 SERVER = "server"
-# A server that talks to another replica of its shard has no other key than the one that it serves with.
+# A server uses the same key to serve and to connect to another replica of its shard.
 _NAMES = {
     Role.WORKER: "worker",
     Role.FIRST_WORKER: "first_worker",
@@ -28,14 +28,14 @@ _NAMES = {
 
 
 def keygen(folder: str | Path) -> list[Path]:
-    """Make a fresh set of keys in a new or empty folder; returns the files. Existing keys are never overwritten."""
+    """Make a set of keys in a new or empty folder, and return the files. Never overwrites existing keys."""
     path = Path(folder)
     if not zmq.has("curve"):
         raise SecurityError("this build of ZeroMQ has no CURVE encryption: install pyzmq from PyPI's wheels")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise SecurityError(f"{path} is not an empty folder: choose another, or remove the old keys yourself")
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    old_mask = os.umask(0o077)  # secret keys are never readable by others, not even for a moment
+    old_mask = os.umask(0o077)  # other users can never read the secret keys, not even while they are written
     try:
         for name in _NAMES.values():
             zmq.auth.create_certificates(str(path), name)
@@ -45,7 +45,7 @@ def keygen(folder: str | Path) -> list[Path]:
 
 
 class KeyFolder:
-    """Keys read from a folder as they are needed; a missing one is named."""
+    """Reads keys from a folder as they are needed. Raises SecurityError, which names a missing key."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder)
@@ -62,7 +62,7 @@ class KeyFolder:
         return self._pair(_NAMES[role])
 
     def roles(self) -> dict[str, Role]:
-        """Public key → role, for the clients a server lets in."""
+        """Public key → role, of the clients that a server accepts."""
         return {self._load(f"{name}.key")[0].decode(): role for role, name in _NAMES.items()}
 
     def _pair(self, name: str) -> tuple[bytes, bytes]:
@@ -89,12 +89,12 @@ def is_private(endpoint: str) -> bool:
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
-        return False  # "*", an interface's name, or a name that nobody knows
+        return False  # "*", the name of an interface, or an unknown name
     return all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 def require_keys(endpoint: str, keys: KeyFolder | None, insecure: bool) -> None:
-    """Refuse to serve strangers: an address others can reach needs keys, or the word --insecure."""
+    """Raise SecurityError if other machines can reach `endpoint` and there are neither keys nor `insecure`."""
     if keys is None and not insecure and not is_private(endpoint):
         raise SecurityError(
             f"{endpoint} can be reached from other machines, and no keys are given. Make keys (`fleetrun --keygen "

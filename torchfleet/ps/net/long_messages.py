@@ -1,7 +1,7 @@
-"""Messages of too many frames: what is behind the frames that count is read and dropped by libzmq's own functions.
+"""Drops the rest of a message with too many frames, by a compiled loop over libzmq's functions.
 
-ZeroMQ hands a message over whole, and gives nothing of others before the last frame has been taken. Through Python a
-million frames take ten seconds of the loop; a compiled loop takes a quarter of one.
+ZeroMQ delivers no other message before the last frame of this one was received. Receiving a million frames takes ten
+seconds in Python, and a quarter of a second in the compiled loop.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import zmq
 
-_MANY = 1 << 14  # frames from which on compiling the loop, once, costs less than it saves
+_MANY = 1 << 14  # frames after which compiling the loop pays off
 
 
 def drop_rest(source: zmq.Socket[bytes]) -> int:
-    """Take the frames that are left of a message, and forget them. Returns how many there were."""
+    """Receive and drop the remaining frames of a message. Returns their number."""
     dropped, room = 0, bytearray(64)
     while source.get(zmq.RCVMORE):
         if dropped >= _MANY and (drop := _compiled()) is not None:
@@ -30,8 +30,8 @@ def drop_rest(source: zmq.Socket[bytes]) -> int:
 
 @cache
 def _compiled() -> Callable[[zmq.Socket[bytes]], int] | None:
-    """The compiled loop; None if pyzmq's extension shows no functions of libzmq: then Python drops the frames."""
-    import numba  # here: clients and servers that are never attacked need not compile this
+    """The compiled loop; None if pyzmq's extension does not export libzmq's functions. Python then drops the frames."""
+    import numba  # here, because most processes never need it
 
     try:
         from zmq.backend.cython import _zmq  # the extension that is linked to the libzmq of this process

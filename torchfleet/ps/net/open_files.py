@@ -1,7 +1,6 @@
-"""The limit of open files: raised as far as it goes; and at it, newcomers at a server's door are turned away.
+"""Raises the limit of open files, and closes new connections once the limit is reached.
 
-Without this a server that can take no more connections would be kept busy by those that wait at its door: ZeroMQ tries
-to accept them again and again.
+Otherwise ZeroMQ would try to accept the waiting connections again and again, and keep the server busy.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ import resource
 import socket
 import sys
 
-_MOST = 1024  # newcomers that are turned away at a time
+_MOST = 1024  # connections that are closed at a time
 
 
 class OpenFiles:
-    """The files that this process may still open, and the listening socket of a server. Belongs to its loop."""
+    """Watches the limit of open files for a listening socket. Owned by the server's loop."""
 
     def __init__(self, listening: socket.socket | None) -> None:
-        """`listening` is closed with this; None if nobody can wait at it."""
+        """Takes ownership of `listening`; None: there is no socket to accept from."""
         self._limit = _raise_limit()
         self._listening = listening
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # given up for a moment to accept a newcomer with
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # closed for a moment, so that accept() has a descriptor
         self.num_turned_away = 0
 
     def look(self) -> None:
-        """If no file can be opened any more, turn away those who wait, so that those who are in are served."""
+        """If the limit is reached, close the connections that wait, so that the accepted ones are served."""
         try:
             os.close(os.dup(self._spare))
         except OSError as error:
@@ -49,7 +48,7 @@ class OpenFiles:
                 flush=True,
             )
         os.close(self._spare)
-        with contextlib.suppress(OSError):  # BlockingIOError: nobody waits; or ZeroMQ was faster
+        with contextlib.suppress(OSError):  # BlockingIOError: no connection waits, or ZeroMQ was faster
             for _ in range(_MOST):
                 listening.accept()[0].close()
                 self.num_turned_away += 1
@@ -58,7 +57,7 @@ class OpenFiles:
 
 
 def _raise_limit() -> int:
-    """The number of files that this process may have open, which is made the largest that the system allows."""
+    """Raise the limit of open files as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft

@@ -1,4 +1,4 @@
-"""Requests, arrays and answers as plain numbers, bytes and lists, to be kept or sent with a server's state."""
+"""Packs requests, arrays and answers into plain numbers, bytes and lists, for copies of a server's state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import Array, decode, encode
 
 PackedArray = tuple[int, str, int, int, bytes]  # number, dtype, rows, columns, data
-PackedRequest = tuple[bytes, float, int, list[bytes]]  # peer, when it came, role, frames
-PackedAnswer = list[PackedArray] | tuple[str, str] | None  # arrays; kind and text of an error; none yet
+PackedRequest = tuple[bytes, float, int, list[bytes]]  # peer, time of arrival, role, frames
+PackedAnswer = list[PackedArray] | tuple[str, str] | None  # arrays; kind and text of an error; None: no answer yet
 _AWAY = b"away:"
 _DTYPES = {"|u1", "<u8", "<f4", "<f8"}
 
@@ -28,7 +28,7 @@ def pack_arrays(arrays: Sequence[Array]) -> list[PackedArray]:
 
 
 def unpack_arrays(packed: Sequence[Sequence[Any]]) -> list[Array]:
-    """Raises ValueError if they are none."""
+    """The inverse of pack_arrays. Raises ValueError if `packed` is malformed."""
     arrays = []
     for number, dtype, num_rows, num_columns, data in packed:
         if dtype not in _DTYPES:
@@ -38,7 +38,7 @@ def unpack_arrays(packed: Sequence[Sequence[Any]]) -> list[Array]:
 
 
 def peer_bytes(peer: object) -> bytes:
-    """Who asked, if that is known by bytes; a client inside the process is gone with it."""
+    """The peer as bytes; empty for a client inside the process, which ends with it."""
     return peer.removeprefix(_AWAY) if isinstance(peer, bytes) else b""
 
 
@@ -48,13 +48,13 @@ def pack_request(request: Request) -> PackedRequest:
 
 
 def unpack_request(packed: Sequence[Any]) -> Request:
-    """Raises WireError or ValueError if it is none."""
+    """The inverse of pack_request. Raises WireError or ValueError if `packed` is malformed."""
     peer, arrived, role, frames = packed
     return Request(decode(frames), away(bytes(peer)), float(arrived), int(role), frames=frames)
 
 
 def away(peer: bytes) -> bytes:
-    """The peer of another server's socket: no peer of this one, whose own begin with a zero, can be taken for it."""
+    """Mark a peer of another server's socket. No peer of this server equals it, because those begin with a zero."""
     return _AWAY + peer
 
 
@@ -65,7 +65,7 @@ def pack_answer(answer: list[Array] | FleetError | None) -> PackedAnswer:
 
 
 def unpack_answer(packed: Any) -> list[Array] | FleetError | None:
-    """Raises ValueError if it is none."""
+    """The inverse of pack_answer. Raises ValueError if `packed` is malformed."""
     if packed is None:
         return None
     if len(packed) == 2 and isinstance(packed[0], str):
@@ -74,6 +74,6 @@ def unpack_answer(packed: Any) -> list[Array] | FleetError | None:
 
 
 def error_of(kind: str, text: str) -> FleetError:
-    """An error by the name of its class, where that is one of ours."""
+    """An error by the name of its class; FleetError if torchfleet has no such class."""
     found = getattr(errors, kind, FleetError)
     return found(text) if isinstance(found, type) and issubclass(found, FleetError) else FleetError(text)

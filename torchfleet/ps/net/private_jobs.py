@@ -1,7 +1,7 @@
-"""Private folders of jobs on one machine: keys or sockets that no other user can reach, and how a job's is found.
+"""Private folders of jobs on one machine: they hold keys or sockets that no other user can access.
 
 torchfleet-UID/          in the folder of temporary files; mode 0700, checked before use
-    job-XXXXXXXX/        of one job; locked as long as its launcher lives
+    job-XXXXXXXX/        one job's; locked as long as its launcher lives
         servers          host:port of every server, one a line
         keys/            the job's own keys; or
         HOST:PORT        the socket of a server
@@ -28,21 +28,21 @@ from torchfleet.ps.net.replica_channels import SEPARATOR
 
 KEYS, IPC = "keys", "ipc"
 _SERVERS, _KEYS = "servers", "keys"
-_LONGEST = 107  # bytes of a socket's path, as the kernel allows
+_LONGEST = 107  # bytes that the kernel allows for the path of a socket
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a job's servers are reached: keys in a folder, or sockets in one; neither: plainly. Servers that may move are
-    looked up in an address book."""
+    """How clients reach a job's servers: over tcp with keys, over sockets in a folder, or over plain tcp if neither is
+    set. `address_book` has the addresses of servers that may move."""
 
     key_dir: str | None = None
     socket_dir: str | None = None
     address_book: str | None = None
 
     def endpoint(self, place: str) -> str:
-        """The address to listen on or to connect to, for a server that is known as host:port; for one with replicas the
-        addresses of all of them."""
+        """The address to listen on or to connect to, for the server named `place` (host:port). For a server with
+        replicas it has the addresses of all."""
         if SEPARATOR in place:
             return SEPARATOR.join(map(self.endpoint, place.split(SEPARATOR)))
         if self.address_book:
@@ -50,7 +50,7 @@ class Way:
         return f"ipc://{_socket(self.socket_dir, place)}" if self.socket_dir else f"tcp://{place}"
 
     def check(self) -> None:
-        """Raise SecurityError if there is a folder of sockets that is not this user's alone."""
+        """Raise SecurityError if other users can access the folder of sockets."""
         try:
             if self.socket_dir:
                 check_own(Path(self.socket_dir))
@@ -59,15 +59,15 @@ class Way:
 
 
 class PrivateJob:
-    """The folder of a job that runs on this machine alone. Its launcher makes it and removes it."""
+    """The folder of a job on this machine alone. The launcher makes and removes it."""
 
     def __init__(self, places: Sequence[str], kind: str) -> None:
-        """`kind`: KEYS or IPC. Raises SecurityError if this user can have no such folder, or a place is taken."""
+        """`kind`: KEYS or IPC. Raises SecurityError if the folder cannot be made, or a port is in use."""
         self._held: list[socket.socket] = []
         with _user_folder() as folder:
             _sweep(folder)
             self._path = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
-            self._lock = _locked(self._path)  # tells others that this job lives, also programs that clean /tmp
+            self._lock = _locked(self._path)  # shows that this job lives, also to programs that clean /tmp
         try:
             self.way = self._fill(places, kind)
         except BaseException:
@@ -89,7 +89,7 @@ class PrivateJob:
         return Way(socket_dir=str(self._path))
 
     def close(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder with its contents."""
         for held in self._held:
             held.close()
         shutil.rmtree(self._path, ignore_errors=True)
@@ -99,8 +99,10 @@ class PrivateJob:
 
 
 def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], str | None]:
-    """Addresses to connect to and the folder of keys, for servers that a user knows by these addresses: as they are, or
-    those of a private job of this user that is running."""
+    """The addresses to connect to, and the folder of keys, for servers that a user names by `endpoints`.
+
+    If the servers belong to a running private job of this user, these are the job's; else the arguments unchanged.
+    """
     places = [endpoint.replace("tcp://", "") for endpoint in endpoints]
     way = _way_to([each for place in places for each in place.split(SEPARATOR)])
     return ([way.endpoint(place) for place in places], way.key_dir) if way else (list(endpoints), key_dir)
@@ -126,7 +128,8 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _user_folder() -> Iterator[Path]:
-    """This user's folder of jobs, locked: nobody takes a new job's folder for an old one's."""
+    """This user's folder of jobs, locked, so that no process takes a new job's folder for a dead one. Blocks until the
+    lock is free."""
     folder = _folder()
     try:
         make_own(folder)
@@ -144,7 +147,7 @@ def _user_folder() -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what launchers left that were killed."""
+    """Remove the folders of launchers that were killed."""
     for job in folder.glob("job-*"):
         if not _is_alive(job):
             shutil.rmtree(job, ignore_errors=True)
@@ -160,7 +163,7 @@ def _is_alive(job: Path) -> bool:
 
 
 def _locked(folder: Path) -> int | None:
-    """A lock on the folder, held until it is closed; None if another process has it."""
+    """A file descriptor that locks the folder until it is closed; None if another process holds the lock."""
     made = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +178,7 @@ def _socket(folder: str | None, place: str) -> str:
 
 
 def _hold(place: str) -> socket.socket:
-    """The port, bound and not listened on: a place stands for one job's server only."""
+    """Bind the port without listening on it, so that no other job can use the same name for a server."""
     host, _, port = place.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)

@@ -1,4 +1,4 @@
-"""What listens at an address: a ZeroMQ socket, with or without keys, something else, or nothing."""
+"""Finds out what listens at an address: a ZeroMQ socket, with or without keys, something else, or nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import socket
 
 _SIZE = 32  # bytes at the start of a ZMTP 3 greeting: signature (10), version (2), mechanism (20)
-# Ours ends before the mechanism: to one that it does not like, ZeroMQ hangs up without having named its own.
+# Our greeting ends before the mechanism: ZeroMQ hangs up on a wrong one without naming its own.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 
 
 def mechanism_at(host: str, port: int, timeout: float = 2.0) -> str | None:
-    """The mechanism of the ZeroMQ socket that listens there: NULL is without keys, CURVE with keys.
+    """The mechanism of the ZeroMQ socket at this address: NULL without keys, CURVE with keys.
 
-    Empty if something else listens there, None if nothing does. Waits at most `timeout` seconds for every byte.
+    Empty if something else listens there, None if nothing does. Waits at most `timeout` seconds per network operation.
     """
     try:
         with socket.create_connection((host, port), timeout) as there:

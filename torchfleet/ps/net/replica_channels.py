@@ -1,8 +1,8 @@
-"""A client's way to a server with replicas: to the one of them that is primary, whichever that is.
+"""A client's channel to a server with replicas. It leads to the replica that is primary.
 
-A replica that is not primary refuses every request (NotPrimary). When that happens, or when nothing was heard for a
-moment, all of them are asked (PING). Whoever answers under the highest term is the primary. What is under way must then
-be sent again.
+A replica that is not primary refuses every request (NotPrimary). After a refusal, or SILENCE seconds without a message,
+the channel asks all replicas (PING). The one that answers under the highest term is the primary. The client must then
+send its unanswered requests again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchfleet.ps.net.wire import (
 )
 
 SEPARATOR = "|"  # between the addresses of a server's replicas
-SILENCE = 0.2  # seconds of waiting in vain after which all are asked
-_STEP = 0.02  # seconds between two looks at all replicas, once they were asked
-_LEAST = 0.001  # seconds of a wait: less may be lost in rounding
-_PROBE = (1 << 64) - 1  # the call of a question of ours, which no client's request reaches
+SILENCE = 0.2  # seconds without a message after which all replicas are asked
+_STEP = 0.02  # seconds between two polls of all replicas, once they were asked
+_LEAST = 0.001  # shortest wait in seconds; a shorter one may be rounded to 0
+_PROBE = (1 << 64) - 1  # the call number of our PINGs; no client's request has it
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields of a header, for whoever passes a message on: nothing behind it has been looked at."""
+    """Fields of a message's header, for code that forwards the message. The rest of the message is unchecked."""
 
     command: int
     role: int  # of a reply: its status
@@ -46,7 +46,7 @@ class Envelope:
 
 
 def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
-    """The envelope of a message of this version, which may be broken in every other way; None if it is none."""
+    """The envelope of a message of this protocol version, whose rest may be malformed; None for anything else."""
     if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
         return None
     fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
@@ -54,20 +54,20 @@ def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
 
 
 class ReplicaChannels:
-    """As Channel. `shard`: the number of the server; `term`: the highest that it has answered under."""
+    """As Channel. `shard`: the number of the server; `term`: the highest term of its answers so far."""
 
     def __init__(self, channels: Sequence[Channel], shard: int, role: Role) -> None:
         self._channels, self.shard, self._role = channels, shard, role
         self.term = 0
         self._current = 0
-        self._waited = 0.0  # seconds spent in vain since the current one was last heard
+        self._waited = 0.0  # seconds of waiting since the last message of the current replica
         self._is_asking = self._is_refused = self._has_moved = False
 
     def send(self, frames: Sequence[Frame]) -> bool:
         return self._channels[self._current].send(frames)
 
     def receive(self, timeout: float) -> Sequence[Frame] | None:
-        """As Channel.receive; None also as soon as `take_move` has something to say."""
+        """As Channel.receive. Also returns None as soon as `take_move` would return True."""
         deadline = self.now() + timeout
         while True:
             before = self.now()
@@ -87,7 +87,8 @@ class ReplicaChannels:
                 return None
 
     def take_move(self) -> bool:
-        """Whether since the last call another replica became the one to talk to, or the same one as primary again."""
+        """Whether the channel has switched since the last call: to another replica, or to the same one after it refused
+        requests and became primary again."""
         moved, self._has_moved = self._has_moved, False
         return moved
 
@@ -113,13 +114,13 @@ class ReplicaChannels:
     def _hear_others(self) -> None:
         for number, channel in enumerate(self._channels):
             while number != self._current and (frames := channel.receive(0.0)) is not None:
-                self._is_for_client(number, frames)  # a late reply of one that was primary is of no use
+                self._is_for_client(number, frames)  # only for the probe: late replies of a former primary are dropped
 
     def _is_for_client(self, number: int, frames: Sequence[Frame]) -> bool:
-        """Whether it is a reply to pass on. Learns from it who is primary."""
+        """Whether the message is a reply for the client. Updates which replica is primary."""
         envelope = envelope_of(frames)
         if envelope is None:
-            return number == self._current  # of another version: the client tells it by its first bytes
+            return number == self._current  # another protocol version: the client detects it by the first bytes
         if envelope.role == ERROR and _is_refusal(frames):
             if number == self._current and envelope.call != _PROBE and not self._is_refused:
                 self._is_refused = True
@@ -128,7 +129,7 @@ class ReplicaChannels:
         return envelope.term >= self.term and self._follow(number, envelope)
 
     def _follow(self, number: int, envelope: Envelope) -> bool:
-        """A primary speaks."""
+        """Handle a message of a primary. Returns whether it is a reply for the client."""
         is_news = number != self._current or self._is_refused
         if envelope.call == _PROBE or number == self._current:
             self.term = envelope.term

@@ -16,11 +16,11 @@ class Request:
     message: Message
     peer: Peer
     arrived: float = 0.0
-    role: int = 0  # by its key, or as it says where there are no keys
-    hold: object = None  # what the server's memory of it is counted by, while it waits
-    frames: Sequence[Frame] = ()  # as they came
+    role: int = 0  # proved by the client's key; without keys, as the message says
+    hold: object = None  # charges the client's budget while the request waits
+    frames: Sequence[Frame] = ()  # as received
     taken: int = (
-        0  # of one that is traced: when the server took it, and when it had computed, in nanoseconds since 1970
+        0  # of a traced request: when the server received it, and when it had computed, in nanoseconds since 1970
     )
     computed: int = 0
 

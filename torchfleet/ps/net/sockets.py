@@ -19,17 +19,17 @@ from torchfleet.ps.net.transport import TICK, Handler
 from torchfleet.ps.net.unread import COUNTED, Unread, size_of
 from torchfleet.ps.net.wire import MAX_ENTRY, MAX_FRAME, Frame, Role
 
-QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
-QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
-_DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
-_UNCONFIRMED_MS = 30_000  # that bytes may be on their way, until a peer is taken for gone
+QUEUED_MESSAGES = 64  # per peer and direction; a full queue makes the sender wait, so memory stays bounded
+QUEUED_REQUESTS = 4  # of one client at the server; further requests wait at the client
+_DESK_PAUSE = 0.005  # seconds between two checks for handshakes, under load
+_UNCONFIRMED_MS = 30_000  # time without an acknowledgement of sent bytes, after which the peer counts as gone
 _HANDSHAKE_MS = 10_000
-_KEEPALIVE = 10  # seconds between two questions of the system whether a silent peer is there
+_KEEPALIVE = 10  # seconds between two keepalive probes of a silent peer
 _HELLO = b""  # a connection's first message: small, so that the server knows it before anything large comes
 
 
 class Listener:
-    """A server's socket. Requests of all clients come in one queue, to be answered one after the other."""
+    """A server's socket. It has one queue for the requests of all clients, and serves them one after the other."""
 
     def __init__(self, endpoint: str, keys: KeyFolder | None = None, insecure: bool = False) -> None:
         require_keys(endpoint, keys, insecure)
@@ -59,7 +59,7 @@ class Listener:
             self._poller.register(watched, zmq.POLLIN)
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
-        """Answer requests until `is_over`, which is looked at after every request and every TICK."""
+        """Answer requests until `is_over()`, which is called after every request and at least every TICK."""
         assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
         watched: tuple[object, ...] = ()
@@ -68,7 +68,7 @@ class Listener:
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1, handler.rest)
             if request is not None:
                 self._take(request, handler)
-                del request  # its memory is free before the next one is taken
+                del request  # free its memory before receiving the next one
             worked = handler.work()
             now = time.monotonic()
             if self._desk is not None and now >= next_desk:
@@ -84,7 +84,7 @@ class Listener:
                 next_tick = now + TICK
 
     def _watch(self, before: tuple[object, ...], after: tuple[object, ...]) -> tuple[object, ...]:
-        """Wait for these from now on, beside requests."""
+        """Poll the objects in `after`, in place of those in `before`, together with the socket."""
         if after != before:
             for gone in before:
                 self._poller.unregister(gone)
@@ -102,14 +102,16 @@ class Listener:
             self._doorkeeper.shut_later(request[-1], str(error))
         elif refusal := self._unread.refusal(peer):
             self._send(peer, handler.refusals.of_request(frames, ServerBusy(refusal)))
-        elif len(frames) != 1 or len(frames[0]):  # all but a hello
+        elif len(frames) != 1 or len(frames[0]):  # not a hello
             role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
             self._reply(handler.handle(peer, frames, role), handler)
 
     def _next(self, timeout_ms: int, rest: Callable[[], bool]) -> list[zmq.Frame] | None:
-        """The next request, or as many of its frames as a request may have and one more. Under load there is one
-        already, and a poll, which is dearer than taking it, is saved. If there is none `rest` is called, and the socket
-        is waited for unless that has more to do."""
+        """The next request, or None. Of a request with too many frames, only one more than allowed is received.
+
+        Tries to receive first: under load a request is waiting, and a poll would cost more. Otherwise calls `rest`, and
+        polls for up to `timeout_ms` unless `rest` has more to do.
+        """
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()
@@ -156,12 +158,12 @@ class Listener:
     def _send(self, peer: bytes, frames: list[Frame]) -> None:
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # the peer is gone, or does not read its replies: it will ask again or not
+        except zmq.ZMQError:  # the peer is gone, or does not read its replies; it may ask again
             self.num_dropped_replies += 1
 
 
 class SocketChannel:
-    """A client's connection to one server. Belongs to one thread."""
+    """A client's connection to one server. Owned by one thread."""
 
     def __init__(self, endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORKER) -> None:
         self._endpoint = endpoint
@@ -231,8 +233,8 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    # No heartbeats of either side: libzmq (4.3.5) aborts when one is due, or is to be answered, on a connection that
-    # ended while the queue of its messages was full. The system finds peers that are gone.
+    # No heartbeats on either side: libzmq 4.3.5 aborts when it sends or answers one on a connection that ended while
+    # its queue was full. TCP keepalive detects dead peers instead.
     made.set(zmq.TCP_KEEPALIVE, 1)
     made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
     made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)

@@ -1,7 +1,7 @@
-"""What a transport is: how frames travel between clients and servers; and the one inside a process.
+"""The interfaces of a transport, which carries frames between clients and servers; and the in-process transport.
 
-A client sees a Channel to one server. A server sees requests as (peer, frames) and answers to the peer; what a peer
-is, only the transport knows. net/addresses.py says which transport serves which addresses.
+A client sees a Channel to one server. A server receives requests as (peer, frames) and replies to the peer. Only the
+transport knows what a peer is. net/addresses.py maps addresses to transports.
 """
 
 from __future__ import annotations
@@ -16,112 +16,116 @@ from torchfleet.base.errors import FleetError
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.wire import Frame, Role
 
-TICK = 0.05  # seconds between two looks of a server at the clock
+TICK = 0.05  # seconds between two calls of Handler.tick
 
 Peer = object
 
 
 class Channel(Protocol):
-    """One client's way to one server. Frames may be lost, repeated or reordered; they arrive whole or not at all."""
+    """One client's connection to one server. Messages may be lost, repeated or reordered, but never arrive in part."""
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand a message over without waiting; False if there is no room for it now."""
+        """Queue a message without blocking. Returns False if the queue is full."""
 
     def receive(self, timeout: float) -> Sequence[Frame] | None:
         """The next message, or None after `timeout` seconds without one."""
 
     def reconnect(self) -> None:
-        """Give up whatever is under way and start anew."""
+        """Drop all queued messages and connect again."""
 
     def close(self) -> None: ...
 
     def now(self) -> float:
-        """Seconds, as this channel's time-outs count them."""
+        """The time in seconds, on the clock of this channel's time-outs."""
 
     def wakes(self) -> tuple[object, ...]:
-        """What a server that has this channel can wait for beside its requests: as Handler.wakes."""
+        """Objects that a server which owns this channel can poll together with its requests: as Handler.wakes."""
 
 
 class HandlerRefusals(Protocol):
-    """What a transport turns away itself: how the peer is told, and the server's log."""
+    """Encodes and logs refusals that the transport itself makes."""
 
     def of_request(self, frames: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """The reply to a request that is not passed on: its peer is told why."""
+        """The error reply to a request that the transport does not pass to the server."""
 
     def of_reply(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
-        """What takes the place of a reply that is not sent."""
+        """The error reply to send instead of a reply that is withheld."""
 
     def note(self, text: str) -> None:
-        """Something was refused without a reply: whose it was, and why."""
+        """Log a refusal without a reply. `text`: which peer was refused, and why."""
 
 
 class Handler(Protocol):
-    """What a transport needs of a server."""
+    """The server as a transport sees it. The transport makes one call at a time."""
 
     @property
     def refusals(self) -> HandlerRefusals: ...
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
-        """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
+        """Serve one request. Returns the replies that are ready, to this or other peers.
+
+        `role`: the role that the transport has proved; None if it proved none.
+        """
 
     def ready(self) -> list[tuple[Peer, list[Frame]]]:
-        """Replies that work has made ready. To be asked for after each slice that did something."""
+        """Return the replies that `work` has made ready. Call it after each slice that did something."""
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
-        """It is `now`: replies that became due by the passing of time, and those that are ready. To be called every
+        """Set the time to `now`. Returns the replies that are due by then, and all others that are ready. Call it every
         TICK seconds."""
 
     def work(self) -> bool | None:
-        """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+        """Do one slice of long work. Returns None if there is no work, False if it waits for a disk and did nothing."""
 
     def rest(self) -> bool:
-        """No request waits: what was put off in favour of requests is due. Returns whether more of it is left."""
+        """Do some work that was postponed in favour of requests. Returns whether more is left. Call it when no request
+        waits."""
 
     def wakes(self) -> tuple[object, ...]:
-        """File descriptors, or what channels of the same transport have, that can be read when `work` has something to
-        do that no request brought."""
+        """File descriptors, or sockets of the same transport, that become readable when `work` has something to do
+        without a request."""
 
 
 class ServerSocket(Protocol):
-    """A server's end: requests of all clients come in one queue, to be answered one after the other."""
+    """A server's socket: one queue of requests of all clients, served one after the other."""
 
     endpoint: str  # the address that clients connect to
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
-        """Answer requests until `is_over`, which is looked at after every request and many times a second."""
+        """Answer requests until `is_over()`, which is called after every request and many times a second."""
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """What serves the addresses of one scheme."""
+    """Listens on and connects to the addresses of one scheme."""
 
     def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> ServerSocket:
-        """A server's end at this address. Raises SecurityError if other machines could reach it and there are neither
-        keys nor `insecure`, FleetError if it cannot be had."""
+        """Listen at an address. Raises SecurityError if other machines can reach it and there are neither keys nor
+        `insecure`, FleetError if the address is not available."""
 
     def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> Channel:
-        """A client's way to the server at this address, whether it is there yet or not. Raises FleetError if this is
+        """A channel to the server at an address. The server need not be there yet. Raises FleetError if `endpoint` is
         not an address."""
 
 
 class InProcess:
-    """A server in this very process, without an address: a request is a function call, arrays pass by reference."""
+    """A server in the same process, without an address. A request is a function call, with arrays by reference."""
 
     def __init__(self, server: Handler) -> None:
         self._server = server
-        self.is_busy: bool | None = None  # what Handler.work said last
+        self.is_busy: bool | None = None  # the last result of Handler.work
         self._next_tick = 0.0
-        self._lock = threading.Lock()  # a table has one owner at a time: here, the thread that is calling
+        self._lock = threading.Lock()  # a table has one owner at a time: here, the calling thread
 
     def connect(self) -> InProcessChannel:
         return InProcessChannel(self)
 
     def call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
-        """What the loop of a socket does: take a request, a slice of work, and every TICK seconds look at the clock."""
+        """One turn of a server's loop: a request, a slice of work, and every TICK seconds a tick."""
         with self._lock:
             ready = self._server.handle(channel, frames, None) if frames is not None else []
-            self.is_busy = self._server.work()  # after it: the request may have brought work, which then begins at once
+            self.is_busy = self._server.work()  # after `handle`: work that the request brought begins at once
             if self.is_busy:
                 ready += self._server.ready()
             now = time.monotonic()
@@ -158,7 +162,7 @@ class InProcessChannel:
                     return self._replies.popleft()
             if time.monotonic() >= deadline:
                 return None
-            self._transport.call(self, None)  # nothing else watches the clock of a server without a loop
+            self._transport.call(self, None)  # this server has no loop: nothing else calls its tick
 
     def deliver(self, frames: Sequence[Frame]) -> None:
         with self._arrived:
@@ -175,4 +179,4 @@ class InProcessChannel:
         return time.monotonic()
 
     def wakes(self) -> tuple[object, ...]:
-        return ()  # no server waits for another in its own process
+        return ()  # no server polls a server in its own process

@@ -1,4 +1,4 @@
-"""Replies that clients have not read yet: how many bytes wait for each, so that none can fill the server's memory."""
+"""Counts the bytes of unread replies per client, so that no client can fill the server's memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import zmq
 
 from torchfleet.ps.net.wire import Frame
 
-MAX_UNREAD = 1 << 27  # bytes for one client; a single reply may be larger, if nothing else waits for that client
+MAX_UNREAD = 1 << 27  # bytes for one client; a single reply may be larger if no other reply waits for the client
 MAX_UNREAD_IN_ALL = 1 << 32
-COUNTED = 1 << 16  # bytes of a message from which on it is counted; of smaller ones a queue holds few
+COUNTED = 1 << 16  # bytes; smaller messages are not counted, because the queues' lengths bound them
 
 
 class Unread:
-    """Bytes that ZeroMQ holds, by peer. A message is counted until its last large frame has been handed to the
-    system."""
+    """The bytes that ZeroMQ holds, by peer. A message counts until ZeroMQ has passed its last large frame to the
+    kernel."""
 
     def __init__(self) -> None:
         self._bytes: dict[bytes, int] = {}
-        self._sent: deque[tuple[bytes, int]] = deque()  # filled from the thread that frees frames
+        self._sent: deque[tuple[bytes, int]] = deque()  # filled by the thread that frees frames
         self._num_bytes = 0
-        self._full: set[bytes] = set()  # peers for whom a reply had no room; until half of theirs has gone
+        self._full: set[bytes] = set()  # peers that hit the limit; removed when at most half of it is in use
 
     def refusal(self, peer: bytes, num_bytes: int = 0) -> str:
-        """Why no reply, of so many bytes, may be added for this peer now; "" if it may."""
+        """The reason why a reply of `num_bytes` may not be queued for this peer now; "" if it may."""
         self._settle()
         held = self._bytes.get(peer, 0)
         if held and (held + num_bytes > MAX_UNREAD or peer in self._full):
@@ -39,14 +39,14 @@ class Unread:
         return ""
 
     def count(self, peer: bytes, frames: list[Frame], num_bytes: int) -> list[Frame]:
-        """The frames to send in the place of these, which are counted from now on."""
+        """Count a message from now on. Returns the frames to send in place of `frames`."""
         index = _last(frames)
         data = frames[index]
         watched = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         weakref.finalize(watched, self._sent.append, (peer, num_bytes)).atexit = False
         self._bytes[peer] = self._bytes.get(peer, 0) + num_bytes
         self._num_bytes += num_bytes
-        # Not copied, however small: a copy would be sent when nobody knows.
+        # copy_threshold=0: if ZeroMQ copied the frame, its release would not show when it was sent.
         return [*frames[:index], zmq.Frame(watched, copy_threshold=0), *frames[index + 1 :]]
 
     def _settle(self) -> None:
@@ -63,7 +63,7 @@ class Unread:
 
 
 def _last(frames: list[Frame]) -> int:
-    """The last frame, or one that is large and has little behind it: only such are sent without a copy anyway."""
+    """The index of the frame to watch: the last large frame if little follows it, else the last that is not empty."""
     behind = 0
     for index in range(len(frames) - 1, -1, -1):
         size = _size(frames[index])

@@ -1,8 +1,8 @@
-"""Requests, replies and their frames. docs/protocol.md describes every byte; nothing here trusts a length it was told.
+"""Requests, replies and their frames. docs/protocol.md describes every byte.
 
 A message, request or reply, is a header frame and one frame per array. The header holds the count, width and dtype of
-every array, and a frame whose length differs from what they say is refused before anything is made of it: decoding
-allocates nothing that depends on a number in the message.
+every array. Decoding refuses a frame whose length differs from the header, before it makes anything of the frame. It
+allocates nothing whose size depends on a number in the message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchfleet.base.errors import WireError
 MAGIC = b"TFLT"
 VERSION = 2
 MAX_ARRAYS = 4096
-MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message from server to server, which may hold a whole one
+MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message between servers, which may contain a whole client message
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
 HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
@@ -69,7 +69,7 @@ class Command(IntEnum):
 
 
 class Role(IntEnum):
-    """Who asks. Where keys are in use, the key decides and not the message."""
+    """The role of a sender. With keys, the key decides the role, not the message."""
 
     WORKER = 1
     FIRST_WORKER = 2
@@ -79,22 +79,22 @@ class Role(IntEnum):
 
 OK, ERROR = 0, 1  # the status of a reply
 NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
-VERSIONS = 2  # flag of PULL, and of PUSH with DENSE_BACK: the reply ends with the number of updates that each table in
-# it has seen
-SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made; of PULL:
-# it is part of such a step, and keys that it makes known get their rows when that ends
+VERSIONS = 2  # flag of PULL, and of PUSH with DENSE_BACK: the reply ends with the step (number of updates) of each of
+# its tables
+SYNC = 4  # flag of PUSH: update once with the mean of all workers' gradients, and reply after the update; of PULL: the
+# pull is part of such a step, and new keys get their rows at its end
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
-GATHERED = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
-BOUNDED = 64  # flag of PUSH: waits while it would make what another worker computes with too old; of PULL: this worker
-# computes with these dense values, and its push comes next
+GATHERED = 32  # flag of PUSH: update once with the mean of a given number of pushes of any workers; reply at once
+BOUNDED = 64  # flag of PUSH: wait while the push would raise another worker's staleness above the limit; of PULL: this
+# worker computes with these dense values, and pushes next
 
 
 @dataclass(slots=True)
 class Array:
-    """An array frame and what it belongs to; always two-dimensional, (rows, columns)."""
+    """An array frame and the number of its table. The data is two-dimensional, (rows, columns)."""
 
-    number: int  # of the table; in a reply to GATHER, of the worker that brought it; else 0
+    number: int  # of the table; in a reply to GATHER, of the worker that sent the array; else 0
     data: npt.NDArray[Any]
 
 
@@ -107,19 +107,19 @@ class Message:
     flags: int = 0
     worker: int = 0
     client: int = 0  # a random number per client
-    call: int = 0  # numbers a client's requests, so that replies find them
+    call: int = 0  # numbers a client's requests, so that replies can be matched
     sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
-    floor: int = 0  # all changes of this client below this sequence are settled
+    floor: int = 0  # all changes of this client below this sequence number are settled
     arrays: list[Array] = field(default_factory=list)
-    incarnation: int = 0  # a random number per process: tells a worker from the one that had its number before
-    shard: int = 0  # which server is asked, where servers have replicas; else 0
-    term: int = 0  # the highest of the shard that the sender has seen; 0: there are no replicas, or it has seen none
-    trace: int = 0  # the number of the traced step that it is part of, below 2**16; 0: it is part of none
+    incarnation: int = 0  # a random number per process: distinguishes a worker from its previous process
+    shard: int = 0  # the number of the server, if servers have replicas; else 0
+    term: int = 0  # the shard's highest term that the sender has seen; 0: no replicas, or no term seen yet
+    trace: int = 0  # the number of the traced step that the request belongs to, below 2**16; 0: not traced
 
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to a request, with the same header: the status stands where a request has the role.
+    """The answer to a request. It has the same header, with the status in place of the role.
 
     It repeats command, worker and call of its request.
     """
@@ -130,9 +130,9 @@ class Reply:
     incarnation: int  # a random number per server process
     call: int
     arrays: list[Array] = field(default_factory=list)
-    term: int = 0  # under which the server answers; 0: it has no replicas
-    taken: int = 0  # of a request that is traced: when the server took it, and when it answered, in nanoseconds since
-    answered: int = 0  # 1970 by the server's clock; else 0
+    term: int = 0  # the server's term; 0: it has no replicas
+    taken: int = 0  # of a traced request: when the server received it, in nanoseconds since 1970 by its clock; else 0
+    answered: int = 0  # of a traced request: when the server answered it, by the same clock; else 0
 
 
 def encode_reply(reply: Reply) -> list[Frame]:
@@ -153,7 +153,7 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
 
 
 def encode(message: Message) -> list[Frame]:
-    """Frames of a message. Arrays are not copied: leave them alone until the message has been sent."""
+    """Frames of a message. Contiguous arrays are not copied: do not change them until the message has been sent."""
     num_arrays = len(message.arrays)
     if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
@@ -180,12 +180,12 @@ def encode(message: Message) -> list[Frame]:
 
 
 def call_of(frames: Sequence[Frame]) -> int:
-    """The call number of a request that may be broken in every other way, so that its sender can be told; else 0."""
+    """The call number of a request, even if the rest is malformed, so that an error can be sent back; 0 if unknown."""
     return int(_FIRST_HEADER.unpack_from(frames[0])[8]) if version_of(frames) else 0
 
 
 def version_of(frames: Sequence[Frame]) -> int:
-    """The version of a message that may be broken in every other way; 0 if it is none of ours.
+    """The protocol version of a message, even if the rest is malformed; 0 if it is not a torchfleet message.
 
     The first 48 bytes are the same in all versions.
     """
@@ -196,7 +196,7 @@ def version_of(frames: Sequence[Frame]) -> int:
 
 
 def decode(frames: Sequence[Frame]) -> Message:
-    """The message in these frames, its arrays over the frames' own memory. Raises WireError and nothing else."""
+    """Decode a message. Its arrays share the frames' memory where they can. Raises WireError and nothing else."""
     if not frames:
         raise WireError("expected a header frame, found no frame at all")
     header = frames[0]
@@ -243,7 +243,7 @@ def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> list[Array]:
         if num_rows > MAX_FRAME:  # only possible when a row is empty
             raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
         values = np.frombuffer(frame, dtype) if size else np.empty(0, dtype)
-        if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
+        if not values.flags.aligned:  # small frames may be unaligned in the receive buffer; kernels need alignment
             values = values.copy()
         arrays.append(Array(number, values.reshape(num_rows, num_columns)))
     return arrays

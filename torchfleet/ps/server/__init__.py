@@ -1,1 +1,1 @@
-"""The server: a loop, a table of commands, and the tables they work on. Imports no torch."""
+"""The server: a loop, a dictionary of commands, and the tables they work on. It does not import torch."""

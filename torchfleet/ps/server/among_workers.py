@@ -1,4 +1,4 @@
-"""Commands between workers: joining, barriers, gathers, parcels, shared lists of files, leaving."""
+"""Commands by which workers meet: joining, barriers, gathers, parcels, shared lists of files, leaving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.waiting import open_meetings
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
-_PER_FILE = 150  # bytes of a list beside the name
+_PER_FILE = 150  # bytes that a list needs per file, in addition to the file's name
 
 
 class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,8 +33,11 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def join(state: State, request: Request) -> Answer:
-    """A worker is there, or still there; it is told where the job is. One that was told something else about the job
-    than this server or other workers is refused, and so is one that the others have gone on without."""
+    """Register a worker, or renew its registration. The reply says how far the job has got.
+
+    Raises RoleError if the worker's settings of the job differ from those of this server or of other workers. A worker
+    that the others have gone on without is refused, too.
+    """
     arrays, worker = _bodies(request, 1, 2), request.message.worker
     body = unpack(arrays[0], JoinBody, MAX_BODY)
     if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
@@ -51,7 +54,7 @@ def join(state: State, request: Request) -> Answer:
     if members.has_left(worker, incarnation):  # a late copy
         return _told(state, worker)
     claims = unpack(arrays[1], Claims, MAX_CLAIMS) if len(arrays) == 2 else None
-    if claims is not None and not state.is_following:  # who was let in where the entry was made is let in here
+    if claims is not None and not state.is_following:  # a follower applies entries that the primary has checked
         check_claims(state, worker, body.num_workers, claims, request.arrived)
     before = state.meetings.presence.incarnation(worker)
     is_given_up = before is not None and members.is_out(worker, before)
@@ -65,7 +68,7 @@ def join(state: State, request: Request) -> Answer:
     state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
     if claims is not None:
         agree(state, worker, body.num_workers, claims, request.arrived)
-    if before != incarnation:  # a new process, perhaps in the place of one that was killed
+    if before != incarnation:  # a new process, which may replace one that was killed
         _begin_anew(state, worker)
     if replaces:
         _drop_step(state, worker)
@@ -74,7 +77,7 @@ def join(state: State, request: Request) -> Answer:
 
 
 def _begin_anew(state: State, worker: int) -> None:
-    """What the worker's process of before waited for, or had looked up in the step under way, is void."""
+    """Discard the waits of the worker's previous process, and the keys that it pulled in the current step."""
     state.meetings.barriers.forget(worker)
     state.meetings.gatherings.forget(worker)
     for table in state.tables.values():
@@ -92,14 +95,14 @@ def _check_rules(state: State, body: JoinBody) -> None:
 
 
 def _told(state: State, worker: int) -> Answer:
-    """The reply to JOIN: worker/client/requests.py has its fields."""
+    """The reply to JOIN. worker/client/requests.py defines its fields."""
     members = state.meetings.members
     restarts, present = members.num_restarts(worker), members.num_present(state.num_workers)
     return [pack({"step": state.pushes.num_steps, "restarts": restarts, "num_members": present})]
 
 
 def barrier(state: State, request: Request) -> None:
-    """Wait until all workers that have not left are here."""
+    """Wait until all workers that have not left have arrived. The reply comes then, or with the time-out."""
     body = unpack(only(request), BarrierBody, MAX_BODY)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
         raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
@@ -109,7 +112,7 @@ def barrier(state: State, request: Request) -> None:
 
 
 def gather(state: State, request: Request) -> None:
-    """What every worker brought, to every worker, once all are there."""
+    """Send the arrays of every worker to every worker. The reply comes when all workers have arrived."""
     body = unpack(_bodies(request, 2, 2)[0], GatherBody, MAX_BODY)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1 or body.first < 0:
         raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
@@ -119,7 +122,7 @@ def gather(state: State, request: Request) -> None:
 
 
 def send(state: State, request: Request) -> Answer:
-    """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
+    """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: the client must send it again."""
     check_worker(state, request)
     body = unpack(_bodies(request, 2)[0], SendBody, MAX_BODY)
     if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
@@ -129,7 +132,7 @@ def send(state: State, request: Request) -> Answer:
 
 
 def take(state: State, request: Request) -> Answer:
-    """Parcels for this worker: each its number and the count of its arrays, then these."""
+    """Return the parcels for this worker. Each is one array (its number, the count of its arrays), then its arrays."""
     check_worker(state, request)
     reply = []
     for number, parcel in state.meetings.mail.take(request.message.worker, unpack(only(request), TakeBody, MAX_BODY)):
@@ -138,7 +141,7 @@ def take(state: State, request: Request) -> Answer:
 
 
 def files(state: State, request: Request) -> Answer:
-    """Take the next file of a list, and say which ones are done."""
+    """Lease the next file of a list to this worker, and note which files the worker has finished."""
     check_worker(state, request)
     body = unpack(only(request), FilesBody, MAX_LIST)
     if not 0 < body.lease <= MAX_BARRIER_SECONDS:
@@ -150,7 +153,7 @@ def files(state: State, request: Request) -> Answer:
 
 
 def leave(state: State, request: Request) -> Answer:
-    """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
+    """The worker has finished. Other workers no longer wait for it. The server stops after the last worker left."""
     check_worker(state, request)
     worker = request.message.worker
     _check_leave(state, request)
@@ -173,7 +176,7 @@ def leave(state: State, request: Request) -> Answer:
 
 
 def _check_leave(state: State, request: Request) -> None:
-    """Only the process that has joined may leave, and a launcher for it; whoever has left may say so again."""
+    """Raise RoleError unless the sender is the process that joined, or a launcher. Leaving twice is allowed."""
     message = request.message
     joined = state.meetings.presence.incarnation(message.worker)
     if request.role == Role.LAUNCHER or message.worker in state.meetings.members.left or joined == message.incarnation:
@@ -186,14 +189,14 @@ def _check_leave(state: State, request: Request) -> None:
 
 
 def _drop_step(state: State, worker: int) -> None:
-    """The push of the worker's process of before is not one of the step that its successor makes."""
+    """Remove the previous process's push from the current step. The step waits for a push of the new process."""
     old = state.pushes.step.pop(worker, None)
     if old is not None:
         state.finish(old, WorkerMissing(f"worker {worker} was started again while the push of this process waited"))
 
 
 def _forget(state: State, worker: int) -> None:
-    """Whatever the worker was computing is not going to come."""
+    """The worker's pending push will not arrive. Apply the pushes that were held because of it."""
     held = state.pushes.bound.leave(worker)
     if held is not None:
         state.finish(held, WorkerMissing(f"worker {worker} has left, or was started again, while its push waited"))

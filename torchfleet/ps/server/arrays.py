@@ -1,4 +1,4 @@
-"""Arrays of a request, checked: the right number, dtype and shape for the command that takes them."""
+"""Checks of a request's arrays: their number, dtype and shape must fit the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import Table
 
 MAX_WORKERS = 1 << 16
-MAX_SAMPLES = 1e15  # of one push: sums of them are exact
+MAX_SAMPLES = 1e15  # samples of one push: float64 adds such numbers exactly
 
 
 def only(request: Request) -> Array:
@@ -50,13 +50,13 @@ def _expect_distinct(arrays: list[Array]) -> None:
 
 
 def key_sections(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64]]]:
-    """(table, keys) of each array, each table at most once."""
+    """(table, keys) of each array. Raises WireError if a table appears twice."""
     _expect_distinct(arrays)
     return [(state.table(array.number), column(array, np.uint64)) for array in arrays]
 
 
 def pairs(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-    """(table, keys, values) of arrays that come in pairs, each table at most once."""
+    """(table, keys, values) of each pair of arrays. Raises WireError if a table appears twice."""
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
     _expect_distinct(arrays[::2])
@@ -69,15 +69,18 @@ def pairs(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np
 
 
 def push_sections(state: State, request: Request) -> list[Section]:
-    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows them, the
-    number of updates that the table had seen when its rows were pulled, and the number of samples that its gradients
-    come from; then come keys and gradients."""
+    """The sections of a push.
+
+    The first array has one row per section. Its columns are the learning rate (NaN: the table's own), and optionally
+    the table's step when the values were pulled, and the number of samples behind the gradients. Pairs of keys and
+    gradients follow.
+    """
     if not request.message.arrays:
         raise WireError("expected learning rates, found no array")
     rates = request.message.arrays[0].data
     if rates.dtype != np.float64 or rates.shape[1] not in (1, 2, 3):
         raise WireError(f"expected learning rates, 1 to 3 columns of float64, found {rates.shape} of {rates.dtype}")
-    has_settings = bool(request.message.flags & (GATHERED | BOUNDED))  # then the last array is not one of gradients
+    has_settings = bool(request.message.flags & (GATHERED | BOUNDED))  # the last array then holds the settings
     if has_settings and len(request.message.arrays) < 2:
         raise WireError("expected the settings of this push behind the gradients, found no array")
     pushed = pairs(state, request.message.arrays[1 : -1 if has_settings else None])

@@ -1,7 +1,7 @@
 """The commands of a server: short functions from (server state, request) to the arrays of the reply.
 
-None of them sees a socket. One that raises FleetError has changed nothing and is answered with its text. None as the
-result means: the reply comes later, through `State.finish`.
+A command never sees a socket. If it raises FleetError, it has changed nothing, and the reply is the error's text. If it
+returns None, the reply comes later, through `State.finish`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def stats(state: State, request: Request) -> Answer:
 
 
 def create_table(state: State, request: Request) -> Answer:
-    """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
+    """Make a table. A repeat with the same description changes nothing; one with another description is an error."""
     spec = unpack(only(request), TableSpec, MAX_BODY)
     num_before = len(state.tables)
     state.add_table(spec)
@@ -96,7 +96,7 @@ def pull(state: State, request: Request) -> Answer | None:
 
 
 def pull_again(state: State, request: Request) -> Answer | None:
-    """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
+    """Repeat a pull whose reply was lost. It neither counts keys nor creates rows a second time."""
     return _pull(state, request, create=False)
 
 
@@ -111,7 +111,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     is_long = pulls_long(state, request, sections, create)
     num_bytes = 0
     for table, keys in sections:
-        if is_long and not table.spec.is_dense:  # each slice is checked
+        if is_long and not table.spec.is_dense:  # the pull checks each slice itself
             num_bytes += 4 * len(keys) * table.spec.dim
         else:
             num_bytes += table.check_pull(keys, create)
@@ -142,7 +142,7 @@ def _note_hot_keys(hot_keys: HotKeys, sections: Sequence[PulledKeys]) -> None:
 
 
 def push(state: State, request: Request) -> Answer | None:
-    """One update of each section's table; all sections are checked before the first is applied."""
+    """Update each section's table once. All sections are checked before the first is applied."""
     flags = request.message.flags
     state.budgets.check_new_rows(request.peer, request.arrived)
     sections = push_sections(state, request)
@@ -176,11 +176,11 @@ def push(state: State, request: Request) -> Answer | None:
 
 
 def pull_changed(state: State, request: Request) -> Answer:
-    """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
+    """Rows of sparse tables that other workers changed since this worker's last call, and whole dense tables.
 
-    The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
-    again. The reply starts with its own number and with how many rows it had no room for, which the next one brings;
-    then per section: keys and rows, or no keys and the block.
+    The first array is the number of the last reply that this worker received; if a later reply was lost, the server
+    builds it again. The reply starts with its own number and the number of rows it had no room for; the next reply has
+    those rows. Then follow, per section, keys and rows of a sparse table, or no keys and the block of a dense table.
     """
     if not request.message.arrays:
         raise WireError("expected the number of the last reply, found no array")
@@ -202,7 +202,7 @@ def pull_changed(state: State, request: Request) -> Answer:
 
 
 def set_values(state: State, request: Request) -> Answer:
-    """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
+    """Overwrite values. The arrays are pairs: (keys, values) of a sparse table or (start, values) of a dense one."""
     sections = pairs(state, request.message.arrays)
     for table, keys, values in sections:
         table.check_assign(keys, values)
@@ -212,7 +212,7 @@ def set_values(state: State, request: Request) -> Answer:
 
 
 def erase(state: State, request: Request) -> Answer:
-    """Drop rows: an array of keys per table."""
+    """Drop rows. The request has one array of keys per table."""
     sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     for table, keys in sections:
         table.check_erase(keys)
@@ -222,14 +222,14 @@ def erase(state: State, request: Request) -> Answer:
 
 
 def save(state: State, request: Request) -> Answer | FleetError | None:
-    """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
+    """Write this server's share of the model to files. The reply names the files, and comes when all are on disk.
 
     A repeat of the request gets the same answer.
     """
     body = unpack(only(request), SaveBody, MAX_BODY)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
-    apply_gathered(state)  # its pushes were acknowledged: they belong to the model
+    apply_gathered(state)  # gathered pushes were acknowledged, so the saved model must contain them
     return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 
@@ -240,14 +240,14 @@ def stop(state: State, request: Request) -> Answer:
 
 @dataclass(frozen=True)
 class CommandHandler:
-    """What serves a command: the function, the roles that may call it, and what becomes of a repeat."""
+    """How a command is served: its function, the roles that may send it, and how a repeat is handled."""
 
     run: Callable[[State, Request], Answer | FleetError | None]
     roles: frozenset[Role]
-    once: bool = False  # a repeat does not run it again
-    again: Callable[[State, Request], Answer | None] | None = None  # what a repeat does; None: nothing
-    as_worker: bool = False  # only the process that has joined as the message's worker may give it, if one has
-    as_worker_flags: int = 0  # the same for messages with one of these flags
+    once: bool = False  # a repeat does not run the command again
+    again: Callable[[State, Request], Answer | None] | None = None  # runs for a repeat; None: the reply is empty
+    as_worker: bool = False  # if a process has joined as the message's worker, only that process may send it
+    as_worker_flags: int = 0  # as `as_worker`, for messages with one of these flags
 
 
 _ALL = frozenset({Role.WORKER, Role.FIRST_WORKER, Role.LAUNCHER})

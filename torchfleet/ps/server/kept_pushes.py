@@ -1,4 +1,4 @@
-"""Pushes that are not applied as they come: gathered into one update, or held while others would become too old."""
+"""Pushes that are not applied on arrival: they are gathered into one update, or held to bound the staleness."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_GATHERED = 1024
 
 
 def gather_push(state: State, request: Request, sections: Sequence[Section]) -> Answer:
-    """Keep a checked push; the one that makes the number full is followed by one update with the mean of all.
+    """Keep a checked push. Once the requested number of pushes is here, update the tables once with their mean.
 
-    Without a section: make the update with what is here.
+    A push without sections triggers the update with the pushes received so far.
     """
     if not sections:
         apply_gathered(state)
@@ -40,9 +40,9 @@ def gather_push(state: State, request: Request, sections: Sequence[Section]) -> 
 
 
 def apply_gathered(state: State) -> None:
-    """One update with the mean of the pushes that are here, summed in the order of the workers.
+    """Update the tables once with the mean of the gathered pushes, summed in the order of the workers.
 
-    Gradients of the network that are too old have no part in it; those of rows have.
+    Dense gradients beyond the maximum staleness are dropped. Sparse gradients are always used.
     """
     requests, state.pushes.gathered = sorted(state.pushes.gathered, key=lambda request: request.message.worker), []
     if not requests:
@@ -68,9 +68,10 @@ def apply_gathered(state: State) -> None:
 
 
 def bounded_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | None:
-    """A checked push waits as long as it would make what another worker computes with too old.
+    """Hold a checked push while applying it would raise another worker's staleness above the limit.
 
-    Without a section: this worker computes nothing now.
+    The reply comes when the push is applied. A push without sections says that this worker computes nothing now, so
+    that no other push waits for it; its reply comes at once.
     """
     check_worker(state, request)
     if not sections:
@@ -92,10 +93,10 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
 
 
 def apply_waiting(state: State) -> None:
-    """Apply the held pushes that may go on now, and answer them."""
+    """Apply the held pushes that the bound now allows, and answer them."""
     for request in state.pushes.bound.ready():
         sections = push_sections(state, request)
-        fresh = _without_old(sections, state.pushes.bound.limit)  # it may come from a worker that was given up
+        fresh = _without_old(sections, state.pushes.bound.limit)  # a worker that was given up may exceed the limit
         try:
             for section in fresh:
                 section.check()
@@ -111,7 +112,7 @@ def apply_waiting(state: State) -> None:
 
 
 def answer(request: Request, sections: Sequence[Section]) -> Answer:
-    """The reply to a push: its dense tables as they are now, and their steps, if it asks for them."""
+    """The reply to a push. Flag DENSE_BACK adds the new values of its dense tables, flag VERSIONS their steps."""
     flags = request.message.flags
     if not flags & DENSE_BACK:
         return []
@@ -123,12 +124,12 @@ def answer(request: Request, sections: Sequence[Section]) -> Answer:
 
 
 def _without_old(sections: Sequence[Section], max_staleness: int) -> list[Section]:
-    """All but gradients of the network that are older. Those of rows do no harm when they are late."""
+    """The sections without dense gradients of a larger staleness. Late sparse gradients do no harm."""
     return [section for section in sections if not section.table.spec.is_dense or section.staleness() <= max_staleness]
 
 
 def _settings(request: Request, num: int) -> list[int]:
-    """The numbers that the last array holds."""
+    """The `num` settings in the last array of the push."""
     numbers = column(request.message.arrays[-1], np.uint64)
     if len(numbers) != num:
         raise WireError(f"expected {num} numbers behind the gradients, found {len(numbers)}")
@@ -147,6 +148,6 @@ def _check_alike(first: Request, request: Request) -> None:
 
 
 def _own(request: Request) -> Request:
-    """With arrays of its own: who sent it is answered now, and may use the memory for something else."""
+    """A copy of the request with its own arrays. The sender gets its reply now and may reuse its memory."""
     arrays = [Array(array.number, array.data.copy()) for array in request.message.arrays]
     return replace(request, message=replace(request.message, arrays=arrays))

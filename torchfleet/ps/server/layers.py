@@ -1,15 +1,15 @@
-"""What stands between a decoded request and its command: layers, each absent where it is off.
+"""Layers between a decoded request and its command. A layer that is off is absent.
 
     Listener.serve → Server.handle → decode → layers → COMMANDS[…] → table → encode
 
-    layer, outermost first   is there                                              what it adds
-    TracedRequests           once a request of a traced step has come              times, for its reply and for spans
-    Loading                  while the server loads, or waits for its backup       refuses all but PING
-    LongPulls                while a long pull is under way                        its client's later requests wait
-    Journal                  with a log on disk, or a backup                       an entry for each change
+    layer, outermost first   present                                               what it does
+    TracedRequests           after the first request of a traced step              records times for replies and spans
+    Loading                  while the server loads, or waits for its backup       refuses every command but PING
+    LongPulls                while a long pull is in progress                      holds that client's later requests
+    Journal                  with a log on disk, or a backup                       writes an entry for each change
 
-`Server.layers` is the list. Around the whole server, where its replies leave, stand LoggedServer, which holds replies
-until their entries are safe, and Replica, which answers only for the shard that it is sure of.
+`Server.layers` is the list. Two classes wrap the whole server. LoggedServer holds replies until their entries are safe.
+Replica answers only while it is sure to be the primary of its shard.
 """
 
 from __future__ import annotations
@@ -28,29 +28,34 @@ Run = Callable[[Request], Result]
 
 
 class Layer(Protocol):
-    """One of the above."""
+    """One layer of the table above."""
 
     def around(self, inner: Run, request: Request) -> Result:
-        """Call `inner` with the request once, or not at all, and return what it does, or something in its place. May
-        raise FleetError instead of calling it; then nothing has changed."""
+        """Call `inner` with the request at most once, and return its result or a replacement.
+
+        May raise FleetError instead of calling `inner`; then nothing has changed.
+        """
 
 
 class Recorder(Layer, Protocol):
-    """The layer that writes changes down. Time and long work change a server too, so these pass through it as well."""
+    """The layer that logs changes. Passing time and long work change a server too, so they also go through it."""
 
     def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
-        """What the passing of time changes, of which `pause` seconds do not count; `run` takes both, and says whether
-        anything changed. Returns whether time passes; False: it stands still, and `run` was not called."""
+        """Call `run(now, pause)`, which advances the server's time and returns whether anything changed.
+
+        `pause`: seconds before `now` that do not count. Returns False if the server's time stands still; `run` is then
+        not called.
+        """
 
     def work(self, run: Callable[[], bool]) -> bool:
-        """One slice of long work; returns what `run` does."""
+        """Call `run`, which does one slice of long work, and return its result."""
 
 
 class Loading:
-    """The server does not serve yet."""
+    """Refuses all commands but PING while the server does not serve yet."""
 
     def __init__(self, what: str) -> None:
-        """`what`: it does, for the text that clients get."""
+        """`what`: what the server is doing, for the text of the refusal."""
         self.what = what
 
     def around(self, inner: Run, request: Request) -> Result:
@@ -61,7 +66,7 @@ class Loading:
 
 
 def composed(layers: Sequence[Layer], run: Run) -> Run:
-    """`run` with these around it, the first outermost. Without one it is `run` itself."""
+    """`run` wrapped in `layers`, the first outermost. Without layers it is `run` itself."""
     for layer in reversed(layers):
         run = functools.partial(layer.around, run)
     return run

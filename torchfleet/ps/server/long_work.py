@@ -1,4 +1,4 @@
-"""Requests that go over whole tables: done in slices between other requests, answered when they are done."""
+"""Requests over whole tables. The server does them in slices between other requests, and replies after the last."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchfleet.ps.tables.settings.policy import MAX_SHARE, Shrink
 from torchfleet.ps.tables.summary import Summary
 from torchfleet.ps.tables.table import Table
 
-MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request
-MAX_QUEUED, MAX_QUEUED_OF_ONE = 64, 4  # requests over whole tables that wait, or are worked on
+MAX_KEPT = 16  # results kept, so that a repeat of the request gets the same answer
+MAX_QUEUED, MAX_QUEUED_OF_ONE = 64, 4  # unfinished requests over whole tables: of all clients, and of one client
 MAX_TOP = 1000
 MAX_WALKED = 1 << 24  # numbers in a reply to WALK: 64 MB
 SLICE = 1 << 13
 
-Work = Iterator[bool]  # yields after every slice; Server.work says what
+Work = Iterator[bool]  # yields after every slice, with the value that Server.work returns
 
 
 class ClockBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class ClockBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class ShrinkBody(msgspec.Struct, forbid_unknown_fields=True):
     table: str  # "": all
-    policy: Shrink  # the table's own if nothing is asked for
+    policy: Shrink  # a policy without criteria stands for the table's own
     token: int
 
 
@@ -50,7 +50,10 @@ class InspectBody(msgspec.Struct, forbid_unknown_fields=True):
 def in_slices(
     state: State, request: Request, token: int, make: Callable[[LongRequest], Work]
 ) -> Answer | FleetError | None:
-    """Begin the work that this request asks for; a repeat of it gets the same answer."""
+    """Queue the work of a request. The reply comes when it is done; a repeat with the same token gets the same answer.
+
+    Raises ServerBusy if the client, or all clients together, have too many such requests unfinished.
+    """
     known = state.work.requests.get(token)
     if known is not None:
         known.request = request
@@ -76,7 +79,7 @@ def _check_queue(state: State, request: Request) -> None:
 
 
 def guarded(state: State, long: LongRequest, work: Work) -> Work:
-    """Whatever goes wrong in a slice is the answer to its request, and not the end of the server."""
+    """`work`, with an exception in a slice turned into the answer to its request. The server goes on."""
     try:
         yield from work
     except Exception as error:
@@ -88,33 +91,33 @@ def guarded(state: State, long: LongRequest, work: Work) -> Work:
 
 
 def set_clock(state: State, request: Request) -> Answer | FleetError | None:
-    """It is `now`. The reply comes when the shrinks that this makes due are done."""
+    """Set the server's clock. The reply comes when the shrinks that are now due are done."""
     body = unpack(only(request), ClockBody, MAX_BODY)
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
     due: list[int] = []
-    if body.token not in state.work.requests:  # a late copy of an old request turns no clock back
+    if body.token not in state.work.requests:  # a late copy of an old request must not turn the clock back
         state.clock.set(body.now)
         due = [table.spec.number for table in state.work.schedule.note(state.tables.values(), body.now)]
     return in_slices(state, request, body.token, lambda long: shrink_due(state, long, due))
 
 
 def shrink_due(state: State, long: LongRequest, due: list[int]) -> Work:
-    """The tables with these numbers, each by its own policy."""
+    """Shrink the tables with the numbers `due`, each by its own policy."""
     long.due = due
     tables = [state.tables[number] for number in due]
     return shrink_in_slices(state, long, [(table, table.spec.shrink) for table in tables])
 
 
 def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
-    """Drop rows by a policy. The reply: how many of which table."""
+    """Drop rows by a policy. The reply has the number of dropped rows per table."""
     body = unpack(only(request), ShrinkBody, MAX_BODY)
     chosen = chosen_tables(state, body)
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
 
 
 def chosen_tables(state: State, body: ShrinkBody) -> list[tuple[Table, Shrink]]:
-    """Which tables are to be shrunk, and by what. Raises TableError."""
+    """The tables to shrink, each with its policy. Raises TableError if there is no policy, or one does not fit."""
     tables = _sparse_tables(state, body.table)
     own = not body.policy.drops_any
     chosen = [(table, _asked(body.policy, table.spec.shrink)) for table in tables]
@@ -131,13 +134,15 @@ def chosen_tables(state: State, body: ShrinkBody) -> list[tuple[Table, Shrink]]:
 
 
 def _asked(policy: Shrink, own: Shrink) -> Shrink:
-    """The policy of a request, or the table's own if it asks for nothing; with the share of rows that either allows."""
+    """The policy of a request, or the table's own if that has no criteria. A `max_share` of the request takes
+    precedence over the table's."""
     share = policy.max_share if policy.max_share != MAX_SHARE else own.max_share
     return msgspec.structs.replace(policy if policy.drops_any else own, max_share=share)
 
 
 def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[Table, Shrink]]) -> Work:
-    """Without a request (on the server's own schedule) nobody is told."""
+    """Shrink the chosen tables in slices. `long` is the request to answer; None on the server's own schedule, which
+    reports errors in the log only."""
     dropped: dict[str, int] = {} if long is None else long.dropped
     refused: TableError | None = None
     for table, policy in chosen:
@@ -146,7 +151,7 @@ def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tu
             for num in table.shrink(policy):
                 dropped[table.spec.name] += num
                 yield True
-        except TableError as error:  # of one table; the others are shrunk all the same
+        except TableError as error:  # one table failed; the others are still shrunk
             refused = refused or error
     if long is not None:
         long.result = refused or [pack(dropped)]
@@ -156,7 +161,7 @@ def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tu
 
 
 def inspect(state: State, request: Request) -> Answer | FleetError | None:
-    """A table's histograms and top keys."""
+    """Compute a table's histograms and top keys."""
     body = unpack(only(request), InspectBody, MAX_BODY)
     if not 0 <= body.top <= MAX_TOP:
         raise WireError(f"expected 0 to {MAX_TOP} top keys, found {body.top}")
@@ -174,7 +179,8 @@ def _inspect_in_slices(state: State, long: LongRequest, table: Table, top: int) 
 
 
 def walk(state: State, request: Request) -> Answer:
-    """Some rows of a table, whichever come next: where to go on, keys and values. A client asks for them bit by bit."""
+    """Return the next rows of a table from a cursor: the new cursor, keys and values. A client walks the table with
+    repeated requests."""
     numbers = column(only(request), np.uint64)
     table = state.table(only(request).number)
     if len(numbers) != 2 or not 0 < int(numbers[1]) * table.spec.dim <= MAX_WALKED:
@@ -187,7 +193,7 @@ def walk(state: State, request: Request) -> Answer:
 
 
 def _sparse_tables(state: State, name: str) -> list[Table]:
-    """The table of this name, or all, of those with rows for any id."""
+    """The sparse tables with rows for any id: the one of this name, or all if `name` is empty."""
     tables = [table for table in state.tables.values() if not table.spec.has_size]
     if not name:
         return tables

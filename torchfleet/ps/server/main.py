@@ -1,4 +1,4 @@
-"""A server of its own: `python -m torchfleet.server --endpoint tcp://127.0.0.1:7000`."""
+"""The command line of a stand-alone server: `python -m torchfleet.server --endpoint tcp://127.0.0.1:7000`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _durability(options: argparse.Namespace) -> Durability:
 
 
 def _begin(options: argparse.Namespace) -> ServerRun:
-    """The server, listening and ready to serve."""
+    """Make the server. It listens and is ready to serve."""
     given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
     loss = loss_of(given, options.num_workers)
     server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)

@@ -34,16 +34,16 @@ class ServerProcess:
         return self._process.poll()
 
     def wait(self, timeout: float) -> int:
-        """Its exit status, once it has ended by itself."""
+        """Wait until the process ends by itself, and return its exit status."""
         return self._process.wait(timeout)
 
     def kill(self) -> None:
-        """End it the hard way (SIGKILL), as a crash would."""
+        """Kill the process (SIGKILL), as a crash would."""
         self._process.kill()
         self._process.wait()
 
     def close(self, timeout: float = 10.0) -> None:
-        """End it the clean way, or the hard way if that takes too long."""
+        """Terminate the process (SIGTERM); kill it if it has not ended after `timeout` seconds."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

@@ -1,4 +1,4 @@
-"""Requests and replies that are turned away because a client asks for too much: counted, answered, told in the log."""
+"""Refusals of clients that exceed a limit. They are counted, answered with an error, and written to the log."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torchfleet.ps.net.wire import (
 )
 from torchfleet.ps.server.state.counters import Counters
 
-PAUSE = 1.0  # seconds between two lines of the log
+PAUSE = 1.0  # least seconds between two lines of the log
 
 
 class Named(Protocol):
-    """Whose replies they are."""
+    """The server that the replies name."""
 
     incarnation: int
     term: int
 
 
 class Refusals:
-    """As HandlerRefusals. A refusal shows nothing of the server's state: it does not wait behind other replies."""
+    """As HandlerRefusals. A refusal reveals nothing of the server's state, so it need not wait for earlier replies."""
 
     def __init__(self, server: Named, counters: Counters) -> None:
         self._server, self._counters = server, counters
@@ -58,7 +58,7 @@ class Refusals:
         return self._encoded(answer.command, answer.worker, answer.call, error)
 
     def note(self, text: str) -> None:
-        """As HandlerRefusals.note: a line a second at most."""
+        """As HandlerRefusals.note. Writes at most one line per PAUSE; the next line counts the refusals left out."""
         self.num += 1
         now = time.monotonic()
         if now - self._told_at < PAUSE:
@@ -76,6 +76,6 @@ class Refusals:
 
 
 def name_of(message: Message) -> str:
-    """A request, for a line of the log."""
+    """A name of the request for the log."""
     command = Command(message.command).name if message.command in tuple(Command) else f"command {message.command}"
     return f"{command} of worker {message.worker}, client {message.client}"

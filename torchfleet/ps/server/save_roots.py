@@ -1,8 +1,8 @@
-"""Where a server writes saves. The folder arrives by message: it is a place to be checked, not one to be trusted.
+"""Where a server writes saves. The folder arrives by message, so the server checks it and does not trust it.
 
-A server that was started with roots writes below them. One without writes where whoever asks has made the folder of
-the save before, as the server's own user and with the token of this save in it: who cannot write to a place as that
-user cannot make a server write there.
+A server that was started with roots writes only below them. A server without roots writes only to a folder that the
+client has made for this save: the folder belongs to the server's own user and holds the token of the save. A client
+that cannot write to a place as that user cannot make the server write there.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import check_reserved, reserved_for
 
 VARIABLE = "FLEET_SAVE_ROOTS"
-# Stores that hold bytes under names, and do nothing else. fsspec opens others that run what they read.
+# Stores that only keep bytes under names. fsspec knows others, which execute what they read.
 PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "memory"})
 _LOCAL = ("file", "local")
 _MAX_LENGTH = 4096
 
 
 class SaveFolder:
-    """The folder of one save, which was checked. Files go into it as long as it belongs to this save."""
+    """The checked folder of one save. It accepts files as long as it is reserved for this save."""
 
     def __init__(self, storage: Storage, name: str, token: int, by_own_user: bool) -> None:
         self.storage = storage
@@ -31,21 +31,22 @@ class SaveFolder:
         self._is_reserved = reserved_for(storage, name) is not None
 
     def write(self, name: str, buffers: Sequence[Any]) -> None:
-        """Raises CheckpointError if the folder was given up meanwhile, and perhaps taken for another save."""
+        """Write a file. Raises CheckpointError if the folder is no longer reserved for this save."""
         if self._is_reserved:
             check_reserved(self.storage, self._name, self._token, self._by_own_user)
         self.storage.write(f"{self._name}/{name}", buffers)
 
 
 def roots_of(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The roots that were given, else those of FLEET_SAVE_ROOTS, separated by commas. Local ones are absolute."""
+    """The roots in `given`, or if it is None those in FLEET_SAVE_ROOTS, separated by commas. Local paths become
+    absolute."""
     texts = os.environ.get(VARIABLE, "").split(",") if given is None else given
     roots = [text.strip() for text in texts if text.strip()]
     return tuple(root if "://" in root else os.path.abspath(root) for root in roots)
 
 
 def open_folder(roots: Sequence[str], dirname: str, folder: str, token: int) -> SaveFolder:
-    """The folder of a save that a message asks for. Raises CheckpointError if it must not be written to."""
+    """The folder of a save that a message asks for. Raises CheckpointError if the server must not write to it."""
     place = _checked(dirname, roots)
     if roots and not any(_is_below(place, root) for root in roots):
         raise CheckpointError(
@@ -61,7 +62,7 @@ def open_folder(roots: Sequence[str], dirname: str, folder: str, token: int) -> 
 
 
 def _checked(dirname: str, roots: Sequence[str]) -> str:
-    """A local path without links, or a URL of a store that may be used."""
+    """`dirname` as a local path without links, or as the URL of an allowed store. Raises CheckpointError otherwise."""
     if not 0 < len(dirname) <= _MAX_LENGTH or not dirname.isprintable():
         raise CheckpointError(f"expected the path of a folder, 1 to {_MAX_LENGTH:,} characters, found {dirname!r:.200}")
     if "::" in dirname:

@@ -1,4 +1,4 @@
-"""One table's share of a push: checked, applied, or averaged over the workers of a synchronous step."""
+"""One table's share of a push, and the mean of several workers' shares in one step."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ class Section:
     """Gradients (or differences) for one table."""
 
     table: Table
-    keys: npt.NDArray[np.uint64]  # none for a dense table
+    keys: npt.NDArray[np.uint64]  # empty for a dense table
     grads: npt.NDArray[np.float32]
     rate: float | None
-    pulled_at: float | None  # the table's step when the values were pulled; None: the worker does not say
-    num_samples: float | None = None  # that the gradients come from; None: the worker does not say
+    pulled_at: float | None  # the table's step when the values were pulled; None: unknown
+    num_samples: float | None = None  # samples behind the gradients; None: unknown
 
     def check(self) -> None:
-        """Raise TableError if it could not be applied."""
+        """Raise TableError if the section cannot be applied."""
         self.table.check_push(self.keys, self.grads, self.rate)
 
     def apply(self) -> None:
-        """After `check`, and with nothing done to the table in between."""
+        """Update the table. Call `check` first, and do nothing to the table in between."""
         if self.pulled_at is not None:
             self.note_staleness()
         self.table.update(self.keys, self.grads, self.rate)
 
     def staleness(self) -> int:
-        """Updates of the table since the values were pulled that the gradients come from; 0 if that is not known."""
+        """Updates of the table since the worker pulled the values; 0 if `pulled_at` is unknown."""
         step = self.table.step
         return 0 if self.pulled_at is None else int(step - min(max(self.pulled_at, 0.0), float(step)))
 
     def note_staleness(self) -> None:
-        """Count it in the table's statistics, if it is known."""
+        """Add the staleness to the table's statistics, if it is known."""
         if self.pulled_at is not None:
             self.table.staleness.note(self.staleness())
 
 
 def mean_section(sections: list[Section]) -> Section:
-    """One section with the mean gradient of all, each worker counting by its samples.
+    """One section with the mean gradient, weighted by each worker's number of samples.
 
-    If one does not say how many, or all have the same number, they count alike. Rate and `pulled_at` are the first's.
+    The weights are equal if a worker's number is unknown, or all numbers are the same. Rate and `pulled_at` are those
+    of the first section.
     """
     first = sections[0]
     if any(section.table is not first.table for section in sections):
@@ -55,7 +56,7 @@ def mean_section(sections: list[Section]) -> Section:
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers) or len(set(known)) == 1:
         pushes = [(section.keys, section.grads) for section in sections]
-    else:  # the plain mean of these is the one that is weighted
+    else:  # the plain mean of the scaled gradients is the weighted mean
         mean = sum(known) / len(known)
         pushes = [(s.keys, _scaled(s, number / mean)) for s, number in zip(sections, known, strict=True)]
     keys, grads = first.table.mean(pushes)
@@ -63,7 +64,7 @@ def mean_section(sections: list[Section]) -> Section:
 
 
 def _scaled(section: Section, factor: float) -> npt.NDArray[np.float32]:
-    """Gradients times a factor; what stands behind those of a row (shows, clicks) is counted, and stays."""
+    """Gradients times a factor. The statistics behind a row's gradients (shows, clicks) are counts and stay."""
     scaled: npt.NDArray[np.float32] = section.grads.copy()
     scaled[:, : scaled.shape[1] if section.table.spec.is_dense else section.table.spec.dim] *= np.float32(factor)
     return scaled

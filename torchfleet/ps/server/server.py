@@ -1,4 +1,4 @@
-"""A server without its socket: from the frames of a request to the command that it names, and back."""
+"""A server without its socket: it decodes a request's frames, runs the command, and encodes the reply."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Server:
         on_worker_loss: str = "end",
     ) -> None:
         """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use. `save_roots`:
-        None for FLEET_SAVE_ROOTS. `orphan_timeout`: seconds after the last sign of any worker when the server ends; 0:
-        it waits on; None: half an hour if it was told the number of workers. `min_workers`, `on_worker_loss`: as
-        Members has them."""
+        None for FLEET_SAVE_ROOTS. `orphan_timeout`: the server stops after this many seconds without a sign of life of
+        any worker; 0: never; None: half an hour if `num_workers` is given, else never. `min_workers`,
+        `on_worker_loss`: as in Members."""
         limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
         meetings = Meetings(Members(num_workers, min_workers, on_worker_loss))
         self.state = State(limit, num_workers, meetings=meetings, saves=Saves(roots_of(save_roots)))
         default = ORPHAN_TIMEOUT if num_workers else 0.0
         self._orphan_timeout = default if orphan_timeout is None else orphan_timeout
         self._is_pulls_turn = False  # long pulls and work over whole tables take turns
-        self.desertion = ""  # which workers went without leaving, if that is why it stops
-        # A number of this server, in every reply; one that goes on from a log keeps it.
+        self.desertion = ""  # which workers are lost, if the server stops because of them
+        # Identifies this server in every reply. A server that is restored from its log keeps the number.
         self.incarnation = secrets.randbits(63) | 1
-        self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
+        self.shard = self.term = 0  # of a server with replicas: its shard, and the term of its view
         self.refusals = Refusals(self, self.state.counters)
         self.traced = TracedRequests()
         self._is_traced = False
@@ -85,7 +85,7 @@ class Server:
 
     @property
     def layers(self) -> list[Layer]:
-        """What a request passes before its command, the outermost first; layers.py says what each adds."""
+        """The layers that a request passes before its command, the outermost first. layers.py describes them."""
         found: list[Layer] = []
         if self._is_traced:
             found.append(self.traced)
@@ -98,12 +98,12 @@ class Server:
         return found
 
     def _arrange(self) -> None:
-        """A layer has come or gone."""
+        """Compose the layers again. Called when a layer was added or removed."""
         self._run = composed(self.layers, self._execute)
 
     @property
     def loading(self) -> str:
-        """What it does before it serves; while that is set, no request reaches the tables."""
+        """What the server does before it serves, or "". While this is set, no request reaches the tables."""
         return self._loading
 
     @loading.setter
@@ -112,12 +112,12 @@ class Server:
         self._arrange()
 
     def record(self, recorder: Recorder | None) -> None:
-        """From now on every change passes this layer; None: none does."""
+        """Pass every change through `recorder` from now on; None: through no recorder."""
         self._recorder = recorder
         self._arrange()
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
-        """Take one request; returns all replies that are ready now, among them those of earlier requests."""
+        """As Handler.handle: serve one request, and return all replies that are ready, also to earlier requests."""
         counters = self.state.counters
         counters.num_requests += 1
         counters.bytes_in += size_of(frames)
@@ -145,17 +145,20 @@ class Server:
         )
 
     def answer(self, request: Request) -> None:
-        """Run the command of a request; its answer is among `state.finished`, now or later."""
+        """Run the command of a request. Its answer is added to `state.finished`, now or later."""
         try:
             self._check_role(request)
-        except FleetError as error:  # of a late copy it says nothing about what became of the change
+        except FleetError as error:  # not `finish`: a refused late copy must not settle the outcome of the change
             self.state.finished.append((request, _plain(error)))
             return
         self._finish(self._run, request)
 
     def repeat(self, request: Request) -> None:
-        """Apply a request that another server, or this one before it was started again, has applied in the same state:
-        its role is not checked again. Its answer is among `state.finished`."""
+        """Apply a request from a log entry, without checking its role again.
+
+        Another server, or this one before its restart, has applied it in the same state. The answer is added to
+        `state.finished`.
+        """
         self._finish(self._execute, request)
 
     def _finish(self, run: Run, request: Request) -> None:
@@ -167,14 +170,14 @@ class Server:
             result = _plain(error)
         except FleetError as error:
             result = _plain(error)
-        except Exception as error:  # our own mistake must not end the service of all others
+        except Exception as error:  # a bug in one command must not stop the server
             tell(traceback.format_exc())
             result = FleetError(f"internal error of the server: {type(error).__name__}: {error}")
         if result is not None:
             self.state.finish(request, result)
 
     def _execute(self, request: Request) -> Result:
-        """The command itself; a change is made once, however often it is asked for."""
+        """Run the command. A change is applied once, however often the client repeats the request."""
         command = COMMANDS[request.message.command]
         if command.once or (command.again is not None and request.message.sequence):
             return self._run_once(command, request)
@@ -194,14 +197,14 @@ class Server:
         if before is not Outcome.RUNNING:
             return before
         try:
-            return command.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+            return command.run(self.state, request)  # also if the first copy waits: the repeat then gets the reply
         except ServerBusy:
             if not is_waiting:
                 sessions.retract(message.client, message.sequence)
             raise
 
     def _check_role(self, request: Request) -> None:
-        """Raise FleetError if the command is unknown, or not for the one that asks."""
+        """Raise FleetError if the command is unknown, or the sender may not use it."""
         message, role = request.message, request.role
         command = COMMANDS.get(message.command)
         if command is None:
@@ -238,7 +241,7 @@ class Server:
             reply.taken, reply.answered = request.taken, self.traced.answered(request)
         try:
             return encode_reply(reply)
-        except WireError as error:  # more than a message can hold: that must not end the service of all others
+        except WireError as error:  # the reply is too large for a message, which must not stop the server
             self.state.counters.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))
             return encode_reply(reply)
@@ -257,7 +260,11 @@ class Server:
         return self.ready()
 
     def advance(self, now: float, pause: float) -> bool:
-        """It is `now`, and the server did not look for so long. Returns whether that changed anything to be kept."""
+        """Set the time to `now`: end waits, expire leases, begin shrinks that are due.
+
+        `pause`: seconds for which the server itself stood still; no worker's silence counts them. Returns whether
+        anything changed that must be logged.
+        """
         state = self.state
         state.meetings.presence.forgive(pause, now)
         is_changed = end_hopeless_waits(state, now)
@@ -272,7 +279,7 @@ class Server:
     def _look_for_workers(self, now: float) -> None:
         state, members, presence = self.state, self.state.meetings.members, self.state.meetings.presence
         for text in presence.news(now):
-            if text not in members.lost.values():  # that was said when it was decided
+            if text not in members.lost.values():  # the log already has these
                 tell(f"torchfleet server: {text}")
         if state.num_workers and self._is_deserted(now):
             lost = "; ".join(presence.lost(now).values())
@@ -292,7 +299,7 @@ class Server:
         return self.state.meetings.presence.is_deserted(len(members.left), num_awaited, now, is_soon)
 
     def work(self) -> bool | None:
-        """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+        """As Handler.work. Slices of long pulls and of work over whole tables alternate."""
         work = self.state.work
         self._is_pulls_turn = not self._is_pulls_turn or not work.slices
         if work.pulls.lines and self._is_pulls_turn:
@@ -312,14 +319,14 @@ class Server:
             return True
 
     def rest(self) -> bool:
-        """As Handler.rest: a table that has put off work of its own does one slice of it."""
+        """As Handler.rest: one table does a slice of the work that it has postponed."""
         return any(table.settle() for table in self.state.tables.values())
 
     def wakes(self) -> tuple[object, ...]:
-        """As Handler.wakes: all that it does is asked for by requests, or by time."""
+        """As Handler.wakes: only requests and time cause work here."""
         return ()
 
 
 def _plain(error: FleetError) -> FleetError:
-    """To be remembered: of bounded length, and without a traceback, which would keep the request's arrays alive."""
+    """A copy of the error to keep: of bounded length, and without a traceback that would keep the arrays alive."""
     return type(error)(str(error)[:MAX_TEXT])

@@ -1,4 +1,4 @@
-"""What a server says of itself, line by line, in its log: listening, loaded, joined, left, saved, stopped."""
+"""Lines of a server's log: listening, loaded, joined, left, saved, stopped."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _MOST_NAMES = 4
 
 
 def speaker(index: int | None = None) -> Callable[[str], None]:
-    """Prints a line to stderr, with the time of day and the server's name before it; a JSON object if
-    FLEET_LOG_FORMAT asks for it. `index`: its number, if it is one of several."""
+    """A function that prints a line to stderr, after the time of day and the server's name.
+
+    With FLEET_LOG_FORMAT=json each line is a JSON object. `index`: the server's number, if there are several.
+    """
     name = "server" if index is None else f"server {index}"
     is_json = log_format() == "json"
 
@@ -26,7 +28,7 @@ def speaker(index: int | None = None) -> Callable[[str], None]:
 
 
 def tables_text(tables: Iterable[Table]) -> str:
-    """How many tables there are, and of what size the first of them are."""
+    """The number of tables, and the names and sizes of the first few."""
     named = []
     for table in tables:
         spec = table.spec
@@ -37,5 +39,5 @@ def tables_text(tables: Iterable[Table]) -> str:
 
 
 def rows_text(tables: Iterable[Table]) -> str:
-    """How many rows the tables of rows have."""
+    """The number of rows in all sparse tables."""
     return f"{sum(table.num_rows for table in tables if not table.spec.is_dense):,} rows"

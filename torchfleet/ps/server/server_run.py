@@ -1,7 +1,7 @@
-"""One server in a process, from its address to its end: with its log, status, metrics and traces.
+"""The run of one server in a process, from start to end, with its log, status, metrics and traces.
 
 `python -m torchfleet.server` (main.py) runs one, and so does a training script whose role is server
-(api/job/server_role.py). Neither this nor main.py imports torch.
+(api/job/server_role.py). Neither this file nor main.py imports torch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
 
 @dataclass(frozen=True)
 class Place:
-    """Which server of the job this is. `index` is None for one that is started by itself, as the only one."""
+    """Which server of the job this is. `index` is None for a stand-alone server."""
 
     index: int | None = None
     num_servers: int = 1
     replica: int = 0
-    status_file: str | None = None  # of the launcher
+    status_file: str | None = None  # the path that the launcher reads the status from
 
 
 class ServerRun:
     """Call `restore`, `listen`, `warm_up`, `begin_log`, `open_status`, then `serve`.
 
-    The log, if `durability` is given, is restored or begun: `restore` before the tables are filled, `begin_log` after.
+    With `durability` there is a log: `restore`, before the tables are filled, continues an existing one; `begin_log`,
+    after it, begins a new one.
     """
 
     def __init__(self, server: Server, place: Place, durability: Callable[[], Durability] | None = None) -> None:
-        """`durability`: makes the settings of the log when it is opened; raises FleetError if they are wrong."""
+        """`durability`: returns the settings of the log. It is called when the log is opened, and raises FleetError if
+        the settings are wrong."""
         self.server, self._place, self._durability = server, place, durability
         self.say = server.state.say = speaker(place.index)
         self.listener: ServerSocket | None = None
@@ -60,16 +62,16 @@ class ServerRun:
 
     @property
     def lacks_log(self) -> bool:
-        """Whether there is to be a log, and `begin_log` has not been called."""
+        """Whether a log is asked for and neither `restore` nor `begin_log` has opened it."""
         return self._durability is not None and self.durable is None
 
     def restore(self) -> None:
-        """Go on with what the log has. `durable` stays None if it has nothing."""
+        """Restore the server from its log. `durable` stays None if the log is empty."""
         if self._durability is not None:
             self.durable = go_on(self.server, self._durability(), self.say)
 
     def begin_log(self) -> None:
-        """Write a copy of the tables to the log, if there is to be one and it was not restored."""
+        """Begin a log with a copy of the tables, if a log is asked for and none was restored."""
         if self._durability is not None and self.durable is None:
             self.durable = begin_log(self.server, self._durability())
 
@@ -78,7 +80,7 @@ class ServerRun:
         return self.listener
 
     def warm_up(self, tell: Callable[[], None] = lambda: None) -> None:
-        """Load the kernels. If they must be compiled, the log says so and `tell` is called."""
+        """Load the kernels. If they must be compiled, write that to the server's log and call `tell`."""
 
         def say() -> None:
             self.say(COMPILING)
@@ -88,15 +90,15 @@ class ServerRun:
             warm_up()
 
     def open_status(self) -> None:
-        """Open the status file and the port of metrics, and read the settings of tracing. Raises FleetError."""
+        """Open the status file and the metrics port, and read the tracing settings. Raises FleetError."""
         place = self._place
         self._trace_every = trace_every()
         self._status = ServerStatus(self.server.state, place.index or 0, place.status_file, place.replica, self.replica)
 
     def serve(self) -> None:
-        """Serve until all workers have left, or `end` is called; then close all of it.
+        """Serve until all workers have left or `end` is called, then close everything.
 
-        Raises FleetError if workers have ended, or are silent, that never stopped, or if another replica took over.
+        Raises FleetError if the server stopped because workers were lost, or because another replica took over.
         """
         assert self.listener is not None
         assert self._status is not None
@@ -124,11 +126,11 @@ class ServerRun:
             raise FleetError(f"{server.desertion}. No worker is left; the server ends.")
 
     def end(self) -> None:
-        """From a signal handler: finish the request at hand and return from `serve`."""
+        """Make `serve` return after the current request. May be called from a signal handler."""
         self._is_ended = True
 
     def end_on(self, *signals: signal.Signals) -> None:
-        """Call `end` when one of `signals` comes. From the main thread only."""
+        """Call `end` when one of `signals` arrives. Main thread only."""
 
         def end(number: int, frame: FrameType | None) -> None:
             self.end()
@@ -137,7 +139,7 @@ class ServerRun:
             signal.signal(found, end)
 
     def close(self) -> None:
-        """Give the address back, and close the log; it is removed if all workers have left as they should."""
+        """Release the address and close the log. The log is removed if all workers have left in an orderly way."""
         if self.listener is not None:
             self.listener.close()
             self.listener = None

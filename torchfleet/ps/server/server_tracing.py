@@ -1,4 +1,4 @@
-"""A server's part in traces and profiles: it records the requests of steps that are traced, and says so when asked."""
+"""A server's part in traces and profiles: it records spans of the requests that belong to traced steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.layers import Result, Run
 
-_HELD_NS = 50_000  # a reply that leaves sooner leaves at once
+_HELD_NS = 50_000  # a reply that leaves within this time does not count as held
 
 
 class TracedRequests:
-    """When a server took, computed and answered the requests of traced steps: a layer of the server (layers.py).
+    """Records when the server received, computed and answered the requests of traced steps. A layer (layers.py).
 
-    A reply says the times to the worker in any case; spans are made where there is a recorder.
+    Every reply to such a request carries the times to the worker. Spans are recorded only if `recorder` is set.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class TracedRequests:
         request.taken = self._now()
         try:
             return inner(request)
-        finally:  # it has an answer, or will have one later
+        finally:  # also without a result, for a reply that comes later
             request.computed = self._now()
 
     def answered(self, request: Request) -> int:
-        """Its reply leaves now; returns when that is."""
+        """Note that the reply leaves now, and return the time."""
         now = self._now()
         if self.recorder is not None:
             self._record(self.recorder, request, now)
@@ -60,7 +60,7 @@ class TracedRequests:
 
 
 class ServerTracing:
-    """Look often: it costs a look at a clock."""
+    """Begins and ends profiles, and owns the OTLP export. Call `look` often: it mostly costs one read of a clock."""
 
     def __init__(self, name: ProcessName, requests: TracedRequests, folder: ProfileFolder, every: int) -> None:
         self._name, self._requests, self._folder = name, requests, folder
@@ -70,7 +70,7 @@ class ServerTracing:
         self._record(None)
 
     def look(self) -> None:
-        """Begin with a profile that is asked for, or end one."""
+        """Begin a requested profile, or end the current one if it is over."""
         if self._profile is None:
             request = self._folder.look()
             if request is not None:
@@ -94,7 +94,7 @@ class ServerTracing:
         self._record(Recorder())
 
     def close(self) -> None:
-        """The server ends."""
+        """End the current profile and the export. Called when the server stops."""
         if self._profile is not None:
             self._end_profile()
         self._requests.recorder = None
@@ -107,7 +107,7 @@ class ServerTracing:
         recorder = self._requests.recorder
         self._record(None)
         if profile is None or recorder is None or not profile.is_dir():
-            return  # whoever asked may have given up
+            return  # the requester may have given up and removed the folder
         try:
             self._name.leave_part(profile, recorder)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Pulls of very many keys: done in slices between other requests, so that nobody waits for the whole of one."""
+"""Pulls of very many keys. The server does them in slices, so that other requests are served in between."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.table import Table
 
 SLICE = 1 << 14  # keys: two or three milliseconds
-WHOLE = 1 << 17  # keys that are pulled in one go
-NEW_SLICE, NEW_WHOLE = 1 << 12, 1 << 15  # the same for keys that are likely to be new
-MAX_BYTES = 1 << 27  # of the reply to a long pull; clients ask for more in several requests
+WHOLE = 1 << 17  # most keys of a pull that is not sliced
+NEW_SLICE, NEW_WHOLE = 1 << 12, 1 << 15  # SLICE and WHOLE for keys that are likely to be new
+MAX_BYTES = 1 << 27  # of the reply to a long pull; clients split larger pulls
 
 PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
 
 
 def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], create: bool) -> bool:
-    """Whether a pull is worth slices, and means the same in slices: a table that counts appearances counts a key once
-    in a pull, however often it is in it."""
+    """Whether to slice a pull: it must be long enough, and slicing must not change its meaning.
+
+    A table that counts appearances counts a key once per pull, so a pull from such a table is not sliced.
+    """
     num_keys = 0
     for table, keys in sections:
         if not table.spec.is_dense:
@@ -38,14 +40,17 @@ def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], c
 
 
 def steps_of(sections: Sequence[PulledKeys]) -> Array:
-    """The number of updates that each table has seen (flag VERSIONS)."""
+    """The step of each table, which is its number of updates so far (flag VERSIONS)."""
     return Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1))
 
 
 def begin_long_pull(
     state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
 ) -> None:
-    """The reply comes when all slices are done; the request waits in its client's name."""
+    """Begin a sliced pull. The reply comes after the last slice; the client's budget is charged until then.
+
+    Raises TableError if the reply would exceed MAX_BYTES, ServerBusy if the client's budget has no room.
+    """
     num_bytes = sum(4 * len(keys) * table.spec.dim for table, keys in sections)
     if num_bytes > MAX_BYTES:
         raise TableError(
@@ -58,7 +63,7 @@ def begin_long_pull(
 def _slices(
     state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
 ) -> Iterator[bool]:
-    """Answers when all slices are done. Versions are those of the beginning: the oldest value is no older."""
+    """Pull slice by slice, then answer. The steps in the reply are those at the start, so no value is older."""
     reply = []
     steps = steps_of(sections)
     try:
@@ -71,7 +76,7 @@ def _slices(
             start, size = 0, NEW_SLICE
             while start < len(keys):
                 some = keys[start : start + size]
-                table.check_pull(some, create)  # others may have filled the table since
+                table.check_pull(some, create)  # requests between the slices may have filled the table
                 before = table.num_rows
                 out[start : start + size] = table.pull(some, create, worker)
                 num_new = table.num_rows - before

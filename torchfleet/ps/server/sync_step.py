@@ -1,4 +1,4 @@
-"""A step of synchronous training: pushes are kept until all workers' are here, then one update with their mean."""
+"""A step of synchronous training: the server keeps pushes until all workers have pushed, then applies their mean."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchfleet.ps.server.state.state import State
 
 
 def keep_for_step(state: State, request: Request, sections: list[Section]) -> None:
-    """Keep a worker's gradients, which were checked, until all workers' are here. The last push makes the step; all
-    requests of it are answered then."""
+    """Keep a worker's checked gradients until all workers have pushed. The last push makes the step, and all requests
+    of the step are answered then."""
     check_worker(state, request)
     if not state.num_workers:
         raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
@@ -24,7 +24,7 @@ def keep_for_step(state: State, request: Request, sections: list[Section]) -> No
     if missing:
         state.budgets.hold(request)
     if worker in step:
-        request.arrived = step[worker].arrived  # a repeat has waited as long as the first
+        request.arrived = step[worker].arrived  # the time-out of a repeat counts from the first copy
     step[worker] = request
     meetings.presence.hear(worker, request.arrived)
     meetings.members.come(worker)
@@ -33,15 +33,17 @@ def keep_for_step(state: State, request: Request, sections: list[Section]) -> No
 
 
 def close_sync_step(state: State) -> None:
-    """Make the step if no worker is missing any more."""
+    """Make the step if no worker is missing anymore."""
     step = state.pushes.step
     if step and not state.meetings.members.expected(state.num_workers).difference(step):
         _make_step(state, {})
 
 
 def _make_step(state: State, checked: Mapping[int, list[Section]]) -> None:
-    """One update with the mean gradient, summed in the order of the workers. `checked`: sections that a check has just
-    passed, by worker."""
+    """Update the tables once with the mean gradient, summed in the order of the workers, and answer all requests.
+
+    `checked`: sections that were just checked, by worker.
+    """
     step = state.pushes.step
     _count_out(state)
     state.pushes.step, state.pushes.num_steps = {}, state.pushes.num_steps + 1
@@ -61,8 +63,8 @@ def _make_step(state: State, checked: Mapping[int, list[Section]]) -> None:
 
 
 def _merged(state: State, per_worker: Sequence[list[Section]]) -> list[Section]:
-    """Per table one section with the mean of all workers', checked."""
-    pushed = [sections for sections in per_worker if sections]  # a worker that sends none has no part in the step
+    """One checked section per table, with the mean of all workers' gradients."""
+    pushed = [sections for sections in per_worker if sections]  # a worker without sections does not count in the mean
     merged = [mean_section(list(same_table)) for same_table in zip(*pushed, strict=True)]
     for table in state.tables.values():
         table.admit_waiting()
@@ -72,7 +74,7 @@ def _merged(state: State, per_worker: Sequence[list[Section]]) -> list[Section]:
 
 
 def _count_out(state: State) -> None:
-    """Workers that are lost, and have no part in this step, have none in later ones until they are started again."""
+    """Exclude lost workers that did not push in this step from later steps, until they are started again."""
     for worker in sorted(set(state.meetings.members.lost) - set(state.pushes.step)):
         incarnation = state.meetings.presence.incarnation(worker)
         if incarnation is not None:
@@ -80,7 +82,7 @@ def _count_out(state: State) -> None:
 
 
 def new_dense_values(sections: Sequence[Section]) -> Answer:
-    """The values of all sections' dense tables, after the push."""
+    """The values of the sections' dense tables after the push."""
     reply = []
     for section in sections:
         values = section.table.whole()

@@ -12,14 +12,14 @@ from torchfleet.ps.checkpoint.part_reader import load_dense, load_sparse
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import BlockTable, RowTable
 
-Layouts = Mapping[str, Sequence[Parameter]]  # by dense table: where it has which parameter
+Layouts = Mapping[str, Sequence[Parameter]]  # by dense table: the places of its parameters
 
 
 def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts: Layouts | None = None) -> None:
-    """All tables and parameters that the model has, or the named ones. A name that was not saved is an error.
+    """Load all tables and parameters of a saved model, or those in `names`.
 
-    `layouts`: where the model's dense tables have their parameters; without them, as they were saved. After an error
-    all tables are empty, as if they had just been made.
+    `layouts`: the places of parameters in the dense tables; by default as they were saved. Raises CheckpointError, for
+    example for a name that was not saved. After an error all tables are empty, as if they had just been made.
     """
     storage = Storage(dirname)
     manifest = read_manifest(storage)
@@ -35,21 +35,21 @@ def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts:
         raise CheckpointError(f"{storage.place(FILE)} cannot be loaded: {type(error).__name__}: {error}") from error
     state.saves.model = storage.path
     state.work.schedule.note(state.tables.values(), int(manifest.time))
-    if names is None:  # all of it is here: the next save may be a delta
+    if names is None:  # the whole model was loaded, so the next save may be a delta
         for table in state.tables.values():
             table.begin_save(is_committed=True)
         state.saves.chain.attempt = manifest.token
 
 
 def _restore(state: State, model: ChosenModel, manifest: Manifest) -> None:
-    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
+    if manifest.is_time_set:  # the job sets its own clock: by the wall clock its rows could be years old
         state.clock.set(int(manifest.time))
     for table in state.tables.values():
         table.restore(model)
 
 
 class ChosenModel:
-    """What is to be loaded of a saved model: everything, or the tables and parameters that are named."""
+    """The part of a saved model to load: everything, or the named tables and parameters."""
 
     def __init__(self, storage: Storage, manifest: Manifest, names: Sequence[str] | None, layouts: Layouts) -> None:
         self._storage, self._manifest, self._names, self._layouts = storage, manifest, names, layouts
@@ -71,7 +71,7 @@ class ChosenModel:
             load_sparse(self._storage, self._manifest, table)
 
     def load_block(self, table: BlockTable) -> None:
-        """As SavedModel.load_block; with a layout, its parameters may come from any saved table."""
+        """As SavedModel.load_block. With a layout, the parameters may come from any saved table."""
         name = table.spec.name
         layout = self._layouts.get(name)
         if layout is not None or self._has(name):
@@ -79,7 +79,7 @@ class ChosenModel:
             load_dense(self._storage, self._manifest, table, wanted, layout)
 
     def _has(self, name: str) -> bool:
-        """Whether a table of this name was saved. If everything is to be loaded, it must have been."""
+        """Whether a table of this name was saved. Raises CheckpointError if not and the whole model is to be loaded."""
         if name not in self._saved and self._names is None:
             raise CheckpointError(
                 f"{self._storage.path} has no table '{name}' of this model; it has {', '.join(sorted(self._saved))}. "

@@ -1,4 +1,4 @@
-"""Saving this server's share of a model: in slices between requests, with the disk in threads of its own."""
+"""Saving this server's share of a model, in slices between requests. Background threads write to the disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.settings.spec import table_number
 from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
 
-SLICE = 1 << 14  # row numbers between two requests: one to three milliseconds
+SLICE = 1 << 14  # rows copied between two requests: one to three milliseconds
 _LOOK = 0.2  # seconds
 NUM_WRITERS = 2
 
@@ -33,9 +33,9 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
     dirname: str
     folder: str
     with_state: bool
-    token: int  # new for every save: a repeat of the request is known by it
-    delta: bool = False  # only what changed since the save `parent`
-    parent: int = 0  # token of the save that is the model there now
+    token: int  # new for every save; identifies repeats of the request
+    delta: bool = False  # save only what changed since the save `parent`
+    parent: int = 0  # token of the save that is the current model in `dirname`
 
     @property
     def mode(self) -> SaveMode:
@@ -45,14 +45,14 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterator[bool]:
-    """Yields after every slice (Server.work says what), and answers the request at the end."""
+    """Yield after every slice the value that Server.work returns, and answer the request at the end."""
     writer: Writer | None = None
     started = time.monotonic()
     try:
         folder = open_folder(state.saves.roots, body.dirname, body.folder, body.token)
         writer = Writer(folder)
         steps, rows, now = {}, {}, state.clock.now
-        if state.saves.chain.attempt != body.token:  # a save that is made anew, after a restart, has begun
+        if state.saves.chain.attempt != body.token:  # a save that is repeated after a restart has begun already
             begin_save(state, body)
         for table in list(state.tables.values()):
             steps[table.spec.name] = table.step
@@ -63,7 +63,7 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
             rows[table.spec.name] = table.num_rows
         while not writer.is_done():
             yield False
-        # As they were read: of a key twice, the later stands.
+        # In the order of reading: if a key appears twice, the later row is loaded.
         written = sorted(writer.written, key=lambda part: part.file)
         saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
         seconds = time.monotonic() - started
@@ -71,7 +71,7 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         state.saves.made = SavesMade(state.saves.made.num + 1, time.time(), seconds, num_rows, num_bytes, body.dirname)
         described = f"{num_rows:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
         state.say(f"saved {described} in {seconds:.1f} s")
-    except Exception as error:  # whatever it is, it must not end the service of all others
+    except Exception as error:  # a failed save must not stop the server
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
         state.say(str(saving.result))
@@ -87,7 +87,10 @@ def _num_rows(state: State, written: list[Part]) -> int:
 
 
 def begin_save(state: State, body: SaveBody) -> None:
-    """All tables at once: what changes from here on belongs to the next save. One for prediction is no part of it."""
+    """Mark the begin of a save in all tables at once. Later changes belong to the next save.
+
+    A save for prediction (without state) does not take part in the chain of deltas.
+    """
     if not body.with_state:
         return
     is_committed = state.saves.chain.begin(body.token, body.parent, body.delta)
@@ -97,7 +100,7 @@ def begin_save(state: State, body: SaveBody) -> None:
 
 @dataclass
 class FileToWrite:
-    """A part file, before it is written."""
+    """A part file that is not written yet."""
 
     table: str
     shard: int
@@ -115,7 +118,7 @@ class FileToWrite:
 
 
 def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
-    """Files of at most PART_BYTES, or of one slice, and None after slices that fill none."""
+    """Yield files of about PART_BYTES, and None after each slice that did not fill a file."""
     filling = Filling(table.spec.name, table.spec.shard)
     for saved in table.save_slices(mode, SLICE):
         yield from filling.add(saved)
@@ -123,7 +126,7 @@ def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
 
 
 class Filling:
-    """Slices of one table, gathered into files of one kind each."""
+    """Collects slices of one table into files. Each file has slices of one kind."""
 
     def __init__(self, table: str, shard: int) -> None:
         self._table, self._shard = table, shard
@@ -133,7 +136,7 @@ class Filling:
         self._kind: PartKind | None = None
 
     def add(self, saved: SavedSlice) -> Iterator[FileToWrite | None]:
-        """The files that are full now, or None if there is none."""
+        """Add a slice. Yields the files that are full now, or None if there are none."""
         if saved.kind != self._kind or saved.start:
             yield from self.end()
         self._kind, self._start = saved.kind, saved.start
@@ -146,7 +149,7 @@ class Filling:
             yield None
 
     def end(self) -> Iterator[FileToWrite]:
-        """What is left. A file without a row is written only if the table would have no file of rows at all."""
+        """Yield the last file. A file without rows is written only if the table would have no file of rows at all."""
         is_needed = self._kind == "rows" and "rows" not in self._written
         if self._kind is not None and (self._size or is_needed):
             self._written.add(self._kind)
@@ -156,7 +159,7 @@ class Filling:
 
 
 class Writer:
-    """Writes files in threads of its own, so that checksums and the disk overlap; at most one file waits."""
+    """Writes files in background threads, so that checksums and disk writes overlap. At most one file waits."""
 
     def __init__(self, folder: SaveFolder) -> None:
         self._folder = folder
@@ -168,7 +171,7 @@ class Writer:
         self._threads.start()
 
     def offer(self, file: FileToWrite) -> bool:
-        """Whether it was taken; not while another one waits. Raises what went wrong with an earlier one."""
+        """Queue a file without blocking. Returns False while another one waits. Raises the error of an earlier file."""
         self._threads.check()
         try:
             self._queue.put_nowait(file)
@@ -182,7 +185,7 @@ class Writer:
         return len(self.written) == self._num_under_way
 
     def close(self) -> None:
-        """Let the threads end; nothing waits for them."""
+        """Tell the threads to end. Does not wait for them."""
         self._is_over = True
 
     def _run(self) -> None:
@@ -195,7 +198,7 @@ class Writer:
                 self.written.append(self._write(file))
             except FleetError:
                 raise
-            except Exception as error:  # of the disk or the network: whoever asked is told
+            except Exception as error:  # of the disk or the network; the client gets it as CheckpointError
                 raise CheckpointError(
                     f"cannot write to {self._folder.storage.path}: {type(error).__name__}: {error}"
                 ) from error

@@ -1,4 +1,4 @@
-"""Waits of workers for each other that cannot end well: they are ended, and those who wait are told why."""
+"""Ends waits of workers for each other that cannot succeed. The waiting workers get an error with the reason."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _STEP = "optimizer.step()"
 
 
 def end_hopeless_waits(state: State, now: float) -> bool:
-    """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
-    that changed anything."""
+    """Answer the requests that have timed out, that wait for a lost worker, or that wait in a deadlock. Returns whether
+    anything changed."""
     meetings, num_finished = state.meetings, len(state.finished)
     lost, is_any_released = meetings.presence.lost(now), False
     for worker in lost:
@@ -37,7 +37,8 @@ def end_hopeless_waits(state: State, now: float) -> bool:
 
 
 def open_meetings(state: State, worker: int) -> None:
-    """The worker is not waited for any more: whoever waited for it alone goes on, and its files are for others."""
+    """Stop waiting for the worker. Barriers, gathers and steps that lacked only this worker finish, and its files go to
+    other workers."""
     for going in state.meetings.barriers.leave(worker):
         state.finish(going, [])
     for going, reply in state.meetings.gatherings.leave(worker):
@@ -47,9 +48,9 @@ def open_meetings(state: State, worker: int) -> None:
 
 
 def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
-    """Workers that are lost are not waited for any more; returns whether there is one.
+    """Stop waiting for lost workers. Returns whether there are any.
 
-    A server that hears of nobody decides nothing: it may be the one that is cut off.
+    If all workers are silent, the server decides nothing: it may itself be cut off from the network.
     """
     members = state.meetings.members
     fresh = [worker for worker in sorted(lost) if worker not in members.absent]
@@ -101,7 +102,7 @@ def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]
 
 
 def _circle(state: State) -> list[tuple[Request, FleetError]]:
-    """If every worker waits, and not all in one place, none of them will ever go on."""
+    """The requests to end because of a deadlock: every worker waits, and not all in the same place."""
     if not state.num_workers:
         return []
     places = _places(state)
@@ -123,7 +124,7 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
 
 
 def _places(state: State) -> dict[int, str]:
-    """Where each worker that waits does so."""
+    """The place where each waiting worker waits."""
     places = dict.fromkeys(state.pushes.step, _STEP)
     for name, worker in state.meetings.barriers.waiting():
         places[worker] = f"barrier '{name}'"

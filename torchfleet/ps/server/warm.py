@@ -1,4 +1,4 @@
-"""What would make first requests slow is done before they come: kernels are compiled or loaded, memory is kept."""
+"""Warms a server up, so that its first requests are not slow: compiles or loads the kernels, and keeps freed memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILING = "compiling kernels, as at the first start on a machine: a minute or 
 
 @contextmanager
 def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` when a kernel is compiled within, once. Kernels that are kept on disk are loaded instead."""
+    """Call `tell` once if a kernel is compiled in this context. Kernels from the cache on disk are not compiled."""
 
     class Once(event.Listener):  # type: ignore[misc]
         is_told = False
@@ -40,8 +40,8 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def warm_up() -> None:
-    """Use every kind of table once, on a few rows, as the kind declares it, under every rule. The buffers of messages
-    stay with the process."""
+    """Use every sample table of every kind once, on a few rows. Also makes the process keep freed memory, which the
+    buffers of messages reuse."""
     keep_freed_memory()
     for kind in KINDS:
         for spec in samples(kind):
@@ -56,7 +56,7 @@ def _warm_block(table: Table) -> None:
 def _warm_rows(table: Table) -> None:
     spec, few, many = table.spec, np.array([1, 2, 1], np.uint64), np.arange(1000, dtype=np.uint64)
     width = spec.dim + (NUM_PUSHED if is_pushed(spec) else 0)
-    for _ in range(3):  # an entry lets a key in when it has seen it some times
+    for _ in range(3):  # an entry policy admits a key after some appearances
         _pull(table, few)
         _push(table, few, np.ones((3, width), np.float32))
         table.begin_save(is_committed=False)
@@ -66,7 +66,7 @@ def _warm_rows(table: Table) -> None:
         for _ in table.shrink(Shrink(max_rows=1)):
             pass
     else:
-        _pull(table, many)  # grows, so that carrying over is compiled too
+        _pull(table, many)  # the table grows, so that moving its rows is compiled too
         _push(table, many, np.ones((1000, width), np.float32))
         table.erase(few)
     _push(table, few, np.ones((3, width), np.float32))
@@ -86,7 +86,7 @@ def _push(table: Table, keys: Keys, grads: np.ndarray[tuple[int, int], np.dtype[
 
 
 def _warm_copy(table: Table) -> None:
-    """Rows as they come from another server, in memory that cannot be written to."""
+    """Restore rows from read-only memory, as they arrive from another server."""
     copy = make_table(table.spec, _BYTES)
     for saved in table.save_slices("copy", 1000):
         for array in saved.arrays.values():

@@ -1,1 +1,1 @@
-"""What a server has promised, as a stream of entries: written to disk, sent to another server, applied again."""
+"""The log of a server: a stream of entries that is written to disk, sent to another server, and replayed."""

@@ -1,4 +1,4 @@
-"""A server with a log on disk: it goes on from there after it was killed, and cuts the log when that has grown."""
+"""A server with a log on disk. It restores itself from the log after it was killed, and cuts a log that has grown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOK = 0.001  # seconds
 
 @dataclass(frozen=True)
 class Durability:
-    """Where a server keeps its log, and how soon what is written is on the disk for good."""
+    """Where a server keeps its log, and how soon it syncs written entries to the disk."""
 
     folder: Path
     fsync_ms: float = DEFAULT_FSYNC_MS
@@ -47,8 +47,8 @@ class DurableServer(LoggedServer):
     def __init__(
         self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None, begins: bool = False
     ) -> None:
-        """`replay`: what went on from the entries of the folder; None: it is empty. `begins`: the log begins anew with
-        what the server has now."""
+        """`replay`: has applied the entries of the folder; None: the folder is empty. `begins`: begin a new log with
+        the server's current state."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
         super().__init__(server, (), index, term, None if replay is None else replay.time)
         self._folder = folder
@@ -61,13 +61,13 @@ class DurableServer(LoggedServer):
             self._wait_for_copy()
 
     def work(self) -> bool | None:
-        """As Handler.work. A full save cuts the log, and so does one that has grown by as much as it has copied."""
+        """As Handler.work. Cuts the log after a full save, or when it has grown by as much as its copy of the state."""
         if self._writer.segment_bytes > self._most_bytes or self.server.state.saves.chain.attempt != self._attempt:
             self._consider_cut()
         return super().work()
 
     def close(self, is_over: bool = False) -> None:
-        """`is_over`: the job has ended, and nobody will go on from the log: it is removed."""
+        """Close the log. `is_over`: the job has ended, so remove the log."""
         super().close()
         if is_over:
             self._folder.remove()
@@ -83,7 +83,7 @@ class DurableServer(LoggedServer):
         self._most_bytes = _most_bytes(self._writer.segment_bytes)
 
     def _wait_for_copy(self) -> None:
-        """Before anybody is served: what is here now must be in the log, or the entries after it are worth nothing."""
+        """Block until the copy of the state is in the log. Entries without it are useless, so it precedes serving."""
         while self.is_copying or not self._writer.is_idle:
             if not self.work():
                 self.rest()
@@ -102,14 +102,14 @@ class DurableServer(LoggedServer):
 
 
 def _most_bytes(copied: int) -> int:
-    """Of a segment that begins with a copy of so many bytes, before the next one is made."""
+    """The size at which a segment that begins with a copy of `copied` bytes is cut."""
     return copied + max(MIN_GROWTH, copied)
 
 
 def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:
-    """The server with all that its log has, going on from there; None: there is nothing to go on from.
+    """Restore the server from its log; None if the log is empty.
 
-    `server`: with its tables, which are empty. Raises LogError if the log cannot be used.
+    `server`: has its tables, which are empty. Raises LogError if the log is unusable.
     """
     folder = LogFolder(durability.folder)
     if folder.is_empty:
@@ -133,9 +133,9 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
 
 
 def forget_workers(state: State) -> None:
-    """The log is that of another run: rows and clients stay, workers and their meetings do not.
+    """Drop the workers and their meetings, because the log is from another run. Rows and clients stay.
 
-    As if the tables had been loaded from a saved model: the workers of this run begin with what is there.
+    The workers of this run begin with these rows, as if the server had loaded a saved model.
     """
     apply_gathered(state)  # its pushes were acknowledged
     before = state.meetings.members
@@ -150,8 +150,8 @@ def forget_workers(state: State) -> None:
 
 
 def begin_log(server: Server, durability: Durability) -> DurableServer:
-    """The server with a log that begins with what it has now. Returns when that is on disk. Raises LogError."""
+    """Begin a log with the server's current state. Returns when that is on disk. Raises LogError."""
     folder = LogFolder(durability.folder)
-    folder.remove()  # what a server has left that was killed before it served anybody
+    folder.remove()  # left by a server that was killed before it served any request
     folder.note_run(durability.run)
     return DurableServer(server, folder, durability.fsync_ms)

@@ -1,4 +1,4 @@
-"""Notes every change of a server as an entry, with what was decided while it was made, and hands it to all sinks."""
+"""Records every change of a server, and the decisions made during it, as an entry, and appends it to all sinks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 class Journal:
     """The Recorder of a server.
 
-    A change is made first and noted then: a request that is refused for now is not noted, and what was decided is. As
-    no reply leaves before its entry is safe, nobody can have seen a change whose entry was never written.
+    A change is applied first and recorded then, so that its decisions are recorded, and a request that is refused for
+    now is not. No reply leaves before its entry is safe, so no client sees a change whose entry was never written.
     """
 
     def __init__(self, server: Server, sinks: Sequence[Sink], index: int, term: int) -> None:
@@ -43,7 +43,7 @@ class Journal:
         self._counted: list[Table] = []  # these tables
 
     def around(self, inner: Run, request: Request) -> Result:
-        """As Layer.around. Raises LogStuck while nothing can be promised."""
+        """As Layer.around. Raises LogStuck while a sink cannot accept changes."""
         for sink in self.sinks:
             if trouble := sink.trouble():
                 self._check(request, trouble)
@@ -73,7 +73,7 @@ class Journal:
                 self.append(entry)
 
     def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
-        """As Recorder.advance. While nothing can be promised time stands still, and then that time does not count."""
+        """As Recorder.advance. Time stands still while a sink cannot accept changes; that time does not count later."""
         if any(sink.trouble() for sink in self.sinks):
             self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
             return False
@@ -109,7 +109,7 @@ class Journal:
         return worked
 
     def append(self, entry: Entry) -> None:
-        """Give it the next index, and hand it to all sinks."""
+        """Give the entry the next index, and append it to all sinks."""
         self.index += 1
         entry.index, entry.term = self.index, self.term
         frames = encode_entry(entry)
@@ -136,7 +136,7 @@ class Journal:
 
     @staticmethod
     def _check(request: Request, trouble: str) -> None:
-        """Raise LogStuck: a change could not be promised, and a read might show one that is not."""
+        """Raise LogStuck: a change cannot be made safe now, and a read might show one that is not safe."""
         if request.message.command not in _ALWAYS_ANSWERED:
             raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 

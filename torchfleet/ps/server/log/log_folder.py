@@ -1,8 +1,8 @@
 """The folder of one server's log: segments one after the other, of which one process writes the last.
 
 A segment begins with a copy of the state, so the segments before it are needed only until that copy is whole. The file
-`start` names the first that is needed; older ones are removed, or will be. While there is no such file no copy is
-whole, and nobody was served.
+`start` names the first segment that is needed; older ones are removed, now or later. Without this file no copy is
+whole, and the server has not served any request.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LogFolder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to go on from."""
+        """Whether there is nothing to restore from."""
         return not (self.path / _START).exists()
 
     @property
@@ -124,7 +124,7 @@ class LogFolder:
         return self.num_bytes
 
     def remove(self) -> None:
-        """The server has ended as it should, and nobody will go on from here."""
+        """Remove the log. The server has ended in an orderly way, so no server will restore from it."""
         for number in self._all():
             (self.path / _NAME.format(number)).unlink(missing_ok=True)
         (self.path / _START).unlink(missing_ok=True)
@@ -178,7 +178,7 @@ class LogFolder:
 
 
 def _mapped(file: Path) -> memoryview:
-    """The bytes of a file, as long as anybody uses them."""
+    """The bytes of a file, mapped as long as the memory is referenced."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if not size:

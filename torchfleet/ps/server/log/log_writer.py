@@ -1,4 +1,4 @@
-"""Entries on their way to a file, in a thread of their own: the server's loop never waits for a disk."""
+"""Writes entries to a file in a background thread, so that the server's loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Waiting = tuple[int, Sequence[Frame], int] | Callable[[], int]  # an entry and i
 class LogWriter:
     """A Sink: the segment of a folder that is written now.
 
-    With `fsync_ms` 0 an entry is confirmed when it is on the disk; else when the system has it, which brings it to the
-    disk within so many milliseconds: a server that is killed loses nothing, and a machine that loses power what was
-    confirmed in that time.
+    With `fsync_ms` 0 an entry is confirmed when it is on the disk. Otherwise it is confirmed when the kernel has it,
+    and is synced within `fsync_ms` milliseconds: a killed server loses nothing, and a machine that loses power loses
+    the entries confirmed in that time.
     """
 
     def __init__(self, folder: LogFolder, index: int, fsync_ms: float, wake: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""A server whose changes are entries: a reply goes out when all that it shows is safe wherever entries go.
+"""A server that logs its changes. A reply is sent when all sinks have confirmed every change that it may show.
 
-Until the entry of a change is confirmed nobody sees it: all later replies wait behind it. A server that ends in between
-has promised nothing, and what it did is gone with it.
+All replies after a change wait until its entry is confirmed, so no client sees the change before. If the server ends in
+between, the change is lost, and no client was told of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LoggedServer:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the server ends, and everybody has been answered."""
+        """Whether the server is stopping and has sent all replies."""
         return self.server.is_stopping and not self._held
 
     def add_sink(self, sink: Sink) -> None:
@@ -95,7 +95,7 @@ class LoggedServer:
         self._journal.sinks.append(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """Nothing waits for it any longer."""
+        """Replies no longer wait for this sink."""
         self._journal.sinks.remove(sink)
 
     def copy_to(
@@ -153,7 +153,7 @@ class LoggedServer:
             self._is_woken = True
 
     def close(self) -> None:
-        """Close all sinks: what they have not confirmed was promised to nobody."""
+        """Close all sinks. No client was told of the changes that they have not confirmed."""
         for sink in self._journal.sinks:
             sink.close()
         self.server.record(None)

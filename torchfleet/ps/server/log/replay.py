@@ -1,4 +1,4 @@
-"""Applying entries again: a server that takes them in their order comes to the state of the one that made them."""
+"""Replays entries: a server that applies them in order reaches the state of the server that made them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchfleet.ps.tables.policies.decisions import Noted
 
 
 class Replay:
-    """A server that follows entries. It serves nobody until `finish`."""
+    """Applies entries to a server. The server does not serve requests until `finish`."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -33,7 +33,7 @@ class Replay:
         return self._import.is_complete
 
     def apply(self, entry: Entry) -> None:
-        """Raises LogError if the entry is not the next one, or does not lead to what it led to before."""
+        """Apply an entry. Raises LogError if it is not the next one, or its effects differ from the recorded ones."""
         if entry.kind == Kind.PIECE:
             if self._import.copy is None:
                 self.index, self.term, self.time = entry.index, entry.term, entry.time
@@ -55,13 +55,13 @@ class Replay:
         self.index, self.term, self.time = entry.index, entry.term, max(self.time, entry.time)
 
     def finish(self) -> None:
-        """No more entries come: from now on the server decides by itself. Raises LogError if pieces are missing."""
+        """End the replay. From now on the server decides by itself. Raises LogError if pieces are missing."""
         if not self.is_complete:
             raise LogError("the state that entries continue is not complete: pieces of it are missing")
         self._lenient(False)
 
     def _lenient(self, is_lenient: bool) -> None:
-        """What the other server has taken in is taken in here, whatever this machine has left."""
+        """Accept whatever the other server has accepted, whatever resources this machine has left."""
         self.server.state.is_following = is_lenient
         self.server.state.budgets.is_lenient = is_lenient
 

@@ -1,4 +1,4 @@
-"""Where entries go: to a file, to another server."""
+"""The interface of a destination of entries: a file, or another server."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torchfleet.ps.net.wire import Frame
 
 
 class Sink(Protocol):
-    """Takes entries in their order, and says up to which they are safe. Called by the server's thread alone."""
+    """Takes entries in order, and reports up to which index they are safe. Only the server's thread calls it."""
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
-        """Take an entry, without waiting. Its frames may be used until it is confirmed. Pieces of the state come under
-        the index of the entry before them."""
+        """Take an entry without blocking. The sink may use its frames until the entry is confirmed. A piece of the
+        state has the index of the entry before it."""
 
     def flush(self) -> None:
-        """The server has nothing else to do: what was put off, to do it together with what follows, is due."""
+        """Do the work that was postponed for batching. Called when the server has nothing else to do."""
 
     def confirmed(self) -> int:
-        """The highest index of which all entries are safe there."""
+        """The highest index up to which all entries are safe in this sink."""
 
     def trouble(self) -> str:
-        """Why no change can be promised now, as a sentence; empty: it can."""
+        """Why the sink cannot accept changes now, as a sentence; empty if it can."""
 
     def close(self) -> None:
-        """Bring all that was appended to where it is to be, if that can be, and let go."""
+        """Write or send all appended entries if possible, and release the resources."""

@@ -1,9 +1,9 @@
 """A server's state in pieces: all but the rows at once, then the rows in slices, while the server goes on serving.
 
 The first piece is the state at one index. Each slice has rows as they are when it is taken, which is at a later index.
-Whoever takes pieces and entries in the order in which they were made comes to the state of the server: an entry that
-finds a row not yet there makes one that means nothing, and its slice overwrites it. What the server decided by its rows
-is in the entries, so nothing else depends on rows that are not yet there.
+A server that applies pieces and entries in the order in which they were made reaches the same state. If an entry
+changes a row that has not arrived yet, it makes a temporary row, which the row's slice overwrites later. The entries
+contain the decisions that depended on rows, so nothing else depends on rows that have not arrived.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where workers meet: barriers, gathered bytes, parcels and shared lists of files."""
+"""How workers meet: barriers, gathers, parcels and shared lists of files."""

@@ -1,4 +1,4 @@
-"""Barriers: a worker waits until all others that have not left are there, or until its time is up."""
+"""Barriers: a worker waits until all other workers that have not left have arrived, or until its time-out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NOBODY: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Meeting:
-    """One barrier that somebody waits at."""
+    """One barrier with waiting workers."""
 
     num_workers: int
     deadline: float
     timeout: float
     waiting: dict[int, Request]
-    first: int = 0  # the lowest number of those who meet
+    first: int = 0  # the lowest worker number that takes part
 
     @property
     def expected(self) -> range:
@@ -34,24 +34,24 @@ class Meeting:
 
     @property
     def described(self) -> str:
-        """Of how many, or of which, for a text."""
+        """The number of workers, or their range, for a message."""
         return f"{self.expected[0]} to {self.expected[-1]}" if self.first else str(self.num_workers)
 
 
 class Barriers:
-    """All barriers of a server, by name. A name can be used again as soon as its barrier has opened."""
+    """All barriers of a server, by name. A name can be used again once its barrier has opened."""
 
     def __init__(self, members: Members | None = None) -> None:
-        """`members`: says who is not waited for."""
+        """`members`: knows which workers the barriers do not wait for."""
         self._meetings: dict[str, Meeting] = {}
         self._members = members or Members()
 
     def arrive(
         self, name: str, request: Request, num_workers: int, timeout: float, now: float, first: int = 0
     ) -> list[Request]:
-        """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first.
+        """A worker arrives. Returns the requests to answer: all of this barrier if it opens, else none.
 
-        Those who meet have the numbers from `first` on.
+        A repeat replaces the first copy. The barrier is for `num_workers` workers, numbered from `first` on.
         """
         asked = Meeting(num_workers, now + timeout, timeout, {}, first)
         meeting = self._meetings.get(name) or asked
@@ -69,7 +69,7 @@ class Barriers:
         return self._open(name)
 
     def leave(self, worker: int) -> list[Request]:
-        """The worker is not waited for any more. Returns the requests that this lets go."""
+        """Stop waiting for the worker. Returns the requests of the barriers that open."""
         return [request for _, going in self.leave_by_name(worker) for request in going]
 
     def leave_by_name(self, worker: int) -> list[tuple[str, list[Request]]]:
@@ -77,13 +77,13 @@ class Barriers:
         return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
 
     def forget(self, worker: int) -> None:
-        """The worker's process of before has ended: it waits nowhere, and counts as there nowhere."""
+        """The worker's previous process has ended. No barrier counts it as arrived."""
         for name, meeting in list(self._meetings.items()):
             if meeting.waiting.pop(worker, None) is not None and not meeting.waiting:
                 del self._meetings[name]
 
     def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
-        """Everybody at a barrier whose time is up, or that waits for a worker of `lost`, with what to tell them."""
+        """The requests of barriers that have timed out or that wait for a worker in `lost`, each with its error."""
         return [(request, error) for _, request, error in self.expired_by_name(now, lost)]
 
     def expired_by_name(self, now: float, lost: Mapping[int, str]) -> list[tuple[str, Request, FleetError]]:
@@ -104,11 +104,11 @@ class Barriers:
         return given_up
 
     def waiting(self) -> Iterator[tuple[str, int]]:
-        """(barrier, worker) of everybody who waits."""
+        """(barrier, worker) of all waiting workers."""
         return ((name, worker) for name, meeting in self._meetings.items() for worker in meeting.waiting)
 
     def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
-        """Nobody waits any longer. Returns everybody who did, to be told `error`."""
+        """End all waits. Returns the waiting requests, each with `error`."""
         return [(request, error) for _, request, error in self.end_all_by_name(error)]
 
     def end_all_by_name(self, error: FleetError) -> list[tuple[str, Request, FleetError]]:
@@ -116,7 +116,7 @@ class Barriers:
         return [(name, request, error) for name, meeting in meetings.items() for request in meeting.waiting.values()]
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         meetings = {
             name: [m.num_workers, m.deadline, m.timeout, m.first, {w: pack_request(r) for w, r in m.waiting.items()}]
             for name, m in self._meetings.items()
@@ -124,7 +124,7 @@ class Barriers:
         return {"meetings": meetings}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._meetings = {
             name: Meeting(num, deadline, timeout, {w: unpack_request(r) for w, r in waiting.items()}, first)
             for name, (num, deadline, timeout, first, waiting) in kept["meetings"].items()
@@ -146,7 +146,7 @@ class Barriers:
         return worker in meeting.expected and worker not in self._members.absent and worker not in meeting.waiting
 
     def _missing(self, meeting: Meeting) -> str:
-        """The numbers of those who never came; the first few, for a text that somebody is to read."""
+        """The numbers of the missing workers, for a message; only the first few."""
         absent = (worker for worker in meeting.expected if self._is_missing(meeting, worker))
         named = [str(worker) for worker in islice(absent, MAX_NAMED)]
         more = meeting.num_workers - self._num_there(meeting) - len(named)

@@ -1,4 +1,4 @@
-"""How far workers may get ahead of each other: whose push has to wait, so that no other worker's becomes too old."""
+"""Bounded staleness: decides which pushes wait, so that no other worker's staleness exceeds the limit."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from torchfleet.ps.net.request import Request
 
 
 class Bound:
-    """Pushes that wait, and for each worker that computes, how many pushes had been applied when it got its values.
+    """The waiting pushes, and for each computing worker the number of pushes applied before it got its values.
 
-    No push may be applied after more than `limit` others since its worker got its values. The workers that compute,
-    the one with the oldest values first, are places in a queue: if all of them pushed in this order, the one at place j
-    would come after j others. A push is applied if this still leaves everyone within the limit. That of the oldest
-    always does, as long as there are at most limit + 1 workers: so nobody waits in a circle.
+    The staleness of a push is the number of pushes applied since its worker got its values. It must not exceed `limit`.
+    Order the computing workers by the age of their values, the oldest first: if all pushed in this order, the push at
+    place j would come after j others. A push is applied if every worker then still stays within the limit. The push of
+    the worker with the oldest values always qualifies if there are at most limit + 1 workers, so there is no deadlock.
     """
 
     def __init__(self) -> None:
         self.limit = 0
         self._num_applied = 0
-        self._taken: dict[int, int] = {}  # by worker that computes: pushes that had been applied by then
+        self._taken: dict[int, int] = {}  # by computing worker: pushes applied before it got its values
         self._waiting: dict[int, Request] = {}  # by worker
 
     def begin(self, worker: int) -> None:
-        """The worker gets values to compute with. If it has some, this is a repeat, and the first answer may stand."""
+        """The worker gets values to compute with. If it already has some, this is a repeat and changes nothing."""
         self._taken.setdefault(worker, self._num_applied)
 
     def release(self, worker: int) -> bool:
-        """The worker computes nothing now: nobody waits for it. Returns whether it did."""
+        """The worker computes nothing now, so no push waits for it. Returns whether it was computing."""
         return self._taken.pop(worker, None) is not None
 
     def leave(self, worker: int) -> Request | None:
-        """The worker is gone. Returns its push, if that still waits: it is not going to be applied."""
+        """The worker is gone. Returns its waiting push, if any, which will not be applied."""
         self.release(worker)
         return self._waiting.pop(worker, None)
 
     def arrive(self, request: Request, limit: int) -> None:
-        """A push is here, to be applied when `ready` says so. A repeat takes the place of the first."""
+        """Keep a push until `ready` yields it. A repeat replaces the first copy. Raises WireError if `limit` differs
+        from the other workers', or if another push of this worker waits."""
         if self._taken and self.limit not in (0, limit):
             raise WireError(f"max_staleness is {self.limit} for other workers, and {limit} for this one: use one value")
         message = request.message
@@ -49,17 +50,18 @@ class Bound:
                 raise WireError(
                     f"worker {message.worker} pushed again while its push waits: one thread of it may train"
                 )
-            request.arrived = before.arrived  # a repeat has waited as long as the first
+            request.arrived = before.arrived  # the time-out of a repeat counts from the first copy
         self.limit = limit
         self._waiting[message.worker] = request
 
     def ready(self) -> Iterator[Request]:
-        """Pushes that may be applied now, oldest values first; each is to be applied, and noted, before the next."""
+        """Yield the pushes that may be applied now, oldest values first. The caller applies each, and calls `applied`,
+        before it asks for the next."""
         while (worker := self._next()) is not None:
             yield self._waiting.pop(worker)
 
     def applied(self, worker: int) -> None:
-        """The worker's push has been applied, and it gets the values after it."""
+        """The worker's push has been applied, and the worker gets the new values."""
         self._num_applied += 1
         self._taken[worker] = self._num_applied
 
@@ -67,23 +69,23 @@ class Bound:
         return list(self._waiting.values())
 
     def end_waits(self) -> list[Request]:
-        """Nobody waits any longer. Returns the pushes of those who did."""
+        """End all waits. Returns the pushes that waited."""
         ended, self._waiting = self.waiting(), {}
         for request in ended:
             self.release(request.message.worker)
         return ended
 
     def slow(self) -> list[int]:
-        """The workers that others wait for, the one with the oldest values first."""
+        """The workers that other pushes wait for, oldest values first."""
         return sorted(set(self._taken) - set(self._waiting), key=lambda worker: self._taken[worker])
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         waiting = {worker: pack_request(request) for worker, request in self._waiting.items()}
         return {"limit": self.limit, "applied": self._num_applied, "taken": self._taken, "waiting": waiting}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self.limit, self._num_applied, self._taken = kept["limit"], kept["applied"], dict(kept["taken"])
         self._waiting = {worker: unpack_request(request) for worker, request in kept["waiting"].items()}
 

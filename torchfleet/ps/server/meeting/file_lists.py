@@ -1,4 +1,4 @@
-"""Lists of files that workers share: each file goes to one worker, and to another if that one dies."""
+"""Lists of files that workers share. Each file goes to one worker, and to another one if that worker dies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAMES = "Give all workers one whole list, or different lists different names (s
 class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     number: int  # of the pass
-    lease: float  # seconds of silence after which the worker is given up
+    lease: float  # seconds of silence after which the worker's files go to others
     files: list[str] = []
     done: list[str] = []
-    take: int = 0  # > 0: wants a file; numbers the wishes of a client, so that a repeat gets the same answer
+    take: int = 0  # > 0: asks for a file; numbers the client's requests, so that a repeat gets the same answer
 
 
 @dataclass
@@ -45,16 +45,16 @@ class Pass:
     waiting: deque[str]
     holders: dict[int, Holder] = field(default_factory=dict)  # by client
     num_done: int = 0
-    wishes: dict[int, int] = field(default_factory=dict)  # by client: the last wish; an older one comes late
-    hold: object = None  # what its memory is counted by
-    former: set[int] = field(default_factory=set)  # clients of workers that were started again since
+    wishes: dict[int, int] = field(default_factory=dict)  # by client: its last `take`; a lower one is a late copy
+    hold: object = None  # charges the list's memory to its client's budget
+    former: set[int] = field(default_factory=set)  # clients of workers that have been restarted since
 
     @property
     def is_over(self) -> bool:
         return self.num_done == len(self.files)
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
         return {
             "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
@@ -63,7 +63,7 @@ class Pass:
 
     @classmethod
     def restored(cls, kept: dict[str, Any]) -> Pass:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         holders = {
             client: Holder(worker, heard, lease, set(files), (answered[0], answered[1], answered[2]))
             for client, (worker, heard, lease, files, answered) in kept["holders"].items()
@@ -73,24 +73,24 @@ class Pass:
         return made
 
     def give_up(self, client: int) -> None:
-        """What it held is for others, first of all."""
+        """Return the client's files to the front of the queue."""
         holder = self.holders.pop(client)
         self.waiting.extendleft(sorted(holder.files, reverse=True))
 
 
 class FileLists:
-    """Passes over lists of files, by name and number. Those that are over take no memory but their number."""
+    """Passes over lists of files, by name and number. A finished pass takes little memory."""
 
     def __init__(self) -> None:
         self._passes: OrderedDict[tuple[str, int], Pass | int] = (
             OrderedDict()
-        )  # of those that are over a digest of the list
-        self._first: dict[str, int] = {}  # by name: all passes before this one are over, or were left by all
+        )  # of finished passes only a digest of the list
+        self._first: dict[str, int] = {}  # by name: all passes before this one are finished or abandoned
 
     def ask(self, client: int, worker: int, body: FilesBody, now: float, hold: object = None) -> tuple[str, str]:
-        """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for.
+        """("file", path); WAIT while other workers hold the last files; END; or ("", "") if no file was asked for.
 
-        `hold`: is kept as long as the list, if this request opens it.
+        `hold`: kept as long as the list, if this request opens it.
         """
         place = (body.name, body.number)
         if body.number < self._first.get(body.name, 0):
@@ -129,7 +129,7 @@ class FileLists:
                     current.give_up(client)
 
     def expire(self, now: float) -> bool:
-        """Give up workers that were silent for too long; returns whether there is one."""
+        """Take the files of workers that were silent for longer than their lease. Returns whether there are any."""
         is_any = False
         for current in self._passes.values():
             for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
@@ -139,12 +139,12 @@ class FileLists:
         return is_any
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         passes = [[*place, p if isinstance(p, int) else p.export()] for place, p in self._passes.items()]
         return {"passes": passes, "first": self._first}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._first = dict(kept["first"])
         self._passes = OrderedDict(
             ((name, number), p if isinstance(p, int) else Pass.restored(p)) for name, number, p in kept["passes"]
@@ -153,7 +153,7 @@ class FileLists:
     def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
         if len(set(files)) < len(files):
             raise DataError(f"file list '{place[0]}': a file is in it twice")
-        if len(self._passes) >= MAX_LISTS:  # the oldest pass of a list of which there are more: over, or left by all
+        if len(self._passes) >= MAX_LISTS:  # drop the oldest pass of a list with several: finished or abandoned
             free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
             if not free:
                 raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
@@ -166,7 +166,7 @@ class FileLists:
     def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
         for other, holder in list(current.holders.items()):
             if holder.worker == worker and other != client:
-                current.give_up(other)  # the worker was started again: its former process is gone
+                current.give_up(other)  # the worker was restarted: its previous process is gone
                 current.former.add(other)
         holder = current.holders.setdefault(client, Holder(worker, now, lease))
         holder.heard = now
@@ -175,7 +175,7 @@ class FileLists:
     @staticmethod
     def _next(current: Pass, holder: Holder, client: int, wish: int) -> tuple[str, str]:
         if wish < current.wishes.get(client, 0):
-            return WAIT, ""  # nobody listens to the answer
+            return WAIT, ""  # a late copy: the client ignores the answer
         if wish == holder.answered[0]:
             return holder.answered[1:]
         current.wishes[client] = wish
@@ -189,7 +189,7 @@ class FileLists:
 
 
 def _digest(files: Iterable[str]) -> int:
-    """Of a list in any order. Not Python's hash(): it is salted per process, and a server may follow another."""
+    """A digest of a list in any order. Not Python's hash(), which differs between processes: a replica must agree."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(files):
         digest.update(path.encode(errors="surrogatepass") + b"\0")

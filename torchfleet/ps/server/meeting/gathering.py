@@ -1,4 +1,4 @@
-"""Gathers: every worker brings some bytes, waits for the others, and gets what all of them brought."""
+"""Gathers: every worker sends some bytes, waits for the others, and receives the bytes of all workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.ps.server.meeting.barrier import NOBODY, Barriers
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import MAX_NAME
 
-MAX_BYTES = 1 << 24  # that one worker may bring
+MAX_BYTES = 1 << 24  # that one worker may send
 MAX_KEPT = 1 << 12
 
 Answers = list[tuple[Request, list[Array] | FleetError]]
@@ -24,28 +24,28 @@ Answers = list[tuple[Request, list[Array] | FleetError]]
 
 class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-    round: int  # numbers a client's gatherings: a repeat of the last one is answered with what it was
+    round: int  # numbers a client's gathers: a repeat of the last one gets the same answer
     num_workers: int
     timeout: float
-    first: int = 0  # the number of the first of them
+    first: int = 0  # the lowest worker number that takes part
 
 
 class Gatherings:
-    """Open ones are barriers; of closed ones each client's last is kept, for a reply that got lost.
+    """All gathers of a server. An open one is a barrier. Each client's last answer is kept, in case its reply was lost.
 
-    A request of an earlier round than the client's last is a copy that comes late: nobody waits for its answer.
+    A request of an earlier round than the client's last is a late copy; the client ignores its answer.
     """
 
     def __init__(self, members: Members | None = None) -> None:
         self._barriers = Barriers(members)
         self._rounds: dict[
             tuple[str, int], tuple[int, int]
-        ] = {}  # by name and worker, of those that wait: client, round
-        # By client, with what its bytes are counted by.
+        ] = {}  # client and round of waiting workers, by name and worker
+        # The last answer by client, with the hold that charges its bytes.
         self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError, object]] = OrderedDict()
 
     def arrive(self, body: GatherBody, request: Request) -> Answers:
-        """The requests that may go on, with their replies: none while workers are missing."""
+        """A worker arrives. Returns the requests to answer, with their replies; none while workers are missing."""
         num_bytes = request.message.arrays[1].data.nbytes
         if num_bytes > MAX_BYTES:
             raise TableError(f"gather '{body.name}': {num_bytes:,} bytes from one worker, at most {MAX_BYTES:,}")
@@ -83,7 +83,7 @@ class Gatherings:
         return self._give_up(self._barriers.end_all_by_name(error))
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         return {
             "barriers": self._barriers.export(),
             "rounds": [[*place, *waits] for place, waits in self._rounds.items()],
@@ -91,7 +91,7 @@ class Gatherings:
         }
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._barriers.restore(kept["barriers"])
         self._rounds = {(name, worker): (client, number) for name, worker, client, number in kept["rounds"]}
         answers = [(client, number, unpack_answer(packed)) for client, number, packed in kept["kept"]]
@@ -103,7 +103,7 @@ class Gatherings:
         return [(request, error) for _, request, error in given_up]
 
     def _close(self, name: str, going: list[Request]) -> Answers:
-        """The same reply for all: per worker that took part its number and what it brought."""
+        """The same reply for all workers: the number and the bytes of each worker that took part."""
         ordered = sorted(going, key=lambda request: request.message.worker)
         reply = [Array(request.message.worker, request.message.arrays[1].data) for request in ordered]
         for request in going:

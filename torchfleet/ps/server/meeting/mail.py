@@ -1,4 +1,4 @@
-"""Parcels from worker to worker: kept until they are taken, within a bound of memory."""
+"""Parcels from worker to worker. The server keeps them, in bounded memory, until the receiver acknowledges them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torchfleet.ps.net.packed import pack_arrays, unpack_arrays
 from torchfleet.ps.net.wire import Array
 from torchfleet.ps.server.meeting.presence import MAX_NAME
 
-MAX_BYTES = 1 << 28  # of all parcels that wait
-MAX_BYTES_OF_ONE = MAX_BYTES // 2  # that one worker has sent
+MAX_BYTES = 1 << 28  # of all waiting parcels
+MAX_BYTES_OF_ONE = MAX_BYTES // 2  # of one sender's waiting parcels
 MAX_TAKEN = 1 << 23  # bytes of one reply, but at least one parcel
 MAX_TAKEN_ARRAYS = 1 << 11  # of one reply; a message holds 4,096
-MAX_PARCELS = 1 << 16  # that wait: an empty one takes memory, too
-MAX_TOPICS = 8  # the oldest of who has opened most is dropped: it belongs to an exchange that was given up
+MAX_PARCELS = 1 << 16  # waiting parcels: an empty one takes memory, too
+MAX_TOPICS = 8  # beyond it, the worker with the most topics loses its oldest, which belongs to an abandoned exchange
 
 
 class SendBody(msgspec.Struct, forbid_unknown_fields=True):
     topic: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     to: int
-    number: int  # 1, 2, ... from one worker to another within a topic: a repeat is recognised by it
+    number: int  # 1, 2, ... from one worker to another within a topic; identifies repeats
 
 
 class TakeBody(msgspec.Struct, forbid_unknown_fields=True):
     topic: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-    received: int  # the last parcel that this worker has; it and those before it can be forgotten
+    received: int  # the last parcel that this worker has; the server may drop all up to it
 
 
 @dataclass
 class Box:
-    """What waits for one worker."""
+    """The parcels that wait for one worker."""
 
     parcels: deque[tuple[int, list[Array], int]] = field(default_factory=deque)  # number, arrays, sender
     next_number: int = 1
@@ -53,10 +53,10 @@ class Mail:
     def _begin(self) -> None:
         self._topics: OrderedDict[str, Topic] = OrderedDict()
         self.num_bytes = self.num_parcels = 0
-        self._sent: Counter[int] = Counter()  # bytes that wait, by sender
+        self._sent: Counter[int] = Counter()  # bytes of waiting parcels, by sender
 
     def send(self, sender: int, body: SendBody, parcel: list[Array]) -> bool:
-        """Whether there was room for it. Sending again what is here already changes nothing."""
+        """Keep a parcel. Returns False if there is no room. A repeat changes nothing."""
         topic = self._topic(body.topic, sender)
         way = (sender, body.to)
         if body.number <= topic.sent.get(way, 0):
@@ -67,7 +67,7 @@ class Mail:
         if self._sent[sender] and self._sent[sender] + size > MAX_BYTES_OF_ONE:
             return False
         box = topic.boxes.setdefault(body.to, Box())
-        # A frame's memory belongs to the message it came in; the copy is ours for as long as it waits.
+        # A frame's memory belongs to its message, so the parcel is copied.
         box.parcels.append((box.next_number, [Array(array.number, array.data.copy()) for array in parcel], sender))
         box.next_number += 1
         topic.sent[way] = body.number
@@ -75,7 +75,7 @@ class Mail:
         return True
 
     def take(self, worker: int, body: TakeBody) -> list[tuple[int, list[Array]]]:
-        """Parcels after number `received`, some of them; again the same until they are acknowledged."""
+        """The next parcels after number `received`, up to a limit. Repeats return the same until acknowledged."""
         box = self._topic(body.topic, worker).boxes.setdefault(worker, Box())
         while box.parcels and box.parcels[0][0] <= body.received:
             _, parcel, sender = box.parcels.popleft()
@@ -91,7 +91,7 @@ class Mail:
         return taken
 
     def export(self) -> list[Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         return [
             [
                 name,
@@ -103,7 +103,7 @@ class Mail:
         ]
 
     def restore(self, kept: list[Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._begin()
         for name, opened_by, sent, boxes in kept:
             topic = self._topics[name] = Topic(opened_by, sent={(way[0], way[1]): n for way, n in sent})

@@ -1,4 +1,4 @@
-"""The workers of a job as one server knows them, and everything that they meet by."""
+"""The workers of a job as one server knows them, and their barriers, gathers, parcels and lists of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchfleet.ps.server.state.claims import Agreement
 
 @dataclass
 class Meetings:
-    """Who is there, and who waits for whom. A new one: no worker has come yet."""
+    """Which workers are present, and which wait for each other. Initially no worker has joined."""
 
     members: Members = field(default_factory=Members)
     presence: Presence = field(default_factory=Presence)
@@ -23,8 +23,8 @@ class Meetings:
     gatherings: Gatherings = field(init=False)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
-    place: tuple[int, int] | None = None  # this server's number, and that of servers; None: it was not told
-    agreement: Agreement | None = None  # what the workers that are here said of their job
+    place: tuple[int, int] | None = None  # this server's number, and the number of servers; None: unknown
+    agreement: Agreement | None = None  # the settings of the job that the present workers agree on
 
     def __post_init__(self) -> None:
         self.barriers, self.gatherings = Barriers(self.members), Gatherings(self.members)

@@ -1,4 +1,4 @@
-"""Who belongs to a job now: who may still come, who is there, who has left, and whom the others go on without."""
+"""The members of a job: which workers are expected, present, gone after their work, or lost."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_WAIT
 
 
 class Members:
-    """The workers of a job by number. Signs of life are kept by Presence; here is what follows from them.
+    """The workers of a job by number. Presence keeps their signs of life; this class keeps the conclusions.
 
-    A job has a fixed number of workers, all of which are waited for until they leave; or it is elastic, and those who
-    are there are waited for. `absent` are the numbers that no meeting and no step waits for.
+    A job has a fixed number of workers, and waits for all of them until they leave. An elastic job waits only for the
+    workers that are present. `absent` has the numbers that no meeting and no step waits for.
     """
 
     def __init__(self, num_workers: int = 0, min_workers: int = 0, on_loss: str = LOSS_END) -> None:
-        """`min_workers`: above 0, the job is elastic: so many begin, and at most `num_workers` come. `on_loss`: what
-        the loss of a worker means to those who wait for it."""
+        """`min_workers`: above 0 the job is elastic; it begins with this many workers, and at most `num_workers` join.
+        `on_loss`: what the loss of a worker means to the workers that wait for it."""
         self.min_workers, self.on_loss = min_workers, on_loss
-        self.go_on = on_loss == GO_ON  # the others go on without a worker that is lost
-        self.wait = on_loss == LOSS_WAIT  # a lost worker is waited for until the time of a step or meeting is up
+        self.go_on = on_loss == GO_ON  # the others go on without a lost worker
+        self.wait = on_loss == LOSS_WAIT  # the others wait for a lost worker until the step or meeting times out
         self.absent: set[int] = set(range(num_workers)) if min_workers else set()
-        self.left: dict[int, int] = {}  # who has said good-bye: the number of its process
-        self.lost: dict[int, str] = {}  # without whom the others go on, and why
-        self._out: dict[int, tuple[int, int]] = {}  # who missed a step: its process, the step
-        self._processes: dict[int, int] = {}  # by worker: how many have joined under its number so far
+        self.left: dict[int, int] = {}  # incarnations of the workers that have left
+        self.lost: dict[int, str] = {}  # lost workers that the others go on without, and why
+        self._out: dict[int, tuple[int, int]] = {}  # workers that missed a step: incarnation, step
+        self._processes: dict[int, int] = {}  # by worker: the number of its processes that have joined so far
 
     @property
     def is_elastic(self) -> bool:
@@ -33,35 +33,35 @@ class Members:
 
     @property
     def num_joined(self) -> int:
-        """Workers that have ever been there."""
+        """The number of workers that have ever joined."""
         return len(self._processes)
 
     def num_present(self, num_workers: int) -> int:
-        """Of so many, those that are waited for."""
+        """The number of workers, out of `num_workers`, that the job waits for."""
         return num_workers - sum(worker < num_workers for worker in self.absent)
 
     def num_restarts(self, worker: int) -> int:
-        """How many processes have had this number before the present one."""
+        """The number of earlier processes of this worker."""
         return max(0, self._processes.get(worker, 0) - 1)
 
     def expected(self, num_workers: int) -> set[int]:
-        """Whose part in a step is waited for."""
+        """The workers that a step waits for."""
         return set(range(num_workers)) - self.absent
 
     def begin(self, worker: int, is_new: bool) -> None:
-        """A process has joined. `is_new`: it is another one than the last of this number."""
+        """A process has joined. `is_new`: it differs from the worker's previous process."""
         self._processes[worker] = self._processes.get(worker, 0) + is_new
         self._out.pop(worker, None)
         self.come(worker)
 
     def come(self, worker: int) -> bool:
-        """The worker is there. Returns whether the others had gone on without it."""
+        """The worker is present. Returns whether the others had gone on without it."""
         self.absent.discard(worker)
         self.left.pop(worker, None)
         return self.lost.pop(worker, None) is not None
 
     def leave(self, worker: int, incarnation: int = 0) -> None:
-        """The worker has done its work."""
+        """The worker has finished its work."""
         self.left[worker] = incarnation
         self.absent.add(worker)
         self.lost.pop(worker, None)
@@ -72,11 +72,11 @@ class Members:
         self.absent.add(worker)
 
     def count_out(self, worker: int, incarnation: int, step: int) -> None:
-        """A step was made without the worker: this process has no part in those that follow."""
+        """A step was made without the worker. This process may not take part in later steps."""
         self._out.setdefault(worker, (incarnation, step))
 
     def has_left(self, worker: int, incarnation: int) -> bool:
-        """Whether this very process has left: what still comes of it is a late copy."""
+        """Whether this process has left. A later request of it is a late copy."""
         return bool(incarnation) and self.left.get(worker) == incarnation
 
     def is_out(self, worker: int, incarnation: int) -> bool:
@@ -93,7 +93,7 @@ class Members:
             )
 
     def is_over(self, num_workers: int) -> bool:
-        """Whether all have left. One that is lost may still be started again."""
+        """Whether all workers have left. A lost worker does not count: it may be started again."""
         return bool(num_workers and self.left) and not self.lost and self.num_present(num_workers) <= 0
 
     def describe(self, num_workers: int) -> dict[str, object]:
@@ -103,14 +103,14 @@ class Members:
         return {"present": max(0, self.num_present(num_workers)), **counts, **most}
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         return {
             "absent": sorted(self.absent), "left": self.left, "lost": self.lost, "out": self._out,
             "processes": self._processes,
         }  # fmt: skip
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self.absent, self.left, self.lost = set(kept["absent"]), dict(kept["left"]), dict(kept["lost"])
         self._out = {worker: (process, step) for worker, (process, step) in kept["out"].items()}
         self._processes = dict(kept["processes"])

@@ -1,4 +1,4 @@
-"""Which workers are there: who has joined, from where, and when each was last heard of."""
+"""Which workers are present: where each joined from, and when the server last heard of it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import msgspec
 from torchfleet.base.errors import NumberTaken, RoleError, ServerBusy, WireError
 from torchfleet.base.role.role_info import LOSS_END
 
-# Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
-# names it as the cause.
+# Seconds before other workers learn that a worker has ended. Its launcher sees the exit status first, and names it as
+# the cause.
 GRACE = 2.0
-MAX_PAUSE = 1.0  # seconds between two looks at the clock; what is longer was a pause of the server itself
-# Time-outs after which a server gives up workers of which one has ended: long enough to start that one again.
+MAX_PAUSE = 1.0  # seconds between two ticks; if more passed, the server itself stood still
+# After one worker has ended, the number of time-outs before the server gives up all: long enough for a restart.
 RESTART_TIMEOUTS = 6
-QUIET = 0.3  # of a worker's time-out: it has missed a sign of life; a launcher that says it was killed is believed then
+QUIET = 0.3  # share of a worker's time-out without a sign of life, after which a launcher may report it as killed
 MAX_NAME = 256  # characters
 
 
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     host: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     pid: int
-    num_workers: int  # of the job, as the worker was told; of an elastic one the most
-    timeout: float  # seconds of silence after which those who wait for this worker are told
+    num_workers: int  # of the job, in the worker's settings; the maximum for an elastic job
+    timeout: float  # seconds of silence after which this worker counts as lost
     sync_timeout: float  # seconds that a step of all workers may take
-    restart: int = 0  # how often its launcher has started it again
+    restart: int = 0  # number of restarts by its launcher
     again: bool = False  # a sign of life of a worker that has joined before
     ended: bool = False  # its process ends without having left
-    min_workers: int = 0  # of an elastic job, as the worker was told
-    on_worker_loss: str = LOSS_END  # as the worker was told
-    waiting: float | None = None  # share of its time that it waits for servers; None: not known yet
+    min_workers: int = 0  # of an elastic job, in the worker's settings
+    on_worker_loss: str = LOSS_END  # in the worker's settings
+    waiting: float | None = None  # share of time that the worker waits for servers; None: not known yet
 
 
 @dataclass(slots=True)
@@ -52,20 +52,21 @@ class Member:
 
 
 class Presence:
-    """The workers that have joined and not left. One that never joined is never missed."""
+    """The workers that have joined and not left. A worker that never joined does not count as lost."""
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
         self._looked = 0.0
         self.num_lost = 0  # workers that ended, or fell silent, without having left
-        self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
+        self.heard: float | None = None  # last sign of life of any worker; None: no worker has ever joined
 
     def join(self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False) -> bool:
-        """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
+        """Add a worker, or note its sign of life. Returns whether it replaces another process.
 
-        `is_given_up`: that of before has no part in the job any more, whatever is heard of it.
+        `is_given_up`: the previous process is excluded from the job, even if it still sends signs of life.
 
-        Raises NumberTaken if that has its number, ServerBusy if that is to be seen in a moment.
+        Raises NumberTaken if another live process has the number, ServerBusy if this is a restart and the previous
+        process has not been silent for long enough.
         """
         if not incarnation:
             raise WireError("a worker that joins says which process it is (incarnation), found 0")
@@ -87,13 +88,13 @@ class Presence:
         if not body.again:
             joined = now if known is None or is_other else known.joined
             self._members[worker] = Member(body, incarnation, now, joined)
-        elif known is not None:  # one that has left is not brought back by a late copy
+        elif known is not None:  # a late copy does not bring back a worker that has left
             known.heard, known.is_noted, known.body = now, False, body
             known.ended = (known.ended or now) if body.ended else None
         return is_other and not body.again
 
     def check(self, worker: int, incarnation: int) -> None:
-        """Raise RoleError if the worker is another process than the one that asks in its name."""
+        """Raise RoleError if another process has joined under this number."""
         known = self._members.get(worker)
         if known is not None and known.incarnation != incarnation:
             raise RoleError(
@@ -102,22 +103,22 @@ class Presence:
             )
 
     def hear(self, worker: int, now: float) -> None:
-        """Something came from the worker."""
+        """Note a sign of life of the worker."""
         known = self._members.get(worker)
         if known is not None:
             known.heard = max(known.heard, now)
 
     def is_all(self, workers: Collection[int]) -> bool:
-        """Whether these are all that have joined and not left."""
+        """Whether `workers` are all workers that have joined and not left."""
         return all(worker in workers for worker in self._members)
 
     def incarnation(self, worker: int) -> int | None:
-        """Of the process that has joined as this worker; None: there is none."""
+        """The incarnation of the process that has joined as this worker; None if none has."""
         known = self._members.get(worker)
         return None if known is None else known.incarnation
 
     def others(self, worker: int, now: float) -> Literal["here", "quiet", "gone"]:
-        """Of all but this worker: "quiet" if every one that is left has missed a sign of life, "gone" if none is."""
+        """The state of the other workers: "gone" if none is left, "quiet" if all have missed a sign of life."""
         lost = self.lost(now)
         left = [m for number, m in self._members.items() if number != worker and number not in lost and not m.ended]
         if any(now - member.heard < QUIET * member.body.timeout for member in left):
@@ -128,12 +129,12 @@ class Presence:
         self._members.pop(worker, None)
 
     def pause(self, now: float) -> float:
-        """It is `now`. Returns how long the server itself did not look, and could not hear anybody; 0: hardly."""
+        """Set the time to `now`. Returns for how long the server itself stood still; 0 for a normal tick."""
         pause, self._looked = now - self._looked, now
         return pause if pause > MAX_PAUSE else 0.0
 
     def forgive(self, pause: float, now: float) -> None:
-        """So much time does not count as anybody's silence."""
+        """Exclude `pause` seconds from every worker's silence."""
         if not pause:
             return
         if self.heard is not None:
@@ -142,7 +143,7 @@ class Presence:
             member.heard = min(now, member.heard + pause)
 
     def lost(self, now: float) -> dict[int, str]:
-        """Workers that have ended or are silent: what to tell those who wait for them, by worker."""
+        """The workers that have ended or are silent, each with a message for the workers that wait for it."""
         found = {}
         for worker, member in self._members.items():
             if member.ended is not None:
@@ -154,7 +155,7 @@ class Presence:
         return found
 
     def news(self, now: float) -> list[str]:
-        """What became known since the last call about workers that are lost."""
+        """Messages about workers that were lost since the last call."""
         fresh = [(worker, text) for worker, text in self.lost(now).items() if not self._members[worker].is_noted]
         for worker, _ in fresh:
             self._members[worker].is_noted = True
@@ -162,9 +163,9 @@ class Presence:
         return [text for _, text in fresh]
 
     def is_deserted(self, num_left: int, num_workers: int, now: float, is_soon: bool = False) -> bool:
-        """Whether nobody will come back: all workers that have not left have ended, or are silent for too long.
+        """Whether all workers that have not left have ended, or have been silent for too long.
 
-        `is_soon`: the others have done their work, and whoever is silent now is only given time for a restart.
+        `is_soon`: other workers have finished, so a silent worker only gets time for a restart.
         """
         if not self._members or num_left + len(self._members) < num_workers:
             return False
@@ -176,15 +177,15 @@ class Presence:
         )
 
     def is_orphaned(self, timeout: float, now: float) -> bool:
-        """Whether workers were there, and none has been heard of for so long; 0: that is never too long."""
+        """Whether workers had joined, and none gave a sign of life for `timeout` seconds. Always False for 0."""
         return bool(timeout) and self.heard is not None and now - self.heard >= timeout
 
     def sync_timeout(self) -> float | None:
-        """How long a step of all workers may take; None if no worker has said it."""
+        """The seconds that a step of all workers may take; None if no worker has joined."""
         return min((member.body.sync_timeout for member in self._members.values()), default=None)
 
     def export(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         members = {
             worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.joined, m.ended]
             for worker, m in self._members.items()
@@ -192,15 +193,15 @@ class Presence:
         return {"members": members, "heard": self.heard}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self.heard = kept["heard"]
         self._members = {
             worker: Member(msgspec.convert(body, JoinBody), *rest) for worker, (body, *rest) in kept["members"].items()
         }
 
     def describe(self, now: float) -> list[dict[str, object]]:
-        """For statistics: each worker's number, place, seconds since it joined and since it was last heard of, whether
-        it is lost, how much it waits, and how often it was started before."""
+        """Statistics of each worker: number, place, seconds since it joined and since its last sign of life, whether it
+        is lost, its share of waiting, and its restarts."""
         lost = self.lost(now)
         return [
             {

@@ -1,1 +1,1 @@
-"""Servers with a backup: what one of them changes, the other has before anybody is told."""
+"""Servers with a backup: the backup has every change of the primary before a client gets the reply."""

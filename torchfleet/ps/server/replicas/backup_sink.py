@@ -1,4 +1,4 @@
-"""The way of entries to a backup: numbered, kept until they are confirmed, sent again when nothing happens."""
+"""Sends entries to a backup. They are numbered, kept until they are confirmed, and sent again without progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BackupSink:
         self._next, self._confirmed = 1, index
         self._progress = channel.now()
         self.term = 0
-        self.is_counted = False  # before it has the whole state, nobody waits for it
+        self.is_counted = False  # False until it has the whole state: replies do not wait for it
         self._is_open = (
             False  # the backup has heard something small: it would end a new connection that begins with much
         )
@@ -49,7 +49,7 @@ class BackupSink:
         return self._confirmed if self.is_counted else _ALL
 
     def trouble(self) -> str:
-        """As Sink.trouble. A backup that is away is dropped from the view, and then nobody waits for it."""
+        """As Sink.trouble. A backup that is away is dropped from the view; replies then do not wait for it."""
         return ""
 
     def close(self) -> None:

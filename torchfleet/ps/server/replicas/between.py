@@ -1,10 +1,10 @@
 """Messages between the two replicas of a server.
 
-FOLLOW    the backup asks to be filled; body: FollowBody. Nothing answers it but what follows
+FOLLOW    the backup asks for the state; body: FollowBody. It has no reply; APPEND messages follow
 APPEND    the primary sends an entry, or a piece of its state; without one it is a sign of life
-CONFIRM   the reply to APPEND: up to which message the backup has all. It comes by the primary's own channel, so that
-          it does not wait in line behind the workers' requests
-LOST      the launcher says that the process of the other one has ended; body: LostBody
+CONFIRM   the reply to APPEND: the backup has all messages up to this number. It arrives over the primary's own channel,
+          so it does not queue behind the workers' requests
+LOST      the launcher reports that the other replica's process has ended; body: LostBody
 """
 
 from __future__ import annotations

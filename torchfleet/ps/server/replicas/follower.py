@@ -1,4 +1,4 @@
-"""A replica that is not primary: it takes the primary's state and entries, and waits for the day that it is needed."""
+"""A replica that is not primary: it receives the primary's state and entries, and takes over when that is lost."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Follower:
         self._is_primary_lost |= body.is_about(self._primary)
 
     def tick(self, now: float) -> Fate:
-        """What is to be done. Raises FleetError if nobody is left who has the state."""
+        """Decide what to do next. Raises FleetError if no replica is left that has the state."""
         if now - self._looked > OWN_PAUSE:
-            self._heard = now  # it was not the primary that was silent: nobody listened
+            self._heard = now  # this process stood still; the primary may not have been silent
         self._looked = now
         with contextlib.suppress(CoordinatorUnreachable):  # it is asked again
             if not self._number:

@@ -1,4 +1,4 @@
-"""A replica that answers for its shard, alone or with a backup that has all that was acknowledged."""
+"""The replica that answers for its shard, alone or with a backup that has every acknowledged change."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Primary:
     def tick(self, now: float) -> None:
         """Signs of life; a backup that is silent is given up."""
         if now - self._looked > OWN_PAUSE:
-            self._heard = now  # nobody listened
+            self._heard = now  # this process stood still; the backup may not have been silent
         self._looked = now
         if now - self._renewed > RENEWAL:
             self._renewed = now
@@ -117,7 +117,7 @@ class Primary:
             self._join()
 
     def check_view(self) -> None:
-        """Somebody knows of a later term."""
+        """Read the view again, because a message had a later term."""
         with contextlib.suppress(CoordinatorUnreachable):
             view = self._coordinator.read(self._own.shard)
             if view is None or view.primary != self._own.name:
@@ -126,7 +126,7 @@ class Primary:
                 self._use(view)
 
     def end(self) -> None:
-        """The job is over: nobody is to take over."""
+        """End the job in the view, so that no replica takes over."""
         with contextlib.suppress(CoordinatorUnreachable):
             self._coordinator.replace(self._own.shard, self.view, self.view.over())
 
@@ -143,9 +143,10 @@ class Primary:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
 
     def _join(self) -> None:
-        """Name the new backup in the view, once it has all that anybody was told of.
+        """Name the new backup in the view, once it has every acknowledged change.
 
-        When it has the whole state, replies begin to wait for it; when it has what was told before that, it is named.
+        When it has the whole state, replies begin to wait for it. When it also has every change that was acknowledged
+        before that, the view names it.
         """
         sink = self._sink
         if sink is None or self.logged.is_copying:
@@ -173,7 +174,8 @@ class Primary:
         self._say(f"replica {replica_of(self._backup)} is gone; this one goes on alone (term {self.view.term})")
 
     def _replace(self, view: View) -> bool:
-        """Change the view. If another replica has, this one is deposed; if nobody knows, it is tried again."""
+        """Change the view. If another replica has changed it, this one is deposed. If the outcome is unknown, it is
+        tried again."""
         with contextlib.suppress(CoordinatorUnreachable):
             if self._coordinator.replace(self._own.shard, self.view, view):
                 self._use(view)

@@ -1,4 +1,4 @@
-"""A server that is one of two: primary or follower, one after the other. Stands between a transport and the server."""
+"""One of a server's two replicas, which may change from follower to primary. Stands between transport and server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Replica:
         connect: Callable[[int], Channel],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Claims the shard if nobody has it and this is its replica 0; else it will follow. Raises
+        """Claims the shard if it has no primary and this is replica 0; else this replica follows. Raises
         CoordinatorUnreachable."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
@@ -77,13 +77,13 @@ class Replica:
         return self._primary.logged.is_stopping and not is_new
 
     def begin(self) -> None:
-        """From now on it serves, or follows. A first primary lets nobody in before it has a backup."""
+        """Begin to serve, or to follow. A first primary refuses clients until it has a backup."""
         self._is_active = True
         if self._primary is not None:
             self._server.loading = _NO_BACKUP
 
     def end(self) -> None:
-        """It serves no longer; if that is because the job is over, nobody takes its place."""
+        """Stop serving. If the job is over, no replica takes over."""
         if self._primary is not None and self._primary.logged.is_stopping and not self.deposed:
             self._primary.end()
         for part in (self._primary, self._follower):
@@ -153,7 +153,7 @@ class Replica:
         return part.term if part is not None else 0
 
     def _claim(self) -> View | None:
-        """The view in which this replica is primary, if nobody was before, or only in a job that is over."""
+        """The view in which this replica is primary, if the shard had no primary, or only one of a job that is over."""
         before = self._coordinator.read(self._own.shard)
         is_free = before is None or (before.primary == ENDED and not self._own.restart)
         if self._own.replica or not is_free:

@@ -1,1 +1,1 @@
-"""All that a server owns."""
+"""The state of a server."""

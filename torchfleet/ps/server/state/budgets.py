@@ -1,7 +1,7 @@
-"""What clients may take of a server: bytes that are kept for one, requests that wait, rows that it creates, memory.
+"""Budgets of clients: bytes that the server keeps for a client, its waiting requests, its new rows, spare memory.
 
-A client is a connection (a peer of the transport). What waits is held in its name as long as something refers to it:
-the hold is an object that lives as long as what it counts.
+A client is a connection (a peer of the transport). A Hold charges the client's budget as long as the object lives, so
+it is stored with the data that it counts.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.tables.rows.memory import physical_bytes
 
-# Bytes of one client that wait, and of these and what was answered and is kept (pushes that are gathered, lists). A
-# single request may be larger, if nothing else is held for its client.
+# Bytes of one client's waiting requests, and of these plus answered data that is kept (gathered pushes, lists). A
+# single request may be larger if nothing else is held for its client.
 MAX_HELD, MAX_KEPT = 1 << 27, 1 << 28
 MAX_HELD_IN_ALL = 1 << 32
-MAX_WAITING = 64  # requests of one client
+MAX_WAITING = 64  # waiting requests of one client
 NEW_ROWS = "FLEET_MAX_NEW_ROWS"
 DEFAULT_NEW_ROWS = 10_000_000  # a second; more than a core can make
 BURST = 4.0  # seconds' worth of rows that may be created at once
-GROWTH = 2.0  # seconds for which a client is taken to go on creating rows
-_OVERHEAD = 1024  # bytes of a request beside its arrays
-LOOK = 0.25  # seconds between two looks at the memory that is left
-SHARE, MOST = 1 / 64, 1 << 30  # of all memory, and bytes: so much is not for new rows
+GROWTH = 2.0  # seconds for which a client is assumed to continue creating rows
+_OVERHEAD = 1024  # bytes of a request in addition to its arrays
+LOOK = 0.25  # seconds between two checks of the free memory
+SHARE, MOST = 1 / 64, 1 << 30  # share of all memory, and most bytes, that are reserved from new rows
 
 
 @dataclass(slots=True)
 class Account:
-    """What one client holds now, and when it may create rows again."""
+    """What the server holds for one client, and when the client may create rows again."""
 
     num_bytes: int = 0
     num_waiting: int = 0
-    spent_until: float = 0.0  # rows so far are paid for by then
-    grew_until: float = 0.0  # its pulls were mostly of new keys, and count as such until then
+    spent_until: float = 0.0  # time when the client's budget has paid for its rows so far
+    grew_until: float = 0.0  # until then, its pulls are expected to be mostly of new keys
 
     def is_idle(self, now: float) -> bool:
         return not self.num_bytes and max(self.spent_until, self.grew_until) <= now
 
 
 class Hold:
-    """Counts bytes for a client as long as it lives."""
+    """Charges bytes to a client's budget until it is deleted."""
 
     __slots__ = ("_accounts", "_num_bytes", "_num_waiting", "_peer")
 
@@ -56,24 +56,24 @@ class Hold:
 
 
 class Budgets:
-    """By client, those that hold something."""
+    """The accounts of all clients that the server holds something for."""
 
     def __init__(self, max_new_rows: float | None = None) -> None:
-        """`max_new_rows`: per client and second; None: FLEET_MAX_NEW_ROWS, or the default; 0: any number."""
+        """`max_new_rows`: per client and second; None: FLEET_MAX_NEW_ROWS, or the default; 0: unlimited."""
         self._accounts: dict[Peer, Account] = {}
         self._num_bytes = 0
         self._max_new_rows = _given_new_rows() if max_new_rows is None else max_new_rows
         self.memory = SpareMemory()
-        self.is_lenient = False  # no client is refused: what another server has taken in is only counted here
+        self.is_lenient = False  # only count, never refuse: another server has already accepted the requests
 
     def hold(self, request: Request, more: int = 0, waits: bool = True) -> None:
-        """Keep the request, and so many bytes `more` of its answer, in its client's name. `waits`: it is not answered
-        yet. Raises ServerBusy if that is too much; then nothing is kept."""
+        """Charge the request, and `more` bytes of its answer, to its client's budget. `waits`: it is not answered yet.
+        Raises ServerBusy, and charges nothing, if the budget has no room."""
         if request.hold is None:
             request.hold = self.take(request.peer, request.num_bytes + more, waits)
 
     def take(self, peer: Peer, num_bytes: int, waits: bool = False) -> Hold:
-        """As `hold`, for bytes that are kept beside a request."""
+        """As `hold`, for bytes that are not part of a request. The caller keeps the Hold."""
         account, num_bytes = self._accounts.get(peer, _NOTHING), num_bytes + _OVERHEAD
         if self.is_lenient:
             return Hold(self, peer, num_bytes, int(waits))
@@ -100,8 +100,8 @@ class Budgets:
             del self._accounts[peer]
 
     def check_new_rows(self, peer: Peer, now: float) -> None:
-        """Raise ServerBusy if this client has created too many rows in the last seconds, and TableError if there is no
-        memory for new rows."""
+        """Raise ServerBusy if this client has created too many rows recently, TableError if the server has no memory
+        for new rows."""
         if self.is_lenient:
             return
         account = self._accounts.get(peer)
@@ -119,30 +119,30 @@ class Budgets:
             account.spent_until = max(now, account.spent_until) + num_rows / self._max_new_rows
 
     def note_pull(self, peer: Peer, num_keys: int, num_rows: int, now: float) -> None:
-        """A pull of so many keys has created so many rows."""
+        """A pull of `num_keys` keys has created `num_rows` rows."""
         self.note_new_rows(peer, num_rows, now)
         if 2 * num_rows > num_keys:
             self._accounts.setdefault(peer, Account()).grew_until = now + GROWTH
 
     def is_growing(self, peer: Peer, now: float) -> bool:
-        """Whether this client's next pull is likely to create rows: one takes as long as many that are there."""
+        """Whether this client's next pull is likely to create rows, which takes much longer than reading rows."""
         account = self._accounts.get(peer)
         return account is not None and account.grew_until > now
 
     def forget_idle(self, now: float) -> None:
-        """Drop what is known of clients that hold nothing and have paid for their rows."""
+        """Drop the accounts of clients that hold nothing and have paid for their rows."""
         idle = [peer for peer, known in self._accounts.items() if known.is_idle(now)]
         for peer in idle:
             del self._accounts[peer]
 
     @property
     def num_bytes(self) -> int:
-        """That are held for all clients."""
+        """The bytes held for all clients."""
         return self._num_bytes
 
 
 class SpareMemory:
-    """The memory that is left. Clients cannot create rows to the end of all of it, in whatever number of tables."""
+    """Watches the free memory, so that new rows cannot exhaust it, however many tables they are in."""
 
     def __init__(self) -> None:
         self._reserve = min(MOST, int(physical_bytes() * SHARE))
@@ -150,7 +150,7 @@ class SpareMemory:
         self._left: int | None = None
 
     def check(self, now: float) -> None:
-        """Raise TableError if there is no memory for new rows. Where the system does not say what is left, there is."""
+        """Raise TableError if there is no memory for new rows. Never raises if the system does not report it."""
         if now - self._looked_at >= LOOK:
             self._left, self._looked_at = memory_left(), now
         if self._left is not None and self._left < self._reserve:

@@ -1,4 +1,4 @@
-"""Which rows changed since each worker last asked, by the pushes of the others (geo training)."""
+"""Keeps, for each worker, the rows that other workers changed since it last asked (geo training)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _NONE: Keys = np.empty(0, np.uint64)
 
 @dataclass(slots=True)
 class Record:
-    """One worker's list for one table. Repeats are dropped when it has doubled: it stays below twice the rows."""
+    """One worker's list of keys for one table. Duplicates are removed whenever it doubles, so it stays below twice the
+    number of rows."""
 
     pending: list[Keys] = field(default_factory=list)
-    sent: Keys = field(default_factory=lambda: _NONE)  # in the last reply, which may have got lost
+    sent: Keys = field(default_factory=lambda: _NONE)  # in the last reply, which may be lost
     num_pending: int = 0
     compact_at: int = 1 << 16
 
@@ -39,7 +40,7 @@ class Record:
 
 
 class Changes:
-    """Per worker and table, the keys that others changed. A worker is known from its first call of `since` on."""
+    """The keys that other workers changed, by worker and table. Recording begins with a worker's first `since`."""
 
     def __init__(self) -> None:
         self._records: dict[int, dict[int, Record]] = {}
@@ -48,13 +49,13 @@ class Changes:
 
     def note(self, table: int, keys: Keys, worker: int) -> None:
         """`worker` changed these rows."""
-        held = keys.copy()  # the request's memory is not ours to keep
+        held = keys.copy()  # the memory belongs to the request
         for other, records in self._records.items():
             if other != worker and len(keys):
                 records.setdefault(table, Record()).note(held)
 
     def export(self) -> list[Any]:
-        """All of it as plain values."""
+        """The state as plain values."""
         return [
             [
                 worker, self._numbers[worker], self._clients[worker],
@@ -64,7 +65,7 @@ class Changes:
         ]  # fmt: skip
 
     def restore(self, kept: list[Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._records, self._numbers, self._clients = {}, {}, {}
         for worker, number, client, records in kept:
             self._numbers[worker], self._clients[worker] = number, client
@@ -73,10 +74,10 @@ class Changes:
     def since(
         self, worker: int, received: int, most: dict[int, int], client: int = 0
     ) -> tuple[int, dict[int, Keys], int]:
-        """(number of this reply, changed keys by table, how many are left for the next one).
+        """(number of this reply, changed keys by table, number of keys left for the next reply).
 
-        `received`: the last reply that arrived; a client's first 0 starts anew, another one is a copy that may come
-        late. `most`: by table, how many keys there is room for.
+        `received`: the number of the last reply that the worker received. A client's first 0 resets its records; a
+        further 0 may be a late copy. `most`: the most keys to return, by table.
         """
         if worker not in self._records or (received == 0 and client != self._clients[worker]):
             self._records[worker], self._numbers[worker], self._clients[worker] = {}, 0, client

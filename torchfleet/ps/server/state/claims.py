@@ -1,4 +1,4 @@
-"""What a worker says of its job when it joins, and what the workers that are here have said."""
+"""Settings of the job that a worker sends when it joins, and those that the present workers agree on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VALUE)]
 
 
 class Claims(msgspec.Struct, forbid_unknown_fields=True):
-    """What a worker was told of its job, as far as others must have been told the same."""
+    """A worker's settings of the job that must be the same on all workers."""
 
     release: Name  # of torchfleet
-    server: int  # the number that this server has in the worker's list of addresses
+    server: int  # the index of this server in the worker's list of addresses
     num_servers: int
     strategy: Annotated[dict[Name, Value], msgspec.Meta(max_length=MAX_FIELDS)]
     tables: Annotated[list[TableSpec], msgspec.Meta(max_length=MAX_TABLES)]  # as this server has them
 
 
 class Agreement(msgspec.Struct):
-    """What the first of the workers that are here said. All others said the same."""
+    """The settings of the first present worker. All other present workers have the same."""
 
     worker: int
     num_workers: int

@@ -1,4 +1,4 @@
-"""What a server counts for people who watch it: requests, bytes, the keys asked for most, how busy its loop is."""
+"""Counters of a server for monitoring: requests, bytes, hot keys, load of the loop."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy.typing as npt
 
 _PAUSE = 0.05  # seconds between two samples of a table
 _NUM_KEYS = 64  # of one sample
-_MOST = 2048  # keys that are counted; beyond it the rarer half is forgotten
+_MOST = 2048  # keys that are counted; beyond it the rarer half is dropped
 _SHOWN = 8
 _LEAST = 3  # appearances in samples below which a key is not called hot
-_PERIOD = 1.0  # seconds that a share of busy time is taken over
+_PERIOD = 1.0  # seconds over which the load is measured
 
 
 class HotKeys:
-    """Counts of sampled keys, by table. A key's count is that of samples in which it was, not of all its pulls."""
+    """Counts of sampled keys, by table. A key's count is the number of samples that contain it, not of its pulls."""
 
     def __init__(self) -> None:
-        self.is_on = False  # only where somebody watches
+        self.is_on = False  # only if the server is monitored
         self._next: dict[str, float] = {}
         self._counts: dict[str, dict[int, int]] = {}
         self._random = np.random.default_rng()
 
     def note(self, table: str, keys: npt.NDArray[np.uint64]) -> None:
-        """A pull has asked for these, each once."""
+        """Sample the keys of a pull."""
         now = time.monotonic()
         if not len(keys) or now < self._next.get(table, 0.0):
             return
@@ -41,7 +41,7 @@ class HotKeys:
             self._counts[table] = {key: num // 2 for key, num in kept if num > 1}
 
     def top(self) -> dict[str, list[tuple[str, int]]]:
-        """By table, the keys seen most often and how often. A key is a text: JSON has no integers of 64 bits."""
+        """The most frequent keys and their counts, by table. Keys are strings: JSON has no 64-bit integers."""
         found: dict[str, list[tuple[str, int]]] = {}
         for table, counts in self._counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:_SHOWN]
@@ -51,14 +51,14 @@ class HotKeys:
 
 
 class LoopLoad:
-    """How busy a loop is: the share of time in which its thread computes. The thread that calls `look` is measured."""
+    """The load of a loop: the share of time in which its thread computes. Measures the thread that calls `look`."""
 
     def __init__(self) -> None:
         self.busy: float | None = None  # of the last period; None before the first is over
         self._wall = self._cpu = 0.0
 
     def look(self) -> None:
-        """Often: it costs a look at the clock, and once in a period one at the thread's time."""
+        """Measure. Call it often: it reads the clock, and once per period the thread's CPU time."""
         now = time.monotonic()
         if now - self._wall < _PERIOD:
             return
@@ -78,5 +78,5 @@ class Counters:
     bytes_in: int = 0  # of requests
     bytes_out: int = 0  # of replies
     hot_keys: HotKeys = field(default_factory=HotKeys)
-    load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
+    load: LoopLoad = field(default_factory=LoopLoad)  # measured only for a server with a loop
     started: float = field(default_factory=time.monotonic)

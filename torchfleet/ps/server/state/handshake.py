@@ -1,4 +1,4 @@
-"""What all workers and servers of a job must agree on: compared when a worker joins, refused by the name of it."""
+"""Compares the settings of a joining worker with the server's and other workers'. A refusal names the difference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHOWN = 500  # characters of what differs in a table
 
 
 def check_claims(state: State, worker: int, num_workers: int, claims: Claims, now: float) -> None:
-    """Raise RoleError for the first difference to this server, or to the workers that are here.
+    """Raise RoleError for the first difference from this server, or from the present workers.
 
-    If all of these have missed a sign of life it is ServerBusy: they may be what is left of an earlier run.
+    Raises ServerBusy instead if all present workers have missed a sign of life: they may belong to an earlier run.
     """
     if not 0 <= claims.server < claims.num_servers:
         raise WireError(f"a server's number is below that of servers, found {claims.server} of {claims.num_servers}")
@@ -31,7 +31,7 @@ def check_claims(state: State, worker: int, num_workers: int, claims: Claims, no
 
 
 def agree(state: State, worker: int, num_workers: int, claims: Claims, now: float) -> None:
-    """Keep what the first worker says; the next one's if all are gone that agreed to it."""
+    """Keep the claims of the first worker. If all workers that agreed to them are gone, keep the next worker's."""
     if state.meetings.agreement is None or state.meetings.presence.others(worker, now) == "gone":
         state.meetings.agreement = Agreement(worker, num_workers, claims)
 
@@ -55,14 +55,14 @@ def _check_server(state: State, worker: int, claims: Claims) -> None:
                 "processes the same FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST, in the same order."
             )
     tables = {table.spec.name: table.spec for table in state.tables.values()}
-    # A server that was started by itself has the tables of whoever came; one with a script has those of its model.
+    # A stand-alone server has the tables that its workers made; one that runs a script has those of its model.
     own = _unlike(claims.tables, tables, both=state.meetings.place is not None)
     if own:
         raise RoleError(_of_tables(worker, own, "this server has"))
 
 
 def _difference(worker: int, num_workers: int, claims: Claims, agreed: Agreement) -> str:
-    """What to tell a worker that was told something else than those before it; "": it was not."""
+    """The message for a worker whose claims differ from the agreement; "" if they do not."""
     first, other = agreed.claims, f"worker {agreed.worker} joined with"
     if num_workers != agreed.num_workers:
         return (
@@ -96,8 +96,8 @@ def _text(value: Value | None) -> str:
 
 
 def _unlike(specs: list[TableSpec], known: dict[str, TableSpec], both: bool) -> tuple[str, str, str] | None:
-    """The first table that differs: its name, what is said of it, and what is known. `both`: also one that only one
-    side has."""
+    """The first table that differs: its name, the worker's description, the known one. `both`: also report a table that
+    only one side has."""
     for spec in specs:
         there = known.get(spec.name)
         if there is None and both:

@@ -1,4 +1,4 @@
-"""The saves of a server: where they may go, which one a delta continues, and the last one that was made."""
+"""The saves of a server: the allowed folders, the save that a delta continues, and the last save."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchfleet.base.errors import CheckpointError
 class Chain:
     """The saves that a delta may continue, by their tokens."""
 
-    attempt: int = 0  # the last one that was made here; whether it came to be the model is not known yet
-    base: int = 0  # the one before, which is
+    attempt: int = 0  # the last save made here; it is not known yet whether it was committed
+    base: int = 0  # the save before it, which was committed
 
     def begin(self, token: int, parent: int, is_delta: bool) -> bool:
-        """A save that continues `parent`; returns whether the last attempt is on disk for good."""
+        """Begin a save that continues `parent`. Returns whether the last attempt was committed."""
         is_committed = parent != self.base or not parent
         if parent and parent == self.attempt:
             self.base = parent
@@ -32,11 +32,11 @@ class Chain:
 
 @dataclass
 class SavesMade:
-    """How many saves the server has made its part of, and the last one."""
+    """The number of saves that this server took part in, and data of the last one."""
 
     num: int = 0
     last_time: float = 0.0  # seconds since 1970
-    last_seconds: float = 0.0  # that it took
+    last_seconds: float = 0.0  # its duration
     last_rows: int = 0
     last_bytes: int = 0
     dirname: str = ""
@@ -44,7 +44,7 @@ class SavesMade:
 
 @dataclass
 class Saves:
-    """What a server knows of saved models."""
+    """A server's data about saved models."""
 
     roots: tuple[str, ...] = ()  # folders below which saves may be written; none: save_roots.py says where
     model: str = ""  # the saved model that was loaded

@@ -1,4 +1,4 @@
-"""What a server tells its launcher and Prometheus: docs/watching.md has the fields."""
+"""The status of a server for its launcher and Prometheus. docs/watching.md lists the fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchfleet.base.monitor.training_pace import RecentRates
 from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.state.state import State
 
-_FEW = 64  # tables of a server whose numbers are told one by one; of more, the largest
+_FEW = 64  # tables that are reported; if there are more, only the largest
 
 
 class Standing(Protocol):
@@ -25,7 +25,7 @@ class Standing(Protocol):
 
 
 class ServerStatus:
-    """Gathers what is known of a server, writes it to its status file, and serves it where FLEET_METRICS_PORT says."""
+    """Collects a server's status, writes it to the status file, and serves it at FLEET_METRICS_PORT."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class ServerStatus:
         replica: int = 0,
         standing: Standing | None = None,
     ) -> None:
-        """`status_file`: None for a server that has no launcher. Raises FleetError if the port cannot be had."""
+        """`status_file`: None for a server without a launcher. Raises FleetError if the port is not available."""
         self._state, self._standing = state, standing
         self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
         self._rates = RecentRates()
         state.counters.hot_keys.is_on = status_file is not None
 
     def write(self, now: bool = False) -> None:
-        """If it is time for it, or at once."""
+        """Write the status file if it is due, or at once if `now`."""
         self._file.write(now)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class ServerStatus:
 
 
 def name_of(command: int) -> str:
-    """Of a command, as labels have it."""
+    """The name of a command in labels."""
     return Command(command).name.lower() if command else "unknown"
 
 

@@ -1,8 +1,8 @@
-"""Which changes of which client have been applied: the memory that makes a repeated push harmless.
+"""Remembers which changes of each client have been applied, so that a repeated push is applied once.
 
-A client numbers its changes to one server 1, 2, 3, ... and says with each message below which number (the floor)
-all is settled. The server keeps the outcome of every change above the floor, and answers a repeat with it. A client is
-forgotten where room is needed, after its worker has left or a lease of silence; until then newcomers are refused.
+A client numbers its changes to one server 1, 2, 3, ... Each message has a floor: all changes below it are settled. The
+server keeps the outcome of every change from the floor on, and answers a repeat with it. If the server needs room, it
+forgets clients whose worker has left, or that were silent for LEASE seconds. If there are none, it refuses new clients.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchfleet.ps.net.packed import error_of
 MAX_CLIENTS = 1 << 16  # far more than a fleet has, far less than memory
 MAX_AHEAD = 1 << 12  # a client's changes above its floor
 MAX_OUTCOMES = 1 << 20  # of all clients
-FAIR_SHARE = MAX_OUTCOMES // MAX_CLIENTS  # outcomes that a client may have however many the others have
-MAX_REASONS = 16  # texts of refused changes that are kept per client, the latest ones
+FAIR_SHARE = MAX_OUTCOMES // MAX_CLIENTS  # outcomes that a client may always have, whatever the others use
+MAX_REASONS = 16  # the latest error texts of refused changes, kept per client
 LEASE = 3600.0  # seconds; a client repeats a request for minutes
 _ALL_SETTLED = 1 << 64  # a floor above every number
 _HIGHEST = _ALL_SETTLED - 1  # stands for it where it is kept
 
 
 class Outcome(Enum):
-    RUNNING = "running"  # taken in, its reply comes later
+    RUNNING = "running"  # accepted; the reply comes later
     APPLIED = "applied"
 
 
@@ -52,7 +52,7 @@ class Sessions:
     """Outcomes by client and sequence number; bounded."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[int, Session] = OrderedDict()  # the one idle longest first
+        self._sessions: OrderedDict[int, Session] = OrderedDict()  # the longest idle first
         self.num_outcomes = 0
 
     def __len__(self) -> int:
@@ -61,9 +61,9 @@ class Sessions:
     def begin(
         self, client: int, sequence: int, floor: int, now: float = 0.0, worker: int = 0, incarnation: int = 0
     ) -> Outcome | FleetError:
-        """What became of this change so far; RUNNING if it is new, or has been taken in but not answered.
+        """Begin a change, and return its outcome so far: RUNNING if it is new or not answered yet.
 
-        Raises ServerBusy if there is no room for another client or change: nothing is known of it then.
+        Raises ServerBusy, and records nothing, if there is no room for another client or change.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -76,7 +76,7 @@ class Sessions:
             session.floor = floor
             self._keep(session, {n: outcome for n, outcome in session.outcomes.items() if n >= floor})
         if sequence < session.floor:
-            return Outcome.APPLIED  # settled long ago; whoever asked has stopped listening
+            return Outcome.APPLIED  # settled long ago; the client no longer waits for the reply
         if sequence >= session.floor + MAX_AHEAD:
             raise WireError(f"change {sequence} is more than {MAX_AHEAD} ahead of the client's floor {session.floor}")
         if sequence not in session.outcomes:
@@ -100,17 +100,18 @@ class Sessions:
                     session.outcomes[forgotten] = REFUSED
 
     def is_running(self, client: int, sequence: int) -> bool:
-        """Whether this change has been taken in, and its reply is still owed."""
+        """Whether this change was accepted and is not answered yet."""
         session = self._sessions.get(client)
         return session is not None and session.outcomes.get(sequence) is Outcome.RUNNING
 
     def retract(self, client: int, sequence: int) -> None:
-        """A change that has begun is refused for now: it is new when it comes again."""
+        """Forget a change that has begun but is refused for now. A repeat counts as new."""
         del self._sessions[client].outcomes[sequence]
         self.num_outcomes -= 1
 
     def leave(self, worker: int, incarnation: int) -> None:
-        """The worker's process has left: whatever comes of its clients is a late copy. They are the first to go."""
+        """The worker's process has left. Later requests of its clients are late copies, and these clients are the first
+        to be forgotten."""
         gone = [
             (client, session)
             for client, session in self._sessions.items()
@@ -129,7 +130,7 @@ class Sessions:
         return sequence < session.floor or session.outcomes.get(sequence, Outcome.RUNNING) is not Outcome.RUNNING
 
     def export(self) -> list[Any]:
-        """All of it as plain values, the client idle longest first."""
+        """The state as plain values, the longest idle client first."""
         return [
             [
                 client, s.worker, s.incarnation, s.heard, min(s.floor, _HIGHEST), s.reasons,
@@ -139,7 +140,7 @@ class Sessions:
         ]  # fmt: skip
 
     def restore(self, kept: list[Any]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._sessions, self.num_outcomes = OrderedDict(), 0
         for client, worker, incarnation, heard, floor, reasons, outcomes in kept:
             session = self._sessions[client] = Session(worker, incarnation, heard, floor, reasons=list(reasons))

@@ -1,4 +1,4 @@
-"""The state of a server: its tables, and what it remembers of clients, workers, pushes, long work and saves."""
+"""The state of a server: its tables, clients, workers, pushes, long work and saves."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _nothing(text: str) -> None:
 
 
 def _monotonic() -> float:
-    return time.monotonic()  # looked up now: in a simulation it is another function
+    return time.monotonic()  # looked up at the call: a simulation replaces time.monotonic
 
 
 @dataclass
 class Pushes:
-    """Pushes that are not applied as they come, and what is known of those that were."""
+    """Pushes that are not applied on arrival, and counters of applied ones."""
 
-    step: dict[int, Request] = field(default_factory=dict)  # of the sync step under way, by worker
-    num_steps: int = 0  # steps of all workers that were made
-    gathered: list[Request] = field(default_factory=list)  # that wait for others to be one update with them
-    bound: Bound = field(default_factory=Bound)  # that wait so that no worker's values become too old
-    num_dropped: int = 0  # whose gradients of the network were too old
+    step: dict[int, Request] = field(default_factory=dict)  # of the current sync step, by worker
+    num_steps: int = 0  # sync steps made so far
+    gathered: list[Request] = field(default_factory=list)  # that wait to be applied in one update
+    bound: Bound = field(default_factory=Bound)  # that wait to bound the staleness of other workers
+    num_dropped: int = 0  # pushes whose dense gradients exceeded the maximum staleness
     changes: Changes = field(default_factory=Changes)  # rows that each worker has not seen yet (geo training)
 
 
@@ -49,7 +49,7 @@ class State:
     """All that a server owns."""
 
     max_table_bytes: int
-    num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
+    num_workers: int = 0  # the server stops when this many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)  # of the tables
     sessions: Sessions = field(default_factory=Sessions)
@@ -59,17 +59,17 @@ class State:
     work: WorkQueue = field(init=False)
     saves: Saves = field(default_factory=Saves)
     counters: Counters = field(default_factory=Counters)
-    finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)  # whose replies are to be sent
-    is_following: bool = False  # entries are applied that another server, or this one before, has made
+    finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)  # with replies to send
+    is_following: bool = False  # the server applies entries of another server, or of its own log
     is_stopping: bool = False
-    now: Callable[[], float] = _monotonic  # the time that the server goes by
-    say: Callable[[str], None] = _nothing  # a line for the server's log; one within a worker has none
+    now: Callable[[], float] = _monotonic  # the server's clock
+    say: Callable[[str], None] = _nothing  # writes a line to the server's log; a server within a worker has no log
 
     def __post_init__(self) -> None:
         self.work = WorkQueue(self.budgets)
 
     def finish(self, request: Request, result: Answer | FleetError) -> None:
-        """Answer a request, now or after it was told to wait. What became of a change is settled with that."""
+        """Answer a request, now or after it has waited. This settles the outcome of a change."""
         message = request.message
         if message.sequence and not isinstance(result, ServerBusy):
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
@@ -77,7 +77,7 @@ class State:
         self.finished.append((request, result))
 
     def add_table(self, spec: TableSpec) -> None:
-        """Make a table, unless there is one of this very description."""
+        """Make a table, unless there is one with the same description."""
         existing = self.tables.get(spec.number)
         if existing is not None and existing.spec != spec:
             there, asked = differences(existing.spec, spec)
@@ -92,14 +92,14 @@ class State:
             self.tables[spec.number] = make_table(spec, self.max_table_bytes, self.clock)
 
     def remake_tables(self) -> None:
-        """All tables as they were when they had just been made, and the clock of the machine."""
+        """Make all tables anew, empty, and return to the machine's clock."""
         self.clock = Clock()
         self.tables = {
             number: make_table(table.spec, self.max_table_bytes, self.clock) for number, table in self.tables.items()
         }
 
     def table(self, number: int) -> Table:
-        """The table that messages call by this number. Raises TableError."""
+        """The table with this number in messages. Raises TableError if there is none."""
         found = self.tables.get(number)
         if found is None:
             known = ", ".join(sorted(f"'{table.spec.name}'" for table in self.tables.values())) or "none"

@@ -1,4 +1,4 @@
-"""Work that is done in slices between requests: requests over whole tables, long pulls, and shrinks that are due."""
+"""Work that the server does in slices between requests: requests over whole tables, long pulls, scheduled shrinks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torchfleet.ps.server.layers import Result, Run
 from torchfleet.ps.server.state.budgets import Budgets
 from torchfleet.ps.tables.table import Table
 
-MAX_BEHIND = 16  # requests of a client that wait for its long pull
+MAX_BEHIND = 16  # requests of a client that may wait for its long pull
 MAX_BYTES_BEHIND = 1 << 25
 HOUR = 3600
 
 
 @dataclass
 class LongRequest:
-    """A request that is worked on in slices, or done: who is to be told, and what."""
+    """A request that the server does in slices, and its result once it is done."""
 
     request: Request
     result: Result = None
     work: Iterator[bool] | None = None  # until there is a result
-    due: list[int] = field(default_factory=list)  # of a new time: the tables that are shrunk for it, by number
-    dropped: dict[str, int] = field(default_factory=dict)  # of a shrink: rows so far, by table
+    due: list[int] = field(default_factory=list)  # of CLOCK: the numbers of the tables to shrink
+    dropped: dict[str, int] = field(default_factory=dict)  # of a shrink: rows dropped so far, by table
 
 
 class Schedule:
-    """When a server shrinks tables by itself: when the clock enters another period of `every_hours`.
+    """Decides when the server shrinks tables by itself: when the clock enters another period of `every_hours`.
 
-    Keeps the last period that each table has seen. A table's first period is no reason to shrink it.
+    Keeps the last period of each table. A table's first period does not cause a shrink.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class Schedule:
         return dict(self._periods)
 
     def restore(self, kept: dict[int, int]) -> None:
-        """What `export` gave."""
+        """Restore the state from the result of `export`."""
         self._periods = dict(kept)
 
     def is_news(self, tables: Iterable[Table], now: int) -> bool:
-        """Whether `note` would have anything to note."""
+        """Whether `note` would change anything."""
         for table in tables:
             every = table.spec.shrink.every_hours
             if every is not None and self._periods.get(table.spec.number) != int(now // (every * HOUR)):
@@ -55,7 +55,7 @@ class Schedule:
         return False
 
     def note(self, tables: Iterable[Table], now: int) -> list[Table]:
-        """It is `now`: returns the tables that are to be shrunk."""
+        """Set the time to `now`. Returns the tables to shrink."""
         due = []
         for table in tables:
             every = table.spec.shrink.every_hours
@@ -78,15 +78,15 @@ class Line:
 
 
 class LongPulls:
-    """Pulls of very many keys that are under way, by client: one slice of each in turn.
+    """The long pulls in progress, by client. They take turns, slice by slice.
 
-    A layer of the server (layers.py) while there is one: what its client asks meanwhile waits behind it.
+    A layer of the server (layers.py) while there are any: a client's later requests wait for its long pull.
     """
 
     def __init__(self, budgets: Budgets) -> None:
         self._budgets = budgets
         self.lines: dict[Peer, Line] = {}
-        self.switched: Callable[[], None] = lambda: None  # called when the first begins, and when the last has ended
+        self.switched: Callable[[], None] = lambda: None  # called when the first pull begins, and when the last ends
 
     def begin(self, peer: Peer, work: Iterator[bool]) -> None:
         self.lines[peer] = Line(work)
@@ -108,7 +108,7 @@ class LongPulls:
         return None
 
     def work(self) -> list[Request]:
-        """One slice of the pull that has waited longest; returns the requests that waited for it, if it is done."""
+        """Do one slice of the pull that has waited longest. If it is done, returns the requests that waited for it."""
         peer = next(iter(self.lines))
         line = self.lines.pop(peer)
         if next(line.work, None) is None:
@@ -118,17 +118,17 @@ class LongPulls:
         return []
 
     def clear(self) -> None:
-        """Give all of them up."""
+        """Drop all long pulls."""
         if self.lines:
             self.lines.clear()
             self.switched()
 
 
 class WorkQueue:
-    """All of it."""
+    """All work that the server does in slices."""
 
     def __init__(self, budgets: Budgets) -> None:
-        self.slices: deque[Iterator[bool]] = deque()  # each yields after a slice; Server.work says what
-        self.requests: dict[int, LongRequest] = {}  # over whole tables, by token: under way, and the last that are done
+        self.slices: deque[Iterator[bool]] = deque()  # each yields the result of Server.work after a slice
+        self.requests: dict[int, LongRequest] = {}  # over whole tables, by token: unfinished, and the last finished
         self.pulls = LongPulls(budgets)
         self.schedule = Schedule()
