@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.paths import ROOT
 from support.ranks import Ranks
 
-from torchfleet import collective
 from torchfleet.base.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS
 from torchfleet.collective.build import INCOMPATIBLE, ORDER
 
@@ -132,17 +131,6 @@ def test_every_field_and_key_is_among_those_of_paddle() -> None:
         *(key for keys in (*OBJECTS.values(), *CONFIGS.values()) for key in keys),
     }
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
-
-
-def test_the_architecture_names_every_file() -> None:
-    """A row names the folder with the first of its files; the others of the row are in the same folder."""
-    text = (DOCS.parent / "architecture.md").read_text()
-    named = set()
-    for row in re.findall(r"^\| `collective/[^|]*\|", text, re.MULTILINE):
-        first, *others = re.findall(r"`([\w/]+\.py)`", row)
-        named |= {first, *(str(Path(first).with_name(name)) for name in others)}
-    package = Path(collective.__file__).parent
-    assert named == {str(file.relative_to(package.parent)) for file in package.rglob("[!_]*.py")}
 
 
 @pytest.mark.parametrize(

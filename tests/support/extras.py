@@ -19,7 +19,6 @@ EXTRAS = {
     "accelerate": "transformers",
     "cloudpickle": "notebook",
     "confluent_kafka": "kafka",
-    "kubernetes": "k8s",
     "lightning": "lightning",
     "mlflow": "mlflow",
     "onnx": "onnx",

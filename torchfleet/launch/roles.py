@@ -144,16 +144,17 @@ def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> l
     """Return `num` different free ports: the first free ones of PORTS, starting at index `begin` or at a random one.
 
     Ephemeral ports are not used: the system could give them to outgoing connections before a server listens, or while
-    it restarts. Ports that this function gave to this user's processes in the last _CLAIMED seconds are not used
-    either: their servers may not listen yet. Raises RoleError if there are too few.
+    it restarts. Without `begin`, ports that this function gave to this user's processes in the last _CLAIMED seconds
+    are not used either: their servers may not listen yet. Raises RoleError if there are too few.
     """
+    is_random = begin is None
     begin = random.SystemRandom().randrange(len(PORTS)) if begin is None else begin
     found: list[int] = []
     for number in range(len(PORTS)):
         port = PORTS[(begin + number) % len(PORTS)]
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((host, port))
-            if _claim(port):
+            if not is_random or _claim(port):
                 found.append(port)
         if len(found) == num:
             return found

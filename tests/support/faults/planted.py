@@ -147,22 +147,22 @@ def patch_command(patch: Patch, command: Command, handler: Any) -> None:
 
 @bug("sync: a step is closed when one worker is missing", script="sync")
 def _(patch: Patch) -> None:
-    close = sync_step.close_sync_step
+    keep = sync_step.keep_for_step
 
-    def close_early(state: Any) -> None:
+    def close_early(state: Any, *arguments: Any) -> None:
         num, state.num_workers = state.num_workers, max(1, state.num_workers - 1)
         try:
-            close(state)
+            keep(state, *arguments)
         finally:
             state.num_workers = num
 
-    patch(sync_step, "close_sync_step", close_early)
+    patch(commands, "keep_for_step", close_early)
 
 
 @bug("sync: gradients are summed in the order in which they came", script="sync")
 def _(patch: Patch) -> None:
     mock_sorted = mock.patch.object(sync_step, "sorted", list, create=True)
-    patch(sync_step, "close_sync_step", _within(mock_sorted, sync_step.close_sync_step))
+    patch(sync_step, "_make_step", _within(mock_sorted, sync_step._make_step))
 
 
 def _within(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
