@@ -68,5 +68,5 @@ def _num_shards(parameter: torch.Tensor, world: World) -> float:
 
 
 def _shares(parameter: torch.Tensor) -> int:
-    """The number of ranks that share the float32 copies; 0 if this rank has no copy of the parameter."""
+    """How many ranks share out the float32 copies; 0 if another rank has this one's copy, 1 without copies."""
     return int(parameter.__dict__.get("fleet_shares", 1))

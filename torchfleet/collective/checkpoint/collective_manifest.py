@@ -141,7 +141,7 @@ def _contradictions(manifest: CollectiveManifest) -> Iterator[str]:
 
 
 def _wrong_pieces(tensor: SavedTensor, num_ranks: int) -> Iterator[str]:
-    """Yield the pieces of a tensor that lie outside of it or overlap, and whether elements are missing."""
+    """Yield what is wrong with the pieces of a tensor: unknown file, outside of the tensor, overlapping, incomplete."""
     what = f"'{tensor.name:.200}'"
     item = ITEM_BYTES.get(tensor.dtype, 0)
     if not item or not _is_shape(tensor.shape):

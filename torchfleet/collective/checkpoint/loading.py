@@ -120,8 +120,7 @@ class CollectiveLoad:
             self._targets.append(Target(copy if copy is not None and is_better else source, piece))
 
     def _saved_name(self, name: str) -> str:
-        """The name under which a parameter was saved: one of its names if it is tied; both across stages of a
-        pipeline."""
+        """The saved name of a parameter. A tied one was saved under one name; in a pipeline, under one per stage."""
         return name if name in self._saved else self.manifest.tied.get(name, name)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, strategies: Sequence[Strategy]) -> None:
