@@ -32,7 +32,7 @@ class JobSettings:
         self._world: World | None = None
 
     def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """Set the strategy, given to init, distributed_model or distributed_optimizer; a different second one is an
+        """Set the strategy; init, distributed_model or distributed_optimizer gives it. A different second one is an
         error."""
         if settings is None or settings == self._settings:
             return

@@ -18,7 +18,7 @@ from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 
-_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
+_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # key of configs → its axis
 _AS_OFTEN = ("amp", "sync_batch_norm")  # converting twice has no effect
 
 
@@ -99,8 +99,8 @@ class ModelAndOptimizer(JobSettings):
         return any(strategy.owns_gradients for strategy in self.strategies)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
-        """Refuse layers that shard themselves over all ranks, if a strategy replaces the data parallelism that they
-        rely on."""
+        """Refuse layers that shard themselves over all ranks if a strategy does without data parallelism for the
+        rest."""
         name = next((name for name, parameter in model.named_parameters() if is_local(parameter)), None)
         for strategy in self.strategies:
             if name is not None and not strategy.accepts_local_parameters:

@@ -16,8 +16,7 @@ def class_range(num: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
-    """Normally distributed values, independent of the rank that holds a class: every 1024 classes have their own
-    seed."""
+    """Normally distributed values, the same whichever rank holds a class: every 1024 classes have their own seed."""
     blocks = [torch.empty(0, dim)]
     for block in range(first // _ROWS_PER_SEED, math.ceil(past / _ROWS_PER_SEED) if past > first else 0):
         random = torch.Generator().manual_seed((seed << 32) + block)

@@ -38,8 +38,7 @@ class Attendance:
         is_one_lost: Callable[[], bool] | None = None,
         noun: str = "rank",
     ) -> None:
-        """`is_one_lost`: returns whether a rank has stopped sending heartbeats; None: ranks send them through the
-        store."""
+        """`is_one_lost`: whether a rank has stopped sending heartbeats; None: ranks send them through the store."""
         self._store, self._rank, self._size, self._timeout, self._noun = store, rank, size, timeout, noun
         self._is_one_lost = is_one_lost or self._is_one_silent
         self._gives_signs = is_one_lost is None

@@ -12,12 +12,12 @@ _END: Any = object()
 
 
 class Agreement:
-    """Exchanges which ranks have batches left. It has its own process group, because gradients of other batches are
-    exchanged at the same time."""
+    """Exchanges which ranks have batches left.
+
+    It has its own process group, because gradients of other batches are exchanged at the same time."""
 
     def __init__(self, rank: int, size: int, backend: str | None, noun: str = "rank") -> None:
-        """All ranks call it together. `backend`: None for that of the default group. `noun`: what errors call a
-        rank."""
+        """All ranks call it together. `backend`: None for the default group's. `noun`: what errors call a rank."""
         self._rank, self._size, self._noun = rank, size, noun
         self._group = dist.new_group(backend=backend)
 

@@ -44,7 +44,7 @@ class MicroBatches:
         return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
-        """The outputs of all micro-batches, concatenated along the first dimension, in the structure of the model's
+        """The outputs of all micro-batches, joined along the first dimension, in the structure of the model's
         output."""
         flat = [tree_flatten(output)[0] for output in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]

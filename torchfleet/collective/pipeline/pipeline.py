@@ -201,8 +201,7 @@ class Pipeline(Strategy):
         return traced
 
     def _explore(self, call: Callable[..., Any], inputs: Any) -> tuple[list[Shape], list[Shape]]:
-        """Run one micro-batch forward, stage by stage, to learn the shapes that stages exchange. It changes no
-        state."""
+        """Run one micro-batch forward, stage by stage, to learn the shapes that are sent. It changes no state."""
         incoming: list[Shape] = []
         received: list[torch.Tensor] = []
         device = self.world.device

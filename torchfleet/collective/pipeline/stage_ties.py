@@ -52,7 +52,7 @@ class StageTies:
         self._is_summed = False  # whether the gradients are summed at present
 
     def find(self, model: torch.nn.Module) -> None:
-        """Find the parameters after all strategies have converted the model, and mark them `fleet_copies` for total
+        """Find the parameters after all strategies have converted the model; mark them `fleet_copies` for total
         norms."""
         named = dict(model.named_parameters(remove_duplicate=False))
         for name, group, num in self._own:
@@ -68,8 +68,8 @@ class StageTies:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum the gradients of copies. Ranks of the pipeline call it together, when all gradients of a batch are
-        computed."""
+        """Sum the gradients of copies. Ranks of the pipeline call it together, when a batch's gradients are
+        complete."""
         for parameter, group, _ in self._tied:
             if not parameter.requires_grad:
                 continue

@@ -163,8 +163,7 @@ def stage_of_modules(model: torch.nn.Module, first: Sequence[str]) -> dict[str, 
 
 
 def is_cut_in_chain(model: torch.nn.Module, first: Sequence[str]) -> bool:
-    """Whether every stage of a Sequential begins with one of the modules that it runs, so that it need not be
-    traced."""
+    """Whether every stage of a Sequential begins with one of the modules it runs, so that tracing is not needed."""
     units = chain(model)
     return all(any(unit == name or unit.startswith(name + ".") for unit in units) for name in first)
 
