@@ -32,8 +32,7 @@ class JobSettings:
         self._world: World | None = None
 
     def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """Set the strategy; init, distributed_model or distributed_optimizer gives it. A different second one is an
-        error."""
+        """Set the strategy, from init, distributed_model or distributed_optimizer; another later one is an error."""
         if settings is None or settings == self._settings:
             return
         if self._settings is not None and not self._is_assumed:

@@ -99,8 +99,7 @@ class ModelAndOptimizer(JobSettings):
         return any(strategy.owns_gradients for strategy in self.strategies)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
-        """Refuse layers that shard themselves over all ranks if a strategy does without data parallelism for the
-        rest."""
+        """Refuse layers that shard themselves over all ranks under strategies that do not support them."""
         name = next((name for name, parameter in model.named_parameters() if is_local(parameter)), None)
         for strategy in self.strategies:
             if name is not None and not strategy.accepts_local_parameters:

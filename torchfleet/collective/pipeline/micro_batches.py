@@ -44,8 +44,7 @@ class MicroBatches:
         return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
-        """The outputs of all micro-batches, joined along the first dimension, in the structure of the model's
-        output."""
+        """The outputs of all micro-batches, joined along the first dimension, in the structure of the model's."""
         flat = [tree_flatten(output)[0] for output in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]
         return tree_unflatten([_join(leaves) for leaves in zip(*flat, strict=True)], structure)

@@ -52,8 +52,7 @@ class StageTies:
         self._is_summed = False  # whether the gradients are summed at present
 
     def find(self, model: torch.nn.Module) -> None:
-        """Find the parameters after all strategies have converted the model; mark them `fleet_copies` for total
-        norms."""
+        """Find the parameters in the model that all strategies have converted; mark them `fleet_copies` for norms."""
         named = dict(model.named_parameters(remove_duplicate=False))
         for name, group, num in self._own:
             named[name].fleet_copies = num  # type: ignore[attr-defined]
@@ -68,8 +67,7 @@ class StageTies:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum the gradients of copies. Ranks of the pipeline call it together, when a batch's gradients are
-        complete."""
+        """Sum the gradients of copies after a batch. Ranks of the pipeline call it together."""
         for parameter, group, _ in self._tied:
             if not parameter.requires_grad:
                 continue

@@ -184,8 +184,7 @@ class _Wiring:
         return self.stages.index(node), 0
 
     def crossing(self, index: int) -> list[Value]:
-        """Values of stages up to `index` that later stages or the model's output need; for the last, the model's
-        outputs."""
+        """Values of stages up to `index` that later stages or the output need; for the last, the model's outputs."""
         if index == len(self.stages) - 1:
             return self._outputs
         needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]

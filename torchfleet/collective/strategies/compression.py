@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 _SAMPLE = 1 << 14  # smallest sample for the estimate of the bound
-_SAMPLED = 64  # every so-manieth value is sampled, at most
+_SAMPLED = 64  # largest distance between sampled values
 
 
 def num_sent(num_values: int, sparsity: float) -> int:
@@ -43,7 +43,7 @@ def _top(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 def _bound(sizes: torch.Tensor, count: int) -> float:
     """A bound that, estimated from a sample, `count` values plus four standard deviations reach."""
-    step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd: in step with no width of a layer that is a power of 2
+    step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd, to differ from layer widths that are powers of 2
     sample = sizes[::step]
     expected = count / step
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4
@@ -86,8 +86,7 @@ class Residual:
         flat(self.unsent).add_(velocity)
 
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` largest values of v and their indices. They are cleared in v, and in u (momentum factor
-        masking)."""
+        """The `count` largest values of v and their indices; they become 0 in v, and in u (momentum factor masking)."""
         unsent = flat(self.unsent)
         indices = largest(unsent, count)
         values = unsent[indices]

@@ -228,8 +228,7 @@ class DgcMomentum(torch.optim.SGD):
 
 
 def sparsity_at(step: int, num_steps: int, values: Sequence[float]) -> float:
-    """The sparsity at `step`, counted from the start of the ramp: 0 before it, then `values` in turn over
-    `num_steps`."""
+    """The sparsity at `step`, counted from the start of the ramp: first 0, then `values` in turn over `num_steps`."""
     return 0.0 if step < 0 else float(values[min(step * len(values) // num_steps, len(values) - 1)])
 
 
