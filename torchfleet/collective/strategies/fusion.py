@@ -198,7 +198,7 @@ def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     fits = all(parameter.device.type in kinds and parameter.is_floating_point() for parameter in parameters)
-    if any(hasattr(parameter, "placements") for parameter in parameters):  # cut: torch has no other kernels for them
+    if any(hasattr(parameter, "placements") for parameter in parameters):  # sharded: no other kernels exist for them
         fits = fits and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     return fits and not any(group.get("differentiable") for group in groups)
 

@@ -87,8 +87,7 @@ class LocalSGD(Strategy):
         average(self._parameters(), [self._axis], self._bucket_bytes)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        """The parameters that data parallelism keeps equal on all ranks (all but those of layers sharded over the
-        ranks)."""
+        """The parameters that data parallelism keeps equal on all ranks (not those of layers sharded over ranks)."""
         for group in self._groups:
             yield from (parameter.detach() for parameter in group["params"] if parameter in self._common)
 
@@ -109,8 +108,7 @@ class LocalSGD(Strategy):
                 yield from (module.running_mean, module.running_var)
 
     def _momenta(self) -> Iterator[torch.Tensor]:
-        """All momentum buffers, in the order of the groups; zeros where this rank has none yet (amp skipped its
-        steps)."""
+        """All momentum buffers, in the order of the groups; zeros if this rank has none yet (amp skipped its steps)."""
         for group in self._groups:
             for parameter in group["params"]:
                 if group["momentum"] and parameter.requires_grad and parameter in self._common:

@@ -42,7 +42,7 @@ from torchfleet.collective.tensors.local_tensors import shards
 from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
 
-_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are so anyway
+_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are anyway
 
 
 class Amp(Strategy):

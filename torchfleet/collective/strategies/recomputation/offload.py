@@ -157,8 +157,7 @@ class Offload:
         kept.event = self._copy(kept.host, pieces)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-        """Copy on the side stream, after all work queued on the compute stream, which made the source and used the
-        memory."""
+        """Copy on the side stream, after the work queued on the compute stream, which made the source."""
         if self._side is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
