@@ -57,7 +57,7 @@ class Strategy:
     field = ""
     owns_gradients = False  # exchanges gradients itself; the job then has no DistributedDataParallel
     registers_hook = False  # `attach` registers a communication hook: one rank has DistributedDataParallel too
-    accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which are each rank's own
+    accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which each rank owns
     has_own_backward = False  # runs the model's backward passes itself; `begin_backward` of all is then called
     replaces_parameters = False  # `convert` replaces them by DTensors: they are sharded before they have values
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
@@ -87,8 +87,8 @@ class Strategy:
         return call
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Called with the job's DistributedDataParallel. At most one strategy of a job registers how buckets are
-        exchanged."""
+        """Called with the job's DistributedDataParallel. At most one strategy of a job registers a communication
+        hook."""
 
     def runner(self) -> Runner | None:
         """The runner that runs batches instead of the model's forward. At most one strategy of a job has one."""
@@ -138,7 +138,7 @@ class Strategy:
         return True
 
     def before_step(self) -> bool:
-        """Called when gradients are complete and exchanged. False: skip this step (zero_grad still clears the
+        """Called when gradients are complete and exchanged. False: skip the step (zero_grad still clears the
         gradients)."""
         return True
 

@@ -177,8 +177,7 @@ class World:
         return data.rank * sharding.size + sharding.rank, data.size * sharding.size
 
     def groups(self, size: int) -> dist.ProcessGroup:
-        """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, and so on. All ranks call it
-        together."""
+        """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, ... All ranks call it together."""
         return self._own([list(range(start, start + size)) for start in range(0, self.size, size)])
 
     def groups_across(self, size: int) -> dist.ProcessGroup:
