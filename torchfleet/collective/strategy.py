@@ -87,8 +87,7 @@ class Strategy:
         return call
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Called with the job's DistributedDataParallel. At most one strategy of a job registers a communication
-        hook."""
+        """Called with the job's DistributedDataParallel. At most one strategy registers a communication hook."""
 
     def runner(self) -> Runner | None:
         """The runner that runs batches instead of the model's forward. At most one strategy of a job has one."""
@@ -138,8 +137,7 @@ class Strategy:
         return True
 
     def before_step(self) -> bool:
-        """Called when gradients are complete and exchanged. False: skip the step (zero_grad still clears the
-        gradients)."""
+        """Called when gradients are complete and exchanged. False: skip the step (zero_grad still clears gradients)."""
         return True
 
     def after_step(self) -> None:

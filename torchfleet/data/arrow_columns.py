@@ -1,5 +1,4 @@
-"""Arrow columns as slots. Values that already have the slot's dtype are not copied: tensors are views of Arrow's
-memory."""
+"""Arrow columns as slots. Values that already have the slot's dtype are not copied: tensors view Arrow's memory."""
 
 from __future__ import annotations
 
@@ -185,8 +184,10 @@ def _decoded(array: Any) -> Any:
 
 
 class _Memory:
-    """Arrow's memory in numpy's interface. It is not marked as read-only, which torch would warn about in every batch;
-    docs/data.md says that batches must not be written to."""
+    """Arrow's memory in numpy's interface.
+
+    It is not marked as read-only, which torch would warn about in every batch; docs/data.md says that batches must not
+    be written to."""
 
     def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
         self._kept = array.buffers()[1]

@@ -32,8 +32,7 @@ class Feed(Generic[Item]):
         size: int,
         closing: threading.Event | None = None,
     ) -> None:
-        """`closing` is set when the makers must end: for makers that wait for something other than room in the
-        queue."""
+        """`closing` is set when the makers must end: for makers that wait for something other than queue space."""
         self._items: deque[Item] = deque()
         self._size = size
         self._changed = threading.Condition()

@@ -161,8 +161,7 @@ class Account:
                 self._lines.append(f"  {num:,}, the first: {first}")
 
     def note_file(self, path: str, num: int) -> None:
-        """Record the number of samples of a file that was read to the end; a file that is listed twice is read
-        twice."""
+        """Record the number of samples of a file that was read to the end; a file listed twice is read twice."""
         with self._lock:
             self.num_samples[path] = self.num_samples.get(path, 0) + num
 
@@ -190,8 +189,7 @@ class Reading(Generic[Samples]):
         self.closing = threading.Event()
 
     def run(self, reader: SampleReader[Samples], put: Callable[[FileBatch], None]) -> None:
-        """Run one thread: read files, one after another. The last thread to end batches the remaining rows of all
-        threads."""
+        """Run one thread, which reads files one after another. The last thread to end batches all remaining rows."""
         cutter = self._make_cutter(put)
         while (path := self._files.take()) is not None:
             if path:

@@ -31,7 +31,7 @@ from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.reading.streams import check_files
 from torchfleet.data.slots import Batch, Slot
 
-LEASE = 30.0  # seconds without heartbeats after which other workers get a worker's files
+LEASE = 30.0  # seconds of silence after which a worker's files go to others
 
 
 class QueueDataset(Dataset):
@@ -50,8 +50,8 @@ class QueueDataset(Dataset):
     ) -> None:
         """The files of this worker; with `dynamic`, the files of all workers, which take them one after another.
 
-        `name` distinguishes the dynamic lists of a job. A worker without heartbeats for `lease` seconds loses its files
-        to other workers.
+        `name` distinguishes the dynamic lists of a job. If a worker is silent for `lease` seconds, its files go to
+        others.
         """
         if not isinstance(lease, (int, float)) or not 0.1 <= lease <= 86400:
             raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease!r}")
@@ -149,8 +149,7 @@ class _Settled:
 
 
 class FileBatches(torch.utils.data.IterableDataset[Batch]):
-    """Yields whole batches: use DataLoader(..., batch_size=None). With num_workers, each process reads its share of
-    files."""
+    """Yields whole batches: use DataLoader(..., batch_size=None). With num_workers, each process reads its share."""
 
     def __init__(
         self,

@@ -99,8 +99,7 @@ def _agree(store: Store, workers: WorkerGroup, seed: int | None) -> tuple[npt.ND
 
 
 def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """flows[i, j]: how many samples go from worker i to worker j, as in a random permutation split into equal
-    shares."""
+    """flows[i, j]: how many samples go from worker i to worker j, as in a random permutation in equal shares."""
     num = len(numbers)
     total = int(numbers.sum())
     room = np.full(num, total // num) + (np.arange(num) < total % num)

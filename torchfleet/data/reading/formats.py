@@ -149,8 +149,7 @@ class MultiSlotParser(Parser):
         return self._settle_hard(array, int(num))
 
     def _settle_hard(self, array: Bytes, num: int) -> int:
-        """Convert the numbers that the kernel left to Python. A number out of float32's range makes its line
-        malformed."""
+        """Convert the numbers that the kernel left to Python. One out of float32's range makes its line malformed."""
         floats = self._words.view(np.float32)
         for word, byte, row, line, slot in self._hard[: self.result[text.NUM_HARD]].tolist():
             value = float(_token_at(array, byte))

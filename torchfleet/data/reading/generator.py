@@ -26,8 +26,7 @@ class DataGenerator:
         self._batch = batch_size
 
     def generate_sample(self, line: str | None) -> Callable[[], Iterable[Any]]:
-        """Returns a function whose iterator yields the line's samples: lists of (name, values). The user implements
-        it."""
+        """Returns a function whose iterator yields the line's samples: lists of (name, values). Users implement it."""
         raise NotImplementedError(f"{type(self).__name__}.generate_sample(line) is to return a function that yields")
 
     def generate_batch(self, samples: list[Any]) -> Callable[[], Iterable[Any]]:
@@ -39,8 +38,7 @@ class DataGenerator:
         return same
 
     def run_from_stdin(self) -> None:
-        """Print the samples of every line of stdin. A line that fails ends it, or is reported if bad lines are
-        skipped."""
+        """Print the samples of every line of stdin. A failing line ends it, or is reported if bad lines are skipped."""
         skip = os.environ.get("FLEET_ON_BAD_LINE") == "skip"
         out = sys.stdout
         for stream in (sys.stdin, out):
