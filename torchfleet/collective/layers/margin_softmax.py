@@ -15,7 +15,7 @@ loss_type  "arcface": m2 = 0.5   (Deng et al. 2019, ArcFace);   "cosface": m3 = 
            "softmax": z = x·w, no scale and no margin
 Composes with data parallelism and what acts on it (amp, recompute, gradient_merge, sharding, lars, lamb): the weights
 are each rank's own and take no part in the exchange of gradients (lars and lamb take the norm of a rank's shard). Not
-with pipeline, tensor_parallel, dgc or localsgd. First values do not depend on the number of ranks.
+with pipeline, tensor_parallel, dgc or localsgd. Initial values do not depend on the number of ranks.
 """
 
 from __future__ import annotations
