@@ -12,9 +12,9 @@ from torchfleet.collective.world import Axis
 
 
 def buckets(tensors: Iterable[torch.Tensor], max_bytes: float = math.inf) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one type each, in their order, together up to `max_bytes`; a larger tensor by itself.
+    """Group tensors into buckets of one dtype, in order, of up to `max_bytes` each; a larger tensor has its own bucket.
 
-    The same on all ranks whose tensors have the same shapes and types.
+    The buckets are the same on all ranks whose tensors have the same shapes and dtypes.
     """
     filling: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}
@@ -31,9 +31,9 @@ def buckets(tensors: Iterable[torch.Tensor], max_bytes: float = math.inf) -> Ite
 
 @torch.no_grad()
 def average(tensors: Iterable[torch.Tensor], axes: Sequence[Axis], max_bytes: float) -> None:
-    """The mean over the ranks along `axes`, in place; one all-reduce per bucket and axis.
+    """Replace tensors in place by their mean over the ranks along `axes`; one all-reduce per bucket and axis.
 
-    Ranks along the axes call it together. None of the axes may have one rank only.
+    All ranks along the axes call it together. Each axis must have more than one rank.
     """
     for bucket in buckets(tensors, max_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])

@@ -58,7 +58,7 @@ _OWN_EXCHANGE = "exchanges gradients in its own way"
 _RULE = "both replace the optimizer's rule"
 _SGD = "the one has a rule of its own, and the other needs plain SGD"
 
-# Pairs that cannot be had together, and why.
+# Pairs of strategies that cannot be combined, and why.
 INCOMPATIBLE: Mapping[tuple[str, str], str] = {
     ("dgc", "fp16_allreduce"): _HOOK,
     ("dgc", "use_hierarchical_allreduce"): _HOOK,
@@ -88,7 +88,7 @@ _NOT_FROM_STAGE_2 = ("fp16_allreduce", "use_hierarchical_allreduce", "nccl_comm_
 
 
 def check(settings: DistributedStrategy) -> None:
-    """Contradictions of a collective job, each an error that names both fields and the way out."""
+    """Check a collective job for contradicting settings; each error names both fields and the fix."""
     if settings.a_sync:
         raise StrategyError("a_sync=True is a mode of parameter servers, and this job is collective: leave it out")
     if not settings.is_default("sync_mean"):
@@ -97,7 +97,7 @@ def check(settings: DistributedStrategy) -> None:
 
 
 def check_together(settings: DistributedStrategy) -> None:
-    """Strategies that exclude each other, and settings that would do nothing."""
+    """Check for strategies that exclude each other, and for settings that would have no effect."""
     for (field, other), reason in INCOMPATIBLE.items():
         if _is_on(settings, field) and _is_on(settings, other):
             raise StrategyError(f"{field} and {other} cannot be used together: {reason}. Leave one of them out.")
@@ -116,7 +116,7 @@ def check_together(settings: DistributedStrategy) -> None:
 
 
 def _check_idle(settings: DistributedStrategy) -> None:
-    """Settings that would have no effect beside others."""
+    """Check for settings that have no effect in combination with others."""
     idle = {
         "sync_nccl_allreduce": (settings.nccl_comm_num == 1, "nccl_comm_num=1: one communicator works in order anyway"),
         "hierarchical_allreduce_inter_nranks": (
@@ -134,7 +134,7 @@ def _check_idle(settings: DistributedStrategy) -> None:
 
 
 def _without_backward_exchange(settings: DistributedStrategy) -> tuple[bool, str]:
-    """Whether no buckets travel beside backward, and what is the reason."""
+    """Whether backward exchanges no buckets, and the reason."""
     found = [f"{name}=True" for name in ("pipeline", "tensor_parallel") if getattr(settings, name)]
     if settings.sharding and settings.sharding_configs.stage > 1:
         found.append(f"sharding (stage {settings.sharding_configs.stage})")

@@ -2,8 +2,9 @@
 
     total = sqrt(Σ_r Σ_{g on rank r} ‖g‖² / copies(g)),    g ← g · min(1, max_norm / (total + 1e-6))
 
-where copies(g) ranks hold the very same shard of a gradient. One number is exchanged. Where every rank has the whole
-model this is torch.nn.utils.clip_grad_norm_, which sees the gradients of one rank alone. Source: Pascanu et al. 2013.
+where copies(g) ranks hold the same shard of a gradient. The ranks exchange one number. If every rank has the whole
+model, this equals torch.nn.utils.clip_grad_norm_, which sees only the gradients of its own rank. Source: Pascanu et al.
+2013.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Key = TypeVar("Key")
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
-    """Clip in place, between backward and step; returns the norm there was. All ranks call it together.
+    """Clip in place, between backward and step; returns the norm before clipping. All ranks call it together.
 
-    Nothing is waited for: the norm and the factor stay on the device.
+    The host does not wait for the device: the norm and the factor stay there.
     """
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
@@ -47,7 +48,7 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
 
 
 def _grouped(tensors: list[torch.Tensor], keys: list[Key]) -> Iterable[tuple[Key, list[torch.Tensor]]]:
-    """The tensors of each key. torch's functions for lists of tensors are fast for those of one kind."""
+    """Group tensors by key. torch's foreach functions are fast for tensors of one device and dtype."""
     found: dict[Key, list[torch.Tensor]] = {}
     for key, tensor in zip(keys, tensors, strict=True):
         found.setdefault(key, []).append(tensor)
@@ -55,11 +56,11 @@ def _grouped(tensors: list[torch.Tensor], keys: list[Key]) -> Iterable[tuple[Key
 
 
 def _num_shards(parameter: torch.Tensor, world: World) -> float:
-    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model.
+    """The number of shards, each on equally many ranks; a stage of a pipeline is a shard of the model.
 
-    Of a parameter that several stages have (`fleet_copies`) the copies count as one.
+    The copies of a parameter that several stages have (`fleet_copies`) count as one.
     """
-    marks = parameter.__dict__  # getattr is slow for what is not there
+    marks = parameter.__dict__  # getattr is slow for missing attributes
     if "fleet_piece" in marks:
         return float(marks["fleet_piece"][2])
     copies: int = marks.get("fleet_copies", 1)
@@ -67,5 +68,5 @@ def _num_shards(parameter: torch.Tensor, world: World) -> float:
 
 
 def _shares(parameter: torch.Tensor) -> int:
-    """Among how many ranks the copies in float32 are dealt out, of which this is one; 0 without a copy here."""
+    """How many ranks share out the float32 copies; 0 if another rank has this one's copy, 1 without copies."""
     return int(parameter.__dict__.get("fleet_shares", 1))

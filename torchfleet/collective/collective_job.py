@@ -32,11 +32,11 @@ from torchfleet.collective.world import begun
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
 
-_PATIENCE = 10.0  # seconds that a job which is given up waits for its save
+_PATIENCE = 10.0  # seconds that an aborted job waits for its save
 
 
 class CollectiveJob(ModelAndOptimizer):
-    """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
+    """Model, optimizer and strategies of a rank. The ranks meet once the strategy is known."""
 
     def __init__(self, info: RoleInfo, settings: DistributedStrategy | None) -> None:
         super().__init__(info)
@@ -55,7 +55,7 @@ class CollectiveJob(ModelAndOptimizer):
             self._begin()
 
     def _optimizer_made(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
-        """Steps are counted and traced, and a rank that waits in one is known to those whose loops are over."""
+        """Count and trace steps, and let ranks whose loops are over know when this rank waits in a step."""
         info = self.info
         name = ProcessName("rank", info.worker_index, info.num_workers, 0, secrets.randbits(63), self.mode)
         self._tracing = StepTracing(name, model, [optimizer], folder_of(info.status_file), trace_every())
@@ -125,7 +125,7 @@ class CollectiveJob(ModelAndOptimizer):
             self._world.close(alone=True)
 
     def write_last(self) -> None:
-        """The last steps count, too: most scripts of ranks end without fleet.stop_worker()."""
+        """Write the last report at exit: most scripts of ranks end without fleet.stop_worker()."""
         if not self._is_over:
             self._status.write(now=True)
 
@@ -165,11 +165,11 @@ class CollectiveJob(ModelAndOptimizer):
         return planned.number
 
     def is_asked_to_stop(self) -> bool:
-        """Whether any rank is: all of them end after the same step."""
+        """Whether any rank is asked to stop: all ranks stop after the same step."""
         return any(self.gather("fleet.stop_if_asked", b"1" if stop_request.has_come() else b""))
 
     def _finish_save(self, timeout: float | None = None) -> None:
-        """Wait for a save that is written beside training; its error, if any, is raised here."""
+        """Wait for a background save; raises its error, if any."""
         if self._saves is not None:
             self._saves.finish(timeout)
 
@@ -189,7 +189,7 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.model, self.optimizer
 
-    # What fleet.py calls on every kind of job (torchfleet/api/job/protocol.py), beside the methods above
+    # The methods that fleet.py calls on every kind of job (torchfleet/api/job/protocol.py), in addition to those above
 
     @property
     def mode(self) -> str:
@@ -204,7 +204,7 @@ class CollectiveJob(ModelAndOptimizer):
         return self.world.data_shard
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
-        """As it is: every step is a global one."""
+        """Returns the scheduler unchanged: every step is a global one."""
         return scheduler
 
     def barrier(self) -> None:
@@ -212,7 +212,7 @@ class CollectiveJob(ModelAndOptimizer):
         self.world.barrier()
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
-        """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
+        """The data of every rank, in rank order. All ranks call it in the same order, so `name` is not needed."""
         if comm_world == "server":
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
@@ -220,6 +220,6 @@ class CollectiveJob(ModelAndOptimizer):
 
 
 def _write_last(job: weakref.ref[CollectiveJob], pid: int) -> None:
-    """When the process ends; not one that was forked from it, which has nothing to report."""
+    """At the exit of this process, but not of processes forked from it, which have nothing to report."""
     if os.getpid() == pid and (found := job()) is not None:
         found.write_last()

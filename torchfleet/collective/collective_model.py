@@ -18,9 +18,10 @@ from torchfleet.collective.tensors.outputs import tensors
 
 
 class CollectiveModel(torch.nn.Module):
-    """The model, run by all ranks together. `module` is the user's own; names of parameters and states are its names.
+    """The model, run by all ranks together. `module` is the user's own, and names of parameters and states are its
+    names.
 
-    `train_batch` and `eval_batch` work under every strategy; under `pipeline` they are the way to run the model.
+    `train_batch` and `eval_batch` work under every strategy; under `pipeline` they are the only way to run the model.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class CollectiveModel(torch.nn.Module):
         self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
         self.clear: Callable[[bool], None] | None = None  # the optimizer's zero_grad, once there is one
         self._share_buffers = share_buffers
-        self._is_trained = False  # since the buffers were last alike on all ranks
-        # With the signature of the user's: trainers look up there what a model takes.
+        self._is_trained = False  # since the buffers were last equal on all ranks
+        # Keeps the signature of the user's forward: trainers inspect it to learn the model's arguments.
         self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
         self.train(self.module.training)
 
@@ -71,16 +72,16 @@ class CollectiveModel(torch.nn.Module):
         return outputs
 
     def _watch_backward(self, outputs: Any, call: Callable[[], object]) -> None:
-        """A model in evaluation is seldom trained: only a backward pass tells."""
+        """Call `call` in backward: in evaluation mode, only a backward pass shows that the model is trained."""
         found = next((tensor for tensor in tensors(outputs) if tensor.requires_grad), None)
         if found is not None:
             found.register_hook(lambda _: _done(call))  # type: ignore[no-untyped-call]
 
     def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
-        """Forward and backward of one batch; the loss, which in a pipeline only the last stage has (None elsewhere).
+        """Run forward and backward of one batch; returns the loss (in a pipeline on the last stage, None elsewhere).
 
-        `inputs` is what the model is called with: a tensor, or a tuple of them. `loss_fn(output, target)` returns a
-        mean over samples.
+        `inputs` are the model's arguments: a tensor, or a tuple of them. `loss_fn(output, target)` returns a mean over
+        samples.
         """
         if self._runner is not None:
             self._begin()
@@ -110,9 +111,9 @@ class CollectiveModel(torch.nn.Module):
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
-        """The outputs for one batch without gradients; in a pipeline on the last stage, None elsewhere.
+        """The outputs for one batch, without gradients; in a pipeline on the last stage, None elsewhere.
 
-        All ranks call it. The first time after training they take the first rank's buffers, as `sync_buffers` does.
+        All ranks call it. On the first call after training, they take the first rank's buffers, as `sync_buffers` does.
         """
         if self._is_trained:
             self.sync_buffers()
@@ -121,27 +122,27 @@ class CollectiveModel(torch.nn.Module):
         return self(*_arguments(inputs))
 
     def sync_buffers(self) -> None:
-        """Running means and other buffers become those of the first of the ranks that hold the same layers.
+        """Set running statistics and other buffers to those of the first of the ranks that hold the same layers.
 
-        In training they are each rank's own. All ranks call it together.
+        During training each rank has its own buffers. All ranks call it together.
         """
         self._is_trained = False
         self._share_buffers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's: gradients that are being gathered over several batches stay."""
+        """As the optimizer's zero_grad: does nothing while gradients are accumulated over several batches."""
         if self.clear is None:
             super().zero_grad(set_to_none)
         else:
             self.clear(set_to_none)
 
     def forget(self) -> None:
-        """Let go of the exchange of gradients: the model is going to have another."""
+        """Drop the exchange of gradients, before the model gets a new one."""
         self.__dict__.update(_parallel=None, _called=None, _trained=None)
-        gc.collect()  # the hooks of DistributedDataParallel on the parameters go with it, and it refers to itself
+        gc.collect()  # frees DistributedDataParallel, which is in a reference cycle, and its hooks on the parameters
 
     def become(self, made: CollectiveModel) -> None:
-        """What another one is that was made of the same model; whoever holds this one has that."""
+        """Take over the state of `made`, another wrapper of the same model; references to this one stay valid."""
         own = vars(self)["_modules"]
         self.__dict__.update(vars(made))
         self.__dict__["_modules"] = own
@@ -150,7 +151,7 @@ class CollectiveModel(torch.nn.Module):
 
     def _begin(self) -> None:
         self._is_trained = True
-        if self.training:  # now and then DistributedDataParallel exchanges in forward too
+        if self.training:  # DistributedDataParallel sometimes exchanges in forward too
             self.on_begin()
         answers = [strategy.exchanges() for strategy in self.strategies]
         exchanging = all(answers)
@@ -163,7 +164,7 @@ class CollectiveModel(torch.nn.Module):
         first = next((tensor for tensor in tensors([args, kwargs]) if tensor.dim()), None)
         self.num_samples += 0 if first is None else first.shape[0]
 
-    # Names are the user's
+    # Names are those of the user's model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -191,7 +192,7 @@ class CollectiveModel(torch.nn.Module):
 
 
 def _done(call: Callable[[], object]) -> None:
-    """A hook that returned something would change the gradient."""
+    """Call `call` and return None: a hook that returns a value would change the gradient."""
     call()
 
 
@@ -200,9 +201,9 @@ def _arguments(inputs: Any) -> tuple[Any, ...]:
 
 
 def _is_prepared() -> bool:
-    """For accelerate, and so for Hugging Face's Trainer: data parallel already, and not to be made so once more.
+    """Tells accelerate, and so Hugging Face's Trainer, that the model is already data parallel.
 
-    The model then gets no mixed precision from them either, and that is not left out in silence.
+    accelerate then does not apply its own mixed precision to the model either: asking for it raises ModelError.
     """
     accelerate = modules.get("accelerate")
     if accelerate is not None and accelerate.state.is_initialized():

@@ -16,9 +16,9 @@ from torchfleet.collective.world import World
 
 
 class CollectiveOptimizer(AdoptedOptimizer):
-    """The same param groups (shared with the user's optimizer: schedulers work on either), step() and zero_grad().
+    """Has the user's param groups (shared, so that schedulers work on either optimizer), step() and zero_grad().
 
-    `step` goes through the strategies: some gather gradients first (gradient_merge), some skip a step (amp), some
+    `step` goes through the strategies: some accumulate gradients first (gradient_merge), some skip a step (amp), some
     exchange parameters after it (localsgd, sharding).
     """
 
@@ -32,12 +32,12 @@ class CollectiveOptimizer(AdoptedOptimizer):
     ) -> None:
         super().__init__(user)
         self.inner, self._strategies = inner, tuple(strategies)
-        self._parameters = parameters  # the model's; an optimizer of float32 copies has others
+        self._parameters = parameters  # of the model; an optimizer of float32 copies has others
         self._world, self.grad_norm = world, torch.zeros(())
         self._max_norm: float | None = None
         self._is_gathering = False
-        self.is_skipped = False  # the last step, because a strategy said so
-        self.on_call: Callable[[], object] = lambda: None  # called at the end of every `step`, also of gathering ones
+        self.is_skipped = False  # whether a strategy skipped the last step
+        self.on_call: Callable[[], object] = lambda: None  # called at the end of every `step`, also an accumulating one
         self.num_steps = 0
 
     @property
@@ -70,10 +70,10 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self.after_step()
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """The gradients of the coming step are clipped to a norm of all of them together; call it before `step`.
+        """Clip the gradients of the next step to a total norm; call it before `step`.
 
-        At the right moment under every strategy: after gradients have been gathered, and with those of all ranks where
-        none has all. `grad_norm` is then what the norm was.
+        The clipping happens at the right moment under every strategy: after gradients have been accumulated, and over
+        the gradients of all ranks if no rank has all of them. `grad_norm` is then the norm before clipping.
         """
         if not max_norm > 0:
             raise FleetError(f"clip_grad_norm_: max_norm must be positive, found {max_norm}")
@@ -86,7 +86,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
             self._max_norm = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; while they are being gathered over several batches they stay."""
+        """Clear the gradients; does nothing while they are accumulated over several batches."""
         if self._is_gathering:
             return
         if set_to_none:
@@ -106,5 +106,5 @@ class CollectiveOptimizer(AdoptedOptimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the groups stay the very dictionaries that schedulers hold."""
+        """As in torch; the groups stay the same dicts, to which schedulers hold references."""
         self._load_in_place(self.inner, self.inner.load_state_dict, state_dict)

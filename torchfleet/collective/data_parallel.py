@@ -1,12 +1,12 @@
-"""Data parallelism: every rank computes on its own batch; gradients are averaged while backward still runs.
+"""Data parallelism: every rank computes on its own batch; gradients are averaged while backward runs.
 
-`fuse_all_reduce_ops`, `fuse_grad_size_in_MB` and `last_comm_group_size_MB` say how gradients are put together into
-buckets, each exchanged by one all-reduce as soon as all its gradients are there (Li et al. 2020, PyTorch Distributed).
-The first bucket is small, so that the exchange begins early, and the last one, so that it ends soon after backward.
-Gradients are views of the buckets. Buffers are rank 0's at the start and each rank's own from then on, as in Paddle.
+`fuse_all_reduce_ops`, `fuse_grad_size_in_MB` and `last_comm_group_size_MB` set how gradients are grouped into buckets.
+One all-reduce exchanges a bucket as soon as all its gradients are computed (Li et al. 2020, PyTorch Distributed). The
+first bucket is small, so that the exchange begins early; the last one is small, so that it ends soon after backward.
+Gradients are views of the buckets. Ranks start with rank 0's buffers and then each keeps its own, as in Paddle.
 
-The work is done by torch's DistributedDataParallel. Composes with everything but strategies that cut the model up and
-exchange by themselves (sharding stages 2 and 3, pipeline, tensor_parallel).
+The work is done by torch's DistributedDataParallel. Composes with all strategies except those that shard the model and
+exchange gradients themselves (sharding stages 2 and 3, pipeline, tensor_parallel).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torchfleet.collective.strategy import Forward
 from torchfleet.collective.tensors.local_tensors import is_local, local
 from torchfleet.collective.world import World
 
-_ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
-_BESIDE_ROWS_MB = 1.0  # a network beside tables has a few megabytes
+_ALONE_MB = 1e-6  # a bucket of about a byte: every gradient is sent by itself
+_BESIDE_ROWS_MB = 1.0  # a network next to sparse tables has a few megabytes
 _BROADCAST_BYTES = 32 << 20
-_FIRST_BYTES = 1 << 20  # of the first bucket, as torch has it where no size is given
+_FIRST_BYTES = 1 << 20  # of the first bucket: torch's own default
 _MB = 1 << 20
-_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters  # which, depends on the version of torch
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters  # depend on the version of torch
 _TAKES_SIZES = "bucket_cap_mb_list" in _OPTIONS
 
 
 class WrappedModel(torch.nn.Module):
-    """The model, called through the forwards that the strategies have wrapped around its own."""
+    """The model, called through the forwards that the strategies have wrapped around the model's own."""
 
     def __init__(self, module: torch.nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class WrappedModel(torch.nn.Module):
 
 
 class DataParallel(DistributedDataParallel):
-    """torch's own, with a small first bucket also where a size of buckets is given and torch takes one size only."""
+    """DistributedDataParallel with a small first bucket, also where torch accepts only one bucket size."""
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         if not _TAKES_SIZES and self.bucket_bytes_cap > _FIRST_BYTES:
@@ -60,16 +60,17 @@ class DataParallel(DistributedDataParallel):
 def data_parallel(
     wrapped: WrappedModel, settings: DistributedStrategy, world: World, beside_rows: bool = False
 ) -> DistributedDataParallel:
-    """All ranks start from rank 0's parameters and buffers. Parameters marked `fleet_local` are each rank's own.
+    """Wrap the model in DistributedDataParallel. All ranks start from rank 0's parameters and buffers.
 
-    `beside_rows`: the model looks rows up. Its inputs stay where they are, as ids are read in host memory; buckets are
-    small, so that the first ones travel while the rest of a small network is computed.
+    Parameters marked `fleet_local` belong to each rank alone. `beside_rows`: the model looks up rows of tables. Its
+    inputs are not moved, since ids are read in host memory; buckets are small, so that the first ones are sent while
+    backward of the small network still runs.
     """
     own = [name for name, parameter in wrapped.named_parameters() if is_local(parameter)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, own)  # type: ignore[no-untyped-call]
     broadcast_buffers(wrapped, world)
     options = _bucket_sizes(wrapped, settings, beside_rows)
-    # In no forward pass; the second name warns where there is the first.
+    # Never sync buffers in forward. Where the first option exists, the second one warns.
     options["forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"] = False
     return DataParallel(
         wrapped,
@@ -81,7 +82,7 @@ def data_parallel(
 
 
 def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_rows: bool) -> dict[str, Any]:
-    """Options of DistributedDataParallel."""
+    """The options of DistributedDataParallel for bucket sizes."""
     trained = [p for p in wrapped.parameters() if p.requires_grad and not is_local(p)]
     num_types = len({p.dtype for p in trained})
     if not settings.is_default("last_comm_group_size_MB"):
@@ -92,14 +93,14 @@ def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_r
     largest = _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
     if not _TAKES_SIZES:
         return {"bucket_cap_mb": largest}
-    if num_types != 1:  # buckets are of one type each, and each type has these sizes
+    if num_types != 1:  # a bucket has one dtype, and each dtype has these sizes
         return {"bucket_cap_mb_list": [_FIRST_BYTES / _MB, largest]}
     last = min(settings.last_comm_group_size_MB, largest)
-    # The last parameters have their gradients first.
+    # Backward computes the gradients of the last parameters first.
     sizes = bucket_bytes([p.nbytes for p in reversed(trained)], int(largest * _MB), int(last * _MB))
-    if settings.find_unused_parameters:  # torch then never learns the order of backward, and cuts by that of the model
+    if settings.find_unused_parameters:  # torch then never learns the order of backward, and uses the model's
         sizes.reverse()
-    # The last one for what is left if backward goes another way; torch.compile takes the largest for the size of all.
+    # The last size is for gradients left over if backward takes another order; torch.compile uses the largest for all.
     return {"bucket_cap_mb_list": [*(size / _MB for size in sizes), largest]}
 
 
@@ -117,10 +118,10 @@ def _check_last_bucket(size: float, num_types: int) -> None:
 
 
 def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]:
-    """Sizes of the buckets for gradients of these sizes, in the order in which they are exchanged.
+    """The sizes of the buckets for gradients of these sizes, in the order of exchange.
 
-    A bucket is full when it has reached its size: _FIRST_BYTES the first, `largest` the others. The last one has the
-    gradients at the end, as many as reach `last`.
+    A bucket is full when it reaches its size: _FIRST_BYTES for the first, `largest` for the others. The last bucket has
+    the final gradients, as many as reach `last`.
     """
     num_before, num = len(gradients), 0
     while num_before and num < last:
@@ -137,24 +138,24 @@ def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]
 
 
 def broadcast(model: torch.nn.Module, world: World) -> None:
-    """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
+    """Copy rank 0's parameters and buffers to every rank, as DistributedDataParallel does on construction."""
     own = [parameter.detach() for parameter in model.parameters() if not is_local(parameter)]
     _where_they_lie([*own, *model.buffers()], world)
 
 
 def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
-    """Every rank takes rank 0's buffers."""
+    """Copy rank 0's buffers to every rank."""
     _where_they_lie(list(model.buffers()), world)
 
 
 def share_buffers(model: torch.nn.Module, world: World) -> None:
-    """Of ranks that hold the same layers, all take the buffers of the first. All ranks come here together."""
+    """Copy buffers from the first of the ranks that hold the same layers to the others. All ranks call it together."""
     if world.replicas.group is not None:
         _broadcast([local(buffer) for buffer in model.buffers()], world.replicas.group)
 
 
 def _where_they_lie(tensors: Sequence[torch.Tensor], world: World) -> None:
-    """Those in host memory do not come to the GPU for it."""
+    """Broadcast tensors on the device they are on: those in host memory are not copied to the GPU."""
     assert dist.group.WORLD is not None
     _broadcast([tensor for tensor in tensors if tensor.device.type == "cpu"], world.control)
     _broadcast([tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")], dist.group.WORLD)

@@ -1,15 +1,15 @@
-"""Memory and first values for a model that was cut before it had any.
+"""Memory and initial values for a model that was sharded while it had none.
 
     with torch.device("meta"):
         model = Net()                              # shapes, and no memory
     model = fleet.distributed_model(model)         # cut; then this rank's own part is made, on its device
 
-Modules draw their values themselves, by `reset_parameters` (or `_reset_parameters`) and by `_init_weights(module)` of
-the innermost module around them that has it, innermost modules first. Before each of them the random state is set by
-the first rank's torch.initial_seed() and the module's name. So values do not depend on how the model is cut, nor on the
-number of ranks. One module at a time is whole in the memory of the device.
+Modules draw their own values, with `reset_parameters` (or `_reset_parameters`) and with `_init_weights(module)` of the
+innermost enclosing module that defines it, innermost modules first. Before each module, the random state is seeded with
+rank 0's torch.initial_seed() and the module's name. So values depend neither on the sharding nor on the number of
+ranks. The device holds one whole module at a time.
 
-A model that has values is set aside in host memory, cut without them, and every rank takes its own part of them.
+A model that already has values is kept in host memory and sharded without them; then every rank copies its own part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_without_memory(model: torch.nn.Module) -> bool:
 
 
 def set_aside(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters by all their names. The model keeps their shapes: its own have no memory from now on."""
+    """Return the parameters by all their names. The model keeps parameters of the same shapes without memory."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     bare: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -48,7 +48,7 @@ def set_aside(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class Filling:
-    """Gives a model's tensors memory: from `whole` where they are there by name, else drawn by their modules.
+    """Gives memory and values to a model's tensors: from `whole` if it has their name, else drawn by their modules.
 
     device  where the model computes, and where values are drawn
     home    where parameters stay: the device, or host memory if they are offloaded, page-locked for a GPU
@@ -59,7 +59,7 @@ class Filling:
     ) -> None:
         self._device, self._home, self._seed, self._whole = device, home, seed, whole
         self._pinned = home.type == "cpu" and device.type == "cuda"
-        self._made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor without memory: tied ones stay one
+        self._made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor without memory: tied tensors stay tied
 
     @torch.no_grad()
     def fill(self, model: torch.nn.Module) -> None:
@@ -87,7 +87,7 @@ class Filling:
     def _draw(
         self, name: str, module: torch.nn.Module, own: list[Slot], initializers: list[Any]
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors of this module, with its own first values."""
+        """Whole tensors of this module, with the initial values that it draws."""
         bare = [tensors[key] for tensors, key in own]
         for (tensors, key), tensor in zip(own, bare, strict=True):
             tensors[key] = _unset(tensor, self._device)
@@ -107,13 +107,13 @@ class Filling:
         return drawn
 
     def _placed(self, bare: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `whole`, where and as `bare` is to be."""
+        """This rank's part of `whole`, on the device and with the sharding of `bare`."""
         is_parameter = isinstance(bare, torch.nn.Parameter)
         home = self._home if is_parameter else self._device
         if not hasattr(bare, "placements"):
             whole.data = whole.data.to(home, bare.dtype)
             vars(whole).update(vars(bare))
-            return whole  # where it was given: the user's own object
+            return whole  # if it was given: the user's own object
         piece = piece_of(bare)
         box = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
         values = torch.empty_like(bare.detach(), device=home, pin_memory=self._pinned)
@@ -121,7 +121,7 @@ class Filling:
         return torch.nn.Parameter(values, bare.requires_grad) if is_parameter else values
 
     def _move(self, tensors: dict[str, Any], key: str, is_parameter: bool) -> None:
-        """What had values all along, and was not cut."""
+        """Move a tensor that always had values and is not sharded."""
         tensor, home = tensors[key], self._home if is_parameter else self._device
         if tensor.device.type != home.type:
             if is_parameter:
@@ -131,7 +131,7 @@ class Filling:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Of a module's first values: from the job's seed and the module's name alone."""
+    """The seed of a module's initial values: it depends only on the job's seed and the module's name."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -148,7 +148,7 @@ def _slots(module: torch.nn.Module) -> list[Slot]:
 def _innermost_first(
     module: torch.nn.Module, name: str = "", around: Callable[[torch.nn.Module], object] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module, list[Callable[[], object]]]]:
-    """(name, module, what gives it values), as constructors run: children before what they are in."""
+    """(name, module, its initializers), in the order of construction: children before their parents."""
     around = getattr(module, "_init_weights", around)
     for own, child in module.named_children():
         yield from _innermost_first(child, f"{name}.{own}" if name else own, around)
@@ -162,7 +162,7 @@ def _innermost_first(
 
 
 def _unset(bare: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for the whole of it that shows whether somebody has written to it."""
+    """A whole tensor that shows whether an initializer has written to it."""
     whole = torch.empty(bare.shape, dtype=bare.dtype, device=device)
     if whole.is_floating_point():
         whole.fill_(torch.nan)
@@ -185,5 +185,5 @@ def _without_values(name: str, module: torch.nn.Module, key: str) -> str:
 
 
 def share_seed(gather: Callable[[bytes], Iterable[bytes]]) -> int:
-    """The first rank's torch.initial_seed(). All ranks call it together."""
+    """Rank 0's torch.initial_seed(). All ranks call it together."""
     return int(next(iter(gather(str(torch.initial_seed()).encode()))))

@@ -1,11 +1,11 @@
-"""Data-parallel averaging of gradients beside backward, for strategies that shard the model.
+"""Data-parallel averaging of gradients during backward, for strategies that shard the model.
 
     g = (1/n) · Σ_{r=1..n} g_r      over the ranks along the data and sharding axes
 
-Parameters are put together into buckets of `fuse_grad_size_in_MB` (each by itself without `fuse_all_reduce_ops`), from
-the last to the first, as backward comes to them. A bucket is averaged by one all-reduce that begins when the gradients
-of all its parameters, and of the buckets before it, are there; backward goes on meanwhile. What a pass has no gradients
-for is averaged at its end.
+Parameters are grouped into buckets of `fuse_grad_size_in_MB` (without `fuse_all_reduce_ops`, one per parameter), from
+the last to the first, in the order in which backward reaches them. One all-reduce averages a bucket. It starts when the
+gradients of the bucket, and of all buckets before it, are computed; backward continues meanwhile. Buckets with
+parameters that got no gradient in a pass are averaged at its end.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from torchfleet.collective.world import World
 
 
 class GradientAverage:
-    """Averages gradients in place. Ranks along the axes have the same parameters, and gradients of the same of them.
+    """Averages gradients in place. Ranks along the axes have the same parameters, and compute gradients of the same
+    ones.
 
-    `watch` once, `begin` before a backward pass whose gradients are to be averaged, as often as there are any. With
-    `ends_itself` the average is complete at the end of the pass; otherwise `finish` is called behind it.
+    Call `watch` once, and `begin` before every backward pass whose gradients are to be averaged. With `ends_itself` the
+    average is complete at the end of the pass; otherwise call `finish` after it.
     """
 
     def __init__(self, settings: DistributedStrategy, world: World, ends_itself: bool) -> None:
         self._replicas = world.replicas
         self._bucket_bytes = settings.fuse_grad_size_in_MB << 20 if settings.fuse_all_reduce_ops else 0
-        # From stage 2 on sharding averages them itself.
+        # From stage 2 on, sharding averages gradients itself.
         own = not (settings.sharding and settings.sharding_configs.stage > 1)
         self.is_needed = own and self._replicas.size > 1
         self._ends_itself, self._is_ending, self._is_open = ends_itself, False, False
         self._buckets: list[list[torch.nn.Parameter]] = []
-        self._missing: list[set[torch.nn.Parameter]] = []  # of each bucket, in this pass
+        self._missing: list[set[torch.nn.Parameter]] = []  # parameters of each bucket without a gradient in this pass
         self._under_way: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Gradients of these are averaged from now on, as passes that begin come to them."""
+        """Average the gradients of these parameters from now on, in every pass that `begin` announces."""
         if not self.is_needed:
             return
         watched = [parameter for parameter in parameters if parameter.requires_grad and not is_local(parameter)]
@@ -55,7 +56,7 @@ class GradientAverage:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def begin(self, is_exchanged: bool = True) -> None:
-        """A pass is about to begin; `is_exchanged`: its gradients, and those gathered before it, are to be averaged."""
+        """Announce a backward pass; `is_exchanged`: average its gradients, including those accumulated before it."""
         self._is_open, self._is_ending, self._under_way = is_exchanged and self.is_needed, False, []
         self._missing = [set(bucket) for bucket in self._buckets]
 
@@ -82,7 +83,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All gradients are averaged when this returns. Does nothing if no pass is open."""
+        """Complete the average of all gradients. Does nothing if no pass is open."""
         if not self._is_open:
             return
         for bucket in self._buckets[len(self._under_way) :]:
@@ -92,7 +93,7 @@ class GradientAverage:
                 work.wait()
                 means = flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
                 torch._foreach_copy_(shards, [mean.view_as(shard) for mean, shard in zip(means, shards, strict=True)])
-        self.begin(self._ends_itself)  # another backward pass may come without a forward pass
+        self.begin(self._ends_itself)  # another backward pass may follow without a forward pass
 
 
 def _shard(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The strategy of a job and the ranks that meet under it: when each may be given, and what comes too late."""
+"""The strategy of a job and its ranks: when a strategy may be given, and when it is too late."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torchfleet.collective.world import World, degrees
 
 
 def use_execution(settings: DistributedStrategy) -> None:
-    """What the settings say about this process: its threads, and how cuDNN chooses."""
+    """Apply the settings of this process: its threads, and cuDNN's choice of algorithms."""
     torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
     if settings.execution_strategy.num_threads:
         torch.set_num_threads(settings.execution_strategy.num_threads)
 
 
 class JobSettings:
-    """The ranks meet when the strategy is known, or when they are needed without one: then it is the default.
+    """The ranks meet once the strategy is known, or when they are first needed; the strategy is then the default.
 
-    A strategy that is given after that, with the optimizer as in Paddle, is taken if all that was made under the
-    default can be made anew.
+    A strategy that is given later, with the optimizer as in Paddle, is accepted if everything that was made under the
+    default can be rebuilt.
     """
 
     def __init__(self, info: RoleInfo) -> None:
         self.info = info
         self._settings: DistributedStrategy | None = None
-        self._is_assumed = False  # nobody gave the settings: they are the defaults
+        self._is_assumed = False  # the user gave no settings: they are the defaults
         self._world: World | None = None
 
     def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """The strategy may be given to init, distributed_model or distributed_optimizer; another one is an error."""
+        """Set the strategy, from init, distributed_model or distributed_optimizer; another later one is an error."""
         if settings is None or settings == self._settings:
             return
         if self._settings is not None and not self._is_assumed:
@@ -49,7 +49,7 @@ class JobSettings:
             self._settings_changed(user)
 
     def _check_late(self, settings: DistributedStrategy, world: World, user: str) -> None:
-        """The ranks have met under the defaults."""
+        """Check a strategy that is given after the ranks have met under the defaults."""
         reason = self._reason_not_to_change()
         if degrees(settings, world.size) != world.degrees:
             reason = "it lays the ranks out in another way"
@@ -62,11 +62,11 @@ class JobSettings:
             )
 
     def _reason_not_to_change(self) -> str:
-        """Why another strategy cannot be had any more; "" if it can."""
+        """Why the strategy can no longer be changed; "" if it can."""
         return ""
 
     def _settings_changed(self, user: str) -> None:
-        """What was made under the defaults is to be made anew."""
+        """Rebuild what was made under the defaults."""
 
     def _begin(self) -> None:
         if self._world is None:

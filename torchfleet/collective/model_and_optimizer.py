@@ -18,15 +18,15 @@ from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 
-_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
-_AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
+_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # key of configs → its axis
+_AS_OFTEN = ("amp", "sync_batch_norm")  # converting twice has no effect
 
 
 class ModelAndOptimizer(JobSettings):
-    """Each is made once, the model first. Strategies are called from the first to the last, and none is named here."""
+    """Makes the model once, then the optimizer once. Calls all strategies in order, and names none of them."""
 
     _kind = "collective training"
-    _beside_rows = False  # the model looks rows up that are not parameters
+    _beside_rows = False  # the model looks up rows that are not parameters
 
     def __init__(self, info: RoleInfo) -> None:
         super().__init__(info)
@@ -40,7 +40,7 @@ class ModelAndOptimizer(JobSettings):
         return ""
 
     def _settings_changed(self, user: str) -> None:
-        """Paddle's order: the strategy comes with the optimizer, whose parameters must stay those of the model."""
+        """Rebuild the model, as in Paddle a strategy may come with the optimizer; the parameters must stay the same."""
         model, self.model = self.model, None
         if model is None:
             return
@@ -91,7 +91,7 @@ class ModelAndOptimizer(JobSettings):
             strategy.begin_backward()
 
     def _forward_of(self, model: torch.nn.Module) -> Forward:
-        """What the strategies' forwards are wrapped around."""
+        """The forward that the strategies wrap."""
         return model.__call__
 
     @property
@@ -99,7 +99,7 @@ class ModelAndOptimizer(JobSettings):
         return any(strategy.owns_gradients for strategy in self.strategies)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
-        """Layers that are sharded over all ranks by themselves count on data parallelism for the rest of the model."""
+        """Refuse layers that shard themselves over all ranks under strategies that do not support them."""
         name = next((name for name, parameter in model.named_parameters() if is_local(parameter)), None)
         for strategy in self.strategies:
             if name is not None and not strategy.accepts_local_parameters:
@@ -109,10 +109,10 @@ class ModelAndOptimizer(JobSettings):
                 )
 
     def _convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Cut where it lies, then moved: no device ever holds more of a model that is cut than its own part."""
+        """Shard the model where it is, then move it: no device ever holds more than its own part of a sharded model."""
         world, is_bare = self.world, is_without_memory(model)
         if self._owns_gradients and world.size > 1:
-            broadcast(model, world)  # before it is sharded; DistributedDataParallel does it otherwise
+            broadcast(model, world)  # before sharding; otherwise DistributedDataParallel does it
         whole = set_aside(model) if any(strategy.replaces_parameters for strategy in self.strategies) else {}
         for strategy in self.strategies:
             model = strategy.convert(model)
@@ -159,7 +159,7 @@ class ModelAndOptimizer(JobSettings):
         return self.optimizer
 
     def _optimizer_made(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
-        """Both are what the script gets; nothing of it is printed yet."""
+        """Called with the model and the optimizer that the script gets, before anything is printed."""
 
     def _check_parameters(self, parameters: list[torch.nn.Parameter]) -> None:
         strange = sum(parameter not in self.names for parameter in parameters)
@@ -190,7 +190,7 @@ class ModelAndOptimizer(JobSettings):
 
 
 def _own_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own model, also of one that a job before this one returned: a notebook's cell is run again."""
+    """The user's own model, also from the wrapper of a previous job, as when a notebook's cell is run again."""
     if not isinstance(model, CollectiveModel):
         return model
     changed = [

@@ -1,4 +1,4 @@
-"""The base class of collective strategies: what a strategy declares, and the hooks a job calls it by."""
+"""The base class of collective strategies: what a strategy declares, and the hooks that a job calls."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LossFn = Callable[[Any, Any], torch.Tensor]  # of (output, target): a mean over 
 
 
 class Runner(Protocol):
-    """Runs whole batches when the model cannot be called by itself, because its layers are on several ranks."""
+    """Runs whole batches when the model cannot be called itself, because its layers are on several ranks."""
 
     @property
     def refusal(self) -> str:
-        """The error of calling the model directly."""
+        """The error message for calling the model directly."""
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the outputs of the model."""
 
     def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
-        """Forward and backward of one batch; the loss where `is_last`, None elsewhere."""
+        """Run forward and backward of one batch; returns the loss where `is_last`, None elsewhere."""
 
     def eval_batch(self, inputs: Any) -> Any:
         """The outputs for one batch where `is_last`, None elsewhere."""
@@ -37,11 +37,11 @@ class JobView(NamedTuple):
     """What a strategy learns about the job and, through it, about the other strategies."""
 
     model: torch.nn.Module  # converted by all strategies
-    forward: Forward  # what calling the model runs: its forward inside those of all strategies
-    is_sharded: bool  # ranks hold different parameters, so that one rank's gradients may overflow and another's not
+    forward: Forward  # what a call of the model runs: its forward inside those of all strategies
+    is_sharded: bool  # ranks hold different parameters: gradients may overflow on one rank and not on another
     runner: Runner | None
-    has_own_backward: bool  # a strategy makes the model's backward passes by themselves, and calls `begin_backward`
-    begin_backward: Callable[[], None]  # that of all strategies
+    has_own_backward: bool  # a strategy runs the model's backward passes itself, and calls `begin_backward`
+    begin_backward: Callable[[], None]  # calls that of all strategies
 
 
 class Strategy:
@@ -56,12 +56,12 @@ class Strategy:
 
     field = ""
     owns_gradients = False  # exchanges gradients itself; the job then has no DistributedDataParallel
-    registers_hook = False  # `attach` registers a communication hook: one rank alone has DistributedDataParallel too
-    accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which are each rank's own
-    has_own_backward = False  # makes the model's backward passes by themselves; `begin_backward` of all is then called
-    replaces_parameters = False  # `convert` puts DTensors in their place: they are cut before they have values
+    registers_hook = False  # `attach` registers a communication hook: one rank has DistributedDataParallel too
+    accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which each rank owns
+    has_own_backward = False  # runs the model's backward passes itself; `begin_backward` of all is then called
+    replaces_parameters = False  # `convert` replaces them by DTensors: they are sharded before they have values
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
-    wants_loss = False  # `note_loss` is to be called for every batch
+    wants_loss = False  # `note_loss` is called for every batch
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         self.settings, self.world = settings, world
@@ -72,103 +72,105 @@ class Strategy:
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Change the layers of the model, in place where possible.
 
-        It is moved to its device when all strategies have converted it. Parameters may have no values yet (torch's meta
-        device): those of a user's model without memory, and all if a strategy `replaces_parameters`.
+        The model is moved to its device after all strategies have converted it. Parameters may have no values yet
+        (torch's meta device): those of a user's model without memory, and all parameters if a strategy
+        `replaces_parameters`.
         """
         return model
 
     def wrap_forward(self, forward: Forward) -> Forward:
-        """Wrap the model's forward; what it returns is called on every rank for every forward pass."""
+        """Wrap the model's forward; every rank calls the result in every forward pass."""
         return forward
 
     def wrap_call(self, call: Forward) -> Forward:
-        """Wrap a call of the model with gradients, the exchange among ranks included. Not used beside a runner."""
+        """Wrap a call of the model with gradients, including the exchange among ranks. Not used with a runner."""
         return call
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Data parallelism is made. At most one strategy of a job registers how buckets are exchanged."""
+        """Called with the job's DistributedDataParallel. At most one strategy registers a communication hook."""
 
     def runner(self) -> Runner | None:
-        """What runs batches in the place of the model's forward. At most one strategy of a job has one."""
+        """The runner that runs batches instead of the model's forward. At most one strategy of a job has one."""
         return None
 
     def joined(self, job: JobView) -> None:
-        """All strategies have converted the model. Called from the first strategy to the last."""
+        """Called after all strategies have converted the model, from the first strategy to the last."""
 
     # The optimizer, once, in fleet.distributed_optimizer
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
-        """The optimizer that steps in the place of `inner`; it must keep `inner.param_groups`, the very list.
+        """The optimizer that steps in place of `inner`; it must keep `inner.param_groups`, the same list object.
 
-        `names` are those of the user's model, without any wrapper's prefix.
+        `names` are those of the user's model, without the prefix of a wrapper.
         """
         return inner
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps the optimizer's state of this parameter of the optimizer, or its shard of it."""
+        """Whether this rank keeps the optimizer state of this parameter, or its shard of it."""
         return True
 
     # Every step
 
     def begin_forward(self, exchanging: bool) -> None:
-        """A forward pass is about to run; `exchanging`: its backward pass is to exchange gradients."""
+        """Called before a forward pass; `exchanging`: its backward pass exchanges gradients."""
 
     def exchanges(self) -> bool:
-        """Whether the coming backward pass exchanges its gradients among the ranks."""
+        """Whether the next backward pass exchanges its gradients among the ranks."""
         return True
 
     def begin_backward(self) -> None:
-        """The backward passes of a runner's batch, or one that a strategy makes, are about to begin.
+        """Called before the backward passes of a runner's batch, and before one that a strategy runs itself.
 
-        Not called otherwise. Gradients that come before are of what is beside the model's outputs in the loss.
+        Not called otherwise. Gradients that exist before it come from terms of the loss that bypass the model's
+        outputs.
         """
 
     def scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a runner's batch, as its backward pass is to begin with; its value stays."""
+        """The loss of a runner's batch from which backward starts; its value does not change."""
         return loss
 
     def end_backward(self) -> None:
-        """The backward passes of a runner's batch are over, and gradients are complete."""
+        """Called after the backward passes of a runner's batch, when gradients are complete."""
 
     def is_due(self) -> bool:
-        """Whether optimizer.step() steps this time, or goes on accumulating; called once per optimizer.step()."""
+        """Whether optimizer.step() steps this time or accumulates further; called once per optimizer.step()."""
         return True
 
     def before_step(self) -> bool:
-        """Gradients are complete and exchanged. False: skip this step (zero_grad still clears the gradients)."""
+        """Called when gradients are complete and exchanged. False: skip the step (zero_grad still clears gradients)."""
         return True
 
     def after_step(self) -> None:
-        """The parameters have changed, or the step was skipped. Called from the last strategy to the first."""
+        """Called after the parameters have changed or the step was skipped, from the last strategy to the first."""
 
     def row_scale(self) -> float:
-        """How many times too large the gradients are that come out of the model's backward pass: those of rows."""
+        """The scale of the gradients of rows that come out of the model's backward pass."""
         return 1.0
 
     def note_overflow(self) -> None:
-        """Gradients of rows, which no other rank sees, were not finite after the division by `row_scale`."""
+        """Called if gradients of rows, which no other rank sees, are not finite after the division by `row_scale`."""
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
-        """The loss of the last batch: what the model or a runner returned, or fleet.report(loss=...) was given."""
+        """The loss of the last batch: returned by the model or a runner, or the argument of fleet.report(loss=...)."""
 
     # Checkpoints
 
     def before_save(self) -> None:
-        """The model is about to be saved: parameters, and what `state` returns, must be equal on all ranks."""
+        """Called before a save: parameters, and what `state` returns, must then be equal on all ranks."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that are equal on all ranks: counters, scales."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What `state` returned; missing names keep their present values."""
+        """Load what `state` returned; missing names keep their present values."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Tensors of this rank alone (residuals)."""
+        """Tensors that differ from rank to rank (residuals)."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What `rank_state` returned; if another number of ranks saved it, the mean over them."""
+        """Load what `rank_state` returned; if a different number of ranks saved it, the mean over them."""
 
     def after_load(self) -> None:
-        """Model, optimizer and the states of all strategies have been loaded."""
+        """Called after model, optimizer and the states of all strategies have been loaded."""

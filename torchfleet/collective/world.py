@@ -1,4 +1,4 @@
-"""The ranks of a collective job: who they are, on which device each computes, and the groups they form."""
+"""The ranks of a collective job: their devices, and the groups they form."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
-AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
+AXES = ("data", "pipe", "sharding", "model")  # the last varies fastest: neighbours share a tensor
 
 
 class Place(NamedTuple):
-    """Of a rank among those that share layers, and where it computes."""
+    """A rank's index among those that share layers, and its device."""
 
     rank: int
     device: torch.device
 
 
 class _Begun:
-    """The role in the job that this process has begun: layers may be made before the ranks meet."""
+    """The role of this process in the job, known before the ranks meet: layers may need it earlier."""
 
     info: RoleInfo | None = None
-    num_stores = 0  # asked for in this process: the same on all ranks
+    num_stores = 0  # requested in this process: the same number on all ranks
     place: Place | None = None  # None: no layers are shared
 
 
@@ -38,7 +38,7 @@ begun = _Begun()
 
 
 class Axis(NamedTuple):
-    """This rank's place among those that differ from it in one way only. Without a group if it is alone there."""
+    """This rank's place among the ranks that differ from it along one axis. `group` is None if there are no others."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class Axis(NamedTuple):
 
 
 class Gathering(Protocol):
-    """All ranks, as far as they bring each other bytes."""
+    """All ranks, for gathering bytes."""
 
     @property
     def rank(self) -> int: ...
@@ -55,11 +55,11 @@ class Gathering(Protocol):
     def size(self) -> int: ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank brought, in their order. All ranks call it together."""
+        """The data of every rank, in rank order. All ranks call it together."""
 
 
 class Aside(NamedTuple):
-    """All ranks, over connections of their own."""
+    """All ranks, over separate connections."""
 
     rank: int
     size: int
@@ -75,7 +75,7 @@ class World:
     def __init__(self, info: RoleInfo, strategy: DistributedStrategy, device: torch.device | None = None) -> None:
         """`device`: where this rank computes; None: its GPU if there is one, else the CPU."""
         self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
-        self.local_size = info.local_size  # ranks of this machine; 0: not known
+        self.local_size = info.local_size  # ranks on this machine; 0: unknown
         self.degrees = degrees(strategy, self.size)
         self.device = device or _device(info.local_rank)
         self._is_ours = not dist.is_initialized()
@@ -102,7 +102,7 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid for torch's own tools; its dimensions are AXES. All ranks come here together the first time."""
+        """The grid as a DeviceMesh with the dimensions AXES. All ranks access it together the first time."""
         if self._mesh is None:
             shape = tuple(self.degrees[axis] for axis in AXES)
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
@@ -110,24 +110,24 @@ class World:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """All ranks, for numbers in host memory. All ranks come here together the first time."""
+        """A group of all ranks for tensors in host memory. All ranks access it together the first time."""
         if self._control is None:
             self._control = dist.group.WORLD if self.device.type == "cpu" else dist.new_group(backend="gloo")
         assert self._control is not None
         return self._control
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank brought, in their order."""
+        """The data of every rank, in rank order. All ranks call it together."""
         return _gather(data, self.size, self.control)
 
     def aside(self) -> Gathering:
-        """All ranks, for another thread: it speaks while this one exchanges. All ranks come here together."""
+        """All ranks, for a thread that communicates while this one exchanges gradients. All ranks call it together."""
         return Aside(self.rank, self.size, dist.new_group(backend="gloo") if self.size > 1 else None)
 
     def own_store(self) -> Store | None:
-        """A store that all ranks share, on a connection of its own. All ranks come here together, as often.
+        """A store that all ranks share, on a separate connection. All ranks call it together, equally often.
 
-        None where a process group was made that has no store to connect to.
+        None if the process group exists already and has no store to connect to.
         """
         begun.num_stores += 1
         key, shared = f"torchfleet store {begun.num_stores}", dist.distributed_c10d._get_default_store()
@@ -137,7 +137,7 @@ class World:
         if not (hasattr(inner, "host") and hasattr(inner, "port")):
             return None
         if self.rank == 0:
-            shared.set(key, secrets.token_hex(8))  # a store may outlive a start of the job, and what was in it then
+            shared.set(key, secrets.token_hex(8))  # a store may outlive a start of the job, with its old keys
         token = bytes(shared.get(key)).decode()
         return PrefixStore(token, type(inner)(inner.host, inner.port, None, False, inner.timeout))
 
@@ -152,9 +152,9 @@ class World:
 
     @property
     def replicas(self) -> Axis:
-        """This rank's place among those that hold what it holds, and read other data: along data and sharding together.
+        """This rank's place among the ranks with the same layers and other data: along data and sharding together.
 
-        All ranks come here together the first time.
+        All ranks access it together the first time.
         """
         if self._replicas is None:
             data, sharding = self.axis("data"), self.axis("sharding")
@@ -172,16 +172,16 @@ class World:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, number) of this rank's share of the samples: ranks of one pipeline or one cut layer have the same."""
+        """(index, number) of this rank's share of the samples; equal for ranks of one pipeline or one sharded layer."""
         data, sharding = self.axis("data"), self.axis("sharding")
         return data.rank * sharding.size + sharding.rank, data.size * sharding.size
 
     def groups(self, size: int) -> dist.ProcessGroup:
-        """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, and so on. All ranks call it alike."""
+        """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, ... All ranks call it together."""
         return self._own([list(range(start, start + size)) for start in range(0, self.size, size)])
 
     def groups_across(self, size: int) -> dist.ProcessGroup:
-        """The ranks at the same place in every group of `size` neighbours. All ranks call it alike."""
+        """The ranks at the same place in every group of `size` neighbours. All ranks call it together."""
         return self._own([list(range(place, self.size, size)) for place in range(size)])
 
     def _own(self, partition: list[list[int]]) -> dist.ProcessGroup:
@@ -192,9 +192,9 @@ class World:
         dist.barrier(device_ids=[self.local_rank] if dist.get_backend() == "nccl" else None)
 
     def close(self, alone: bool = False) -> None:
-        """All ranks come here together: one that left earlier could keep another from leaving.
+        """Leave the process group. All ranks call it together: one that left earlier could block another.
 
-        `alone`: they are not waited for.
+        `alone`: do not wait for the others.
         """
         begun.place = None
         if self._is_ours and dist.is_initialized():
@@ -216,7 +216,7 @@ def _gather(data: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
-    """How many ranks along each of AXES. Degrees that do not multiply to the number of ranks are an error."""
+    """The number of ranks along each of AXES. An error if the product is not the number of ranks."""
     hybrid = strategy.hybrid_configs
     model = hybrid["mp_degree"]
     if strategy.tensor_parallel:
@@ -257,7 +257,7 @@ def _agreed(name: str, own: int, other_name: str, other: int) -> int:
 
 
 def _device(local_rank: int) -> torch.device:
-    """FLEET_DEVICE=cpu keeps a job from using the GPUs that are there."""
+    """The device of this rank. FLEET_DEVICE=cpu keeps a job from using GPUs."""
     if os.environ.get("FLEET_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():

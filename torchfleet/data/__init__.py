@@ -1,6 +1,6 @@
 """Datasets: from files to batches (docs/data.md). `__init__.pyi` lists the public names, imported when first used.
 
-Three of them are functions of a job, which are defined above this wing, in api/datasets.py.
+Three of them are functions of a job, defined in api/datasets.py, outside of this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns of Arrow as slots. Values that have a slot's type already are not copied: tensors lie over Arrow's memory."""
+"""Arrow columns as slots. Values that already have the slot's dtype are not copied: tensors view Arrow's memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _INTEGERS = {np.dtype(np.int64): "integers", np.dtype(np.float32): "numbers"}
 
 
 def pyarrow() -> Any:
-    """The module, with those for columns and for Parquet loaded. Raises MissingPackage."""
+    """The module, with its compute and Parquet modules loaded. Raises MissingPackage."""
     for module in ("pyarrow.compute", "pyarrow.parquet"):
         required(module, "data in columns", "parquet")
     return required("pyarrow", "data in columns", "parquet")
 
 
 class ColumnReader:
-    """From record batches to samples: which columns fill which slot, and what a null is."""
+    """Converts record batches to samples: which columns fill which slot, and what replaces a null."""
 
     def __init__(
         self, slots: Sequence[Slot], columns: Mapping[str, str | Sequence[str]], fill_null: float | None
@@ -41,7 +41,7 @@ class ColumnReader:
         self.names = list(dict.fromkeys(name for names in self._sources.values() for name in names))
 
     def check_names(self, found: Sequence[str], where: str) -> None:
-        """Raise DataError for a column that is not there."""
+        """Raise DataError if a column is missing."""
         for slot, names in self._sources.items():
             for name in names:
                 if name not in found:
@@ -63,7 +63,7 @@ class ColumnReader:
 
 
 def slots_of(schema: Any, where: str) -> list[Slot]:
-    """A slot for every column: numbers have `dim=1`, lists any number of values, lists of fixed size that number."""
+    """A slot for every column: numbers have `dim=1`, lists any number of values, fixed-size lists their size."""
     types = pyarrow().types
     slots = []
     for field in schema:
@@ -84,7 +84,7 @@ def slots_of(schema: Any, where: str) -> list[Slot]:
 
 
 class _Column:
-    """One column of a record batch on its way into a slot."""
+    """One column of a record batch, to be converted into a slot."""
 
     def __init__(self, array: Any, slot: Slot, name: str, where: str, first_row: int, fill_null: float | None) -> None:
         self._array, self.slot, self._fill_null = _decoded(array), slot, fill_null
@@ -115,7 +115,7 @@ class _Column:
         return values.view(-1, dim)
 
     def _lists(self) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """A null list is an empty one. What lies behind a null is nobody's: it is left out."""
+        """Values and offsets. A null list becomes an empty one; Arrow's values under a null are skipped."""
         array = self._array
         if array.null_count:
             lengths = pyarrow().compute.fill_null(pyarrow().compute.list_value_length(array), 0)
@@ -126,7 +126,7 @@ class _Column:
         return self._values(inner), offsets - offsets[0] if offsets[0] else offsets
 
     def _values(self, array: Any) -> torch.Tensor:
-        """Numbers in the slot's type: a view of Arrow's memory if they have it."""
+        """Numbers in the slot's dtype: a view of Arrow's memory if they already have it."""
         pa, array = pyarrow(), _decoded(array)
         kind, wanted = array.type, pa.int64() if self.dtype == np.int64 else pa.float32()
         is_number = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
@@ -146,7 +146,7 @@ class _Column:
     def _check_nulls(self, array: Any, expected: str) -> None:
         if array.null_count:
             row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            at = row if array is self._array else None  # inside lists it is not the number of a row
+            at = row if array is self._array else None  # inside lists it is not a row number
             raise self._error(
                 f"expected {expected}", at, "a null. fill_null=0 reads nulls as 0; or leave such rows out before"
             )
@@ -184,8 +184,10 @@ def _decoded(array: Any) -> Any:
 
 
 class _Memory:
-    """Arrow's memory in numpy's interface. It is not marked as read-only, which torch would warn of in every batch;
-    docs/data.md says that batches are not to be written to."""
+    """Arrow's memory in numpy's interface.
+
+    It is not marked as read-only, which torch would warn about in every batch; docs/data.md says that batches must not
+    be written to."""
 
     def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
         self._kept = array.buffers()[1]

@@ -1,4 +1,4 @@
-"""ArrowDataset: batches from any stream of Arrow's record batches, such as Ray Data's or a query's."""
+"""ArrowDataset: batches from any stream of Arrow record batches, such as Ray Data's or a query's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchfleet.data.file_passes import FileBatch
 from torchfleet.data.reading.parquet import ParquetFormat
 from torchfleet.data.slots import SampleLayout, Slot
 
-_QUEUED = 4  # finished batches that wait at most
+_QUEUED = 4  # finished batches in the queue, at most
 
 
 class ArrowDataset(Dataset):
-    """`set_stream` in the place of `init` and `set_filelist`. One thread reads; batches have the stream's order."""
+    """`set_stream` replaces `init` and `set_filelist`. One thread reads; batches are in the order of the stream."""
 
     def set_stream(
         self,
@@ -31,7 +31,7 @@ class ArrowDataset(Dataset):
         drop_last: bool = False,
         name: str = "the stream",
     ) -> None:
-        """`make_stream` is called for every pass: record batches or tables, one after another. `name`: for errors."""
+        """`make_stream` is called in every pass and returns record batches or tables. `name`: for errors."""
         self._form, self._make_stream, self._name, self._num_passes = form or ParquetFormat(), make_stream, name, 0
         self._slots = None if use_var is None else SampleLayout(list(use_var)).slots
         if self._slots is not None:
@@ -57,15 +57,15 @@ class ArrowDataset(Dataset):
         return BatchIterator(DatasetPass(Feed([make], _QUEUED), lambda: None, lambda: None))
 
     def _columns(self, schema: Any) -> ColumnReader:
-        if self._slots is None:  # those of the first record batch are those of all
+        if self._slots is None:  # all record batches have the columns of the first
             self._slots = tuple(slots_of(schema, self._name))
         return self._form.columns_for(self._slots)
 
 
 def stream_of(source: Any) -> Callable[[], Iterable[Any]]:
-    """A function that begins the stream anew: of a pyarrow Dataset, Table, RecordBatch or reader, or of any iterable.
+    """A function that restarts the stream of a pyarrow Dataset, Table, RecordBatch or reader, or of any iterable.
 
-    What can be gone through once only is an error in the second pass.
+    If the source can be iterated only once, the second pass is an error.
     """
     pa = pyarrow()
     if isinstance(source, (pa.Table, pa.RecordBatch)):
@@ -83,7 +83,7 @@ def stream_of(source: Any) -> Callable[[], Iterable[Any]]:
 
 
 class _Once:
-    """A stream that cannot begin anew."""
+    """A stream that cannot be restarted."""
 
     def __init__(self, stream: Iterable[Any]) -> None:
         self._stream: Iterable[Any] | None = stream

@@ -1,4 +1,4 @@
-"""Cuts samples that come as columns into batches of one size, in their order or in a random one."""
+"""Cuts samples that come as columns into batches of one size, in order or in a random order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Held = tuple[ColumnSamples, tuple[Ticket, ...]]
 
 
 class ColumnCutter:
-    """As file_passes.Cutter. A batch within one piece of samples is a view of it; one over several is a copy.
+    """As file_passes.Cutter. A batch within one piece of samples is a view of it; one over several pieces is a copy.
 
-    With `window`, so many samples are gathered, put into a random order, and cut then.
+    With `window`, that many samples are collected, shuffled and then cut.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class ColumnCutter:
     ) -> None:
         self._batch_size, self._put, self._window = batch_size, put, window
         self._rng = rng or np.random.default_rng()
-        self._waiting: list[Held] = []  # for the window to be full
+        self._waiting: list[Held] = []  # until the window is full
         self._parts: list[Held] = []  # of the next batch
         self._num_waiting = self._num = 0
 
     def add(self, samples: ColumnSamples, *tickets: Ticket) -> None:
-        """Take in samples of these files."""
+        """Add samples of these files."""
         if not samples.num:
             return
         if not self._window:
@@ -41,14 +41,14 @@ class ColumnCutter:
             self._shuffle()
 
     def cut(self) -> None:
-        """Put a batch of the samples so far, full or not; before it those of a window that is not full."""
+        """Put a batch of the samples so far, full or not; a partly filled window is shuffled and cut first."""
         if self._waiting:
             self._shuffle()
         if self._parts:
             self._put_batch()
 
     def drop(self) -> None:
-        """Put the full batches of a window; what is left then is forgotten, and counts as used."""
+        """Put the full batches of the window; drop the rest, which counts as used."""
         if self._waiting:
             self._shuffle()
         parts, self._parts, self._num = self._parts, [], 0
@@ -56,7 +56,7 @@ class ColumnCutter:
             _release(tickets)
 
     def move_to(self, other: ColumnCutter) -> None:
-        """Give the samples so far to another cutter."""
+        """Move the samples so far to another cutter."""
         held = [*self._waiting, *self._parts]
         self._waiting, self._parts, self._num_waiting, self._num = [], [], 0, 0
         for samples, tickets in held:

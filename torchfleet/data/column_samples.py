@@ -1,4 +1,4 @@
-"""Samples as columns, one per slot: cut, joined and put into another order without looking at single samples."""
+"""Samples as columns, one per slot: cut, joined and reordered without access to single samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ColumnSamples:
         self.columns, self.num = columns, num
 
     def part(self, start: int, stop: int) -> ColumnSamples:
-        """The samples from `start` up to `stop`, in the same memory."""
+        """The samples from `start` to `stop`, in the same memory."""
         if (start, stop) == (0, self.num):
             return self
         parts = {
@@ -56,7 +56,7 @@ class ColumnSamples:
         return ColumnSamples(parts, stop - start)
 
     def picked(self, order: Index) -> ColumnSamples:
-        """A copy of the samples with these numbers, in this order."""
+        """A copy of the samples with these indices, in this order."""
         index = torch.from_numpy(order)
         picked: dict[str, Column] = {
             name: column.picked(order) if isinstance(column, Lists) else column[index]
@@ -66,7 +66,7 @@ class ColumnSamples:
 
     @staticmethod
     def joined(parts: Sequence[ColumnSamples]) -> ColumnSamples:
-        """All of them one after another: a copy, unless there is one only."""
+        """All parts, concatenated: a copy, unless there is only one."""
         if len(parts) == 1:
             return parts[0]
         columns: dict[str, Column] = {}
@@ -76,7 +76,7 @@ class ColumnSamples:
         return ColumnSamples(columns, sum(part.num for part in parts))
 
     def slots(self) -> dict[str, torch.Tensor | Ragged]:
-        """As a batch has them."""
+        """The slots as in a batch."""
         return {
             name: Ragged(column.values, torch.from_numpy(column.offsets[:-1])) if isinstance(column, Lists) else column
             for name, column in self.columns.items()

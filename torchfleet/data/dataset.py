@@ -33,7 +33,7 @@ class SampleExchange(Protocol):
 
 
 class SharedFileQueue(FileQueue, Protocol):
-    """Files that all workers of a job take from one list."""
+    """Files that all workers of a job take from a shared list."""
 
     def close(self) -> None: ...
 
@@ -97,7 +97,7 @@ class Dataset(ABC):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that a pass has for this worker; None while that is not known."""
+        """The number of samples of a pass on this worker; None while it is unknown."""
         return None
 
     @property
@@ -139,7 +139,7 @@ class DatasetPass:
         return self._feed.take_ready()
 
     def close(self) -> None:
-        """End the pass, also before its last batch."""
+        """End the pass, even before its last batch."""
         if not self._is_over:
             self._is_over = True
             self._feed.close()
@@ -148,14 +148,14 @@ class DatasetPass:
 
 
 class BatchIterator:
-    """The batches of a pass for one thread. A batch counts as used when the thread waits for another one."""
+    """The batches of a pass for one thread. A batch counts as used when the thread requests the next one."""
 
     def __init__(self, batches: DatasetPass, closes: bool = True) -> None:
         self._pass, self._closes = batches, closes
         self._handed: list[FileBatch] = []
 
     def fork(self) -> BatchIterator:
-        """For another thread: the same pass. Close this one when all threads have done their work."""
+        """An iterator over the same pass for another thread. Close this one when all threads have finished."""
         return BatchIterator(self._pass, closes=False)
 
     def __iter__(self) -> BatchIterator:
@@ -176,7 +176,7 @@ class BatchIterator:
         return batch
 
     def ready(self) -> FileBatch | None:
-        """The next batch if it is ready, for a look ahead: the batch before it stays in use."""
+        """The next batch if it is ready, to look ahead: the previous batch stays in use."""
         batch = self._pass.take_ready()
         if batch is not None:
             self._release(1)
@@ -184,7 +184,7 @@ class BatchIterator:
         return batch
 
     def close(self) -> None:
-        """End the pass, also before its last batch. Batches that are still in use do not count as used."""
+        """End the pass, even before its last batch. Batches still in use do not count as used."""
         if self._closes:
             self._pass.close()
 
@@ -215,14 +215,14 @@ class Alone:
 
 
 def checked(name: str, value: Any) -> int:
-    """`value`, which must be an int of at least 1; else DataError."""
+    """Returns `value`, which must be an int of at least 1; else raises DataError."""
     if type(value) is not int or value < 1:
         raise DataError(f"{name} must be a number of at least 1, found {value!r}")
     return value
 
 
 def file_shard(files: Sequence[str], index: int, num: int) -> list[str]:
-    """Every `num`-th file, from number `index` on: each file goes to one worker, and counts differ by at most one."""
+    """Every `num`-th file, starting at `index`: each file goes to one worker, and counts differ by at most one."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"get_file_shard: expected a list of paths, found the single {files!r}")
     return list(files)[index::num]

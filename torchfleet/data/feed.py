@@ -1,4 +1,4 @@
-"""Things made by threads for others to take: a bounded queue with an end, errors that arrive, and no thread left."""
+"""A bounded queue filled by threads: it has an end, passes on errors, and leaves no thread running."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Generic, TypeVar
 from torchfleet.base.background import BackgroundThreads
 
 Item = TypeVar("Item")
-_LOOK = 1.0  # seconds; every change wakes whoever waits, this is for nothing but safety
+_LOOK = 1.0  # seconds; a safety net, as every change wakes the waiting threads
 
 _open: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
 
 
 class Closed(Exception):
-    """Nobody takes any more: raised in the threads that make things, which then end."""
+    """Raised in the producing threads when the feed is closed; they then end."""
 
 
 class Feed(Generic[Item]):
@@ -32,7 +32,7 @@ class Feed(Generic[Item]):
         size: int,
         closing: threading.Event | None = None,
     ) -> None:
-        """`closing` is set as soon as the makers are to end: for those that wait for something else than a taker."""
+        """`closing` is set when the makers must end: for makers that wait for something other than queue space."""
         self._items: deque[Item] = deque()
         self._size = size
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class Feed(Generic[Item]):
         self._threads = BackgroundThreads([partial(self._run, make) for make in makers], on_end=self._count_end)
         self._num_running = len(self._threads)
         _open.add(self)
-        with self._changed:  # at the interpreter's end another thread may close what is only being opened
+        with self._changed:  # at exit, another thread may close a feed that is still being opened
             if not self._is_closed:
                 self._threads.start()
 
@@ -59,7 +59,7 @@ class Feed(Generic[Item]):
                 self._changed.wait(_LOOK)
 
     def take_ready(self) -> Item | None:
-        """The next item if there is one now: never waits."""
+        """The next item if there is one now; never waits."""
         with self._changed:
             return self._pop() if self._items and not self._is_closed else None
 
@@ -68,7 +68,7 @@ class Feed(Generic[Item]):
         return len(self._items)
 
     def close(self) -> None:
-        """End the threads; also in the middle."""
+        """Stop the threads, even before their end."""
         with self._changed:
             self._is_closed = True
             self._end_makers()
@@ -93,7 +93,7 @@ class Feed(Generic[Item]):
             make(self._put)
 
     def _count_end(self) -> None:
-        """A maker has ended; if with an error, all end, and whoever iterates gets it."""
+        """Called when a maker has ended. After an error all makers end, and iteration raises the error."""
         with self._changed:
             if self._threads.error is not None:
                 self._end_makers()
@@ -107,6 +107,6 @@ class Feed(Generic[Item]):
 
 @atexit.register
 def _close_all() -> None:
-    """Threads that are inside a kernel when the interpreter goes down would take the process with them."""
+    """Stop all threads at exit: one inside a kernel while the interpreter shuts down would crash the process."""
     for feed in list(_open):
         feed.close()

@@ -22,21 +22,21 @@ class _Samples(Protocol):
 Samples = TypeVar("Samples", bound=_Samples)  # SampleRows, or ColumnSamples
 Samples_co = TypeVar("Samples_co", covariant=True)
 Samples_contra = TypeVar("Samples_contra", contravariant=True)
-_POLL = 0.2  # seconds between two looks for a file that another worker has given up
+_POLL = 0.2  # seconds between two checks for a file that another worker has given up
 
 
 class FileQueue(Protocol):
-    """Where the threads of a pass take their files from."""
+    """The queue from which the threads of a pass take files."""
 
     def take(self) -> str | None:
-        """The next file; "" if there is none for now, None at the end."""
+        """The next file; "" if there is none at present, None at the end."""
 
     def done(self, path: str) -> None:
-        """All its samples have been used."""
+        """Report that all samples of the file have been used."""
 
 
 class OwnFileQueue:
-    """The files of this worker alone."""
+    """The files of this worker only."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths, self._lock = list(reversed(paths)), threading.Lock()
@@ -69,7 +69,7 @@ class Ticket:
 
 
 class FileBatch(Batch):
-    """A batch with the tickets of the files that its samples are from."""
+    """A batch with the tickets of the files that its samples come from."""
 
     tickets: tuple[Ticket, ...] = ()
 
@@ -77,7 +77,7 @@ class FileBatch(Batch):
         return Batch, (dict(self), self.num_samples)  # in another process it is a plain batch
 
     def release(self) -> None:
-        """Count its samples as used."""
+        """Count the batch's samples as used."""
         tickets, self.tickets = self.tickets, ()
         for ticket in tickets:
             ticket.release()
@@ -111,13 +111,13 @@ class Cutter:
             self._put(batch)
 
     def drop(self) -> None:
-        """Forget the rows so far; they count as used."""
+        """Drop the rows so far; they count as used."""
         selections, self._selections, self._num = self._selections, [], 0
         for _, ticket in selections:
             ticket.release()
 
     def move_to(self, other: Cutter) -> None:
-        """Give the rows so far to another cutter."""
+        """Move the rows so far to another cutter."""
         selections, self._selections, self._num = self._selections, [], 0
         for (rows, order), ticket in selections:
             other.add(rows.pick(order), ticket)
@@ -125,7 +125,7 @@ class Cutter:
 
 
 class BatchCutter(Protocol[Samples_contra]):
-    """Where the samples of one thread become batches: Cutter, or ColumnCutter."""
+    """Turns the samples of one thread into batches: Cutter, or ColumnCutter."""
 
     def add(self, rows: Samples_contra, ticket: Ticket, /) -> None: ...
 
@@ -137,7 +137,7 @@ class BatchCutter(Protocol[Samples_contra]):
 
 
 class SampleReader(Protocol[Samples_co]):
-    """What reads the files of one thread."""
+    """Reads the files of one thread."""
 
     def source(self, path: str) -> LineSource: ...
 
@@ -145,12 +145,12 @@ class SampleReader(Protocol[Samples_co]):
 
 
 class Account:
-    """Counts the skipped lines of all files of a pass, and its samples."""
+    """Counts the skipped lines and the samples of a pass."""
 
     def __init__(self) -> None:
         self.num_skipped = 0
-        self.num_samples: dict[str, int] = {}  # by file, of those that were read to their end
-        self.is_complete = False  # all files were
+        self.num_samples: dict[str, int] = {}  # by file, for files that were read to the end
+        self.is_complete = False  # all files were read to the end
         self._lines: list[str] = []
         self._lock = threading.Lock()
 
@@ -161,7 +161,7 @@ class Account:
                 self._lines.append(f"  {num:,}, the first: {first}")
 
     def note_file(self, path: str, num: int) -> None:
-        """A file was read to its end, and had so many samples; one that is listed twice is read twice."""
+        """Record the number of samples of a file that was read to the end; a file listed twice is read twice."""
         with self._lock:
             self.num_samples[path] = self.num_samples.get(path, 0) + num
 
@@ -189,15 +189,15 @@ class Reading(Generic[Samples]):
         self.closing = threading.Event()
 
     def run(self, reader: SampleReader[Samples], put: Callable[[FileBatch], None]) -> None:
-        """One thread: reads files, one after another. The last thread to end batches the rows that all have left."""
+        """Run one thread, which reads files one after another. The last thread to end batches all remaining rows."""
         cutter = self._make_cutter(put)
         while (path := self._files.take()) is not None:
             if path:
                 self._read(reader, path, cutter)
                 continue
-            # Other workers have the last files, and may wait for ours to be done: no row is kept for a fuller batch.
+            # Other workers have the last files, and may wait for ours to be done: do not keep rows for a fuller batch.
             self._end(cutter)
-            if self.closing.wait(_POLL):  # training has ended: the files of others may never be done
+            if self.closing.wait(_POLL):  # training has ended: other workers may never finish their files
                 return
         with self._lock:
             self._rests.append(cutter)

@@ -22,7 +22,7 @@ from torchfleet.data.slots import RowSelection, SampleLayout
 
 
 class InMemoryDataset(Dataset):
-    """Samples in the order of files and lines until they are shuffled."""
+    """Samples are in the order of files and lines until they are shuffled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,35 +31,36 @@ class InMemoryDataset(Dataset):
         self._num_shuffled = 0
 
     def load_into_memory(self) -> None:
-        """Read all files; what was in memory before goes."""
+        """Read all files, replacing the samples in memory."""
         self._require_no_preload()
         loading = self._loading(None)
         self.release_memory()
         self._replace(*loading())
 
     def preload_into_memory(self, thread_num: int | None = None) -> None:
-        """Begin to read all files beside training; `wait_preload_done` puts their samples in place of today's."""
+        """Start to read all files during training; `wait_preload_done` then replaces the present samples."""
         self._require_no_preload()
         self._preload = _Preload(self._loading(thread_num))
 
     def wait_preload_done(self) -> None:
-        """Wait for the preload, and go over to its samples."""
+        """Wait for the preload, and switch to its samples."""
         if self._preload is None:
             raise DataError("wait_preload_done: call preload_into_memory first")
         preload, self._preload = self._preload, None
         self._replace(*preload.wait())
 
     def local_shuffle(self, seed: int | None = None) -> None:
-        """A uniformly random order of this worker's samples."""
+        """Put this worker's samples into a uniformly random order."""
         np.random.default_rng(seed).shuffle(self._loaded().order)
 
     def global_shuffle(self, seed: int | None = None) -> None:
-        """A uniformly random order of all workers' samples, in equal shares. All workers must call it."""
+        """Put all workers' samples into a uniformly random order, in equal shares. All workers must call it."""
         store = self._loaded()
         workers = self.workers()
         try:
             if workers.num > 1:
-                # From the moment that samples go, there are none here until all have come: an error leaves nothing.
+                # From the first sample sent until the last one received, this worker has no samples: an error leaves it
+                # empty.
                 self._store = store = exchange_samples(store, workers, seed, self.release_memory)
                 seed = None if seed is None else seed + 1 + workers.index
         finally:
@@ -68,7 +69,7 @@ class InMemoryDataset(Dataset):
         self._num_shuffled = store.num
 
     def slots_shuffle(self, slots: Sequence[str], seed: int | None = None) -> None:
-        """Deal the values of each of these slots to random samples; everything else stays."""
+        """Permute the values of each of these slots among the samples; everything else stays."""
         store, rng = self._loaded(), np.random.default_rng(seed)
         names = [slot.name for slot in store.layout.slots]
         wanted = [slots] if isinstance(slots, str) else list(slots)
@@ -84,16 +85,16 @@ class InMemoryDataset(Dataset):
         self._num_shuffled = 0
 
     def get_memory_data_size(self, all_workers: bool = False) -> int:
-        """Samples in memory."""
+        """The number of samples in memory."""
         return self._total("memory size", self._store.num if self._store is not None else 0, all_workers)
 
     def get_shuffle_data_size(self, all_workers: bool = False) -> int:
-        """Samples after the last global_shuffle."""
+        """The number of samples after the last global_shuffle."""
         return self._total("shuffle size", self._num_shuffled, all_workers)
 
     def iterate(self) -> BatchIterator:
         store = self._loaded()
-        order, size = store.order.copy(), self.batch_size  # a shuffle in the middle of a pass is for the next one
+        order, size = store.order.copy(), self.batch_size  # a shuffle during a pass affects the next one
         rows = store.rows
         num = len(order) // size * size if self.drop_last else len(order)
 
@@ -107,18 +108,18 @@ class InMemoryDataset(Dataset):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that a pass has for this worker; None before they are loaded."""
+        """The number of samples of a pass on this worker; None before they are loaded."""
         if self._store is None:
             return None
         return len(self) * self.batch_size if self.drop_last else self._store.num
 
     def __len__(self) -> int:
-        """Batches in a pass."""
+        """The number of batches in a pass."""
         num, size = self._loaded().num, self.batch_size
         return num // size if self.drop_last else -(-num // size)
 
     def _loading(self, thread_num: int | None) -> Callable[[], tuple[Store, Account]]:
-        """What to load, and how, as it is set now."""
+        """A function that loads the files with the present settings."""
         options, paths = self.settings, list(self.filelist)
         if isinstance(options.data_format, ParquetFormat) and options.data_format.shuffle:
             raise DataError(
@@ -152,7 +153,7 @@ class InMemoryDataset(Dataset):
 
 
 def _load(options: ReadOptions, layout: SampleLayout, paths: list[str], num_threads: int) -> tuple[Store, Account]:
-    """All samples of the files, in the order of files and lines, however many threads read."""
+    """All samples of the files, in the order of files and lines, with any number of threads."""
     store, account, files, closing = Store(layout), Account(), OwnFileQueue(paths), threading.Event()
     ranges: dict[str, list[range]] = {path: [] for path in paths}
     num_done = 0
@@ -180,7 +181,7 @@ def _load(options: ReadOptions, layout: SampleLayout, paths: list[str], num_thre
 
 
 class _Preload:
-    """A loading in a thread of its own; its error is raised by who waits for it."""
+    """Loading in a separate thread; its error is raised in the thread that waits for it."""
 
     def __init__(self, load: Callable[[], tuple[Store, Account]]) -> None:
         self._load = load

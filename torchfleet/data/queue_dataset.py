@@ -1,4 +1,4 @@
-"""Batches that are read from files while training goes on: QueueDataset, and FileBatches for torch's DataLoader."""
+"""Batches that are read from files during training: QueueDataset, and FileBatches for torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEASE = 30.0  # seconds of silence after which a worker's files go to others
 
 
 class QueueDataset(Dataset):
-    """Reads its files anew in every pass, and keeps a few batches in memory."""
+    """Reads its files again in every pass, and keeps a few batches in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,15 @@ class QueueDataset(Dataset):
         self._num_passes = 0
         self._account: Account | None = None  # of the present pass, or the last one
         self._num_samples: int | None = None  # of a whole pass over these files
-        self._sizes: dict[str, int] | None = None  # bytes by file; empty: nobody can say
+        self._sizes: dict[str, int] | None = None  # bytes by file; empty: unknown
 
     def set_filelist(
         self, files: Sequence[str], dynamic: bool = False, name: str = "files", lease: float = LEASE
     ) -> None:
         """The files of this worker; with `dynamic`, the files of all workers, which take them one after another.
 
-        `name` distinguishes such lists of a job. After `lease` seconds of silence a worker's files go to others.
+        `name` distinguishes the dynamic lists of a job. If a worker is silent for `lease` seconds, its files go to
+        others.
         """
         if not isinstance(lease, (int, float)) or not 0.1 <= lease <= 86400:
             raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease!r}")
@@ -83,8 +84,10 @@ class QueueDataset(Dataset):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that a pass has for this worker: those of the pass before, or in the first one an estimate by the
-        bytes of its files. None before one file was read to its end, and for files that are not this worker's alone."""
+        """The number of samples of a pass on this worker, from the previous pass.
+
+        In the first pass it is an estimate from the bytes of its files. None before one file was read to the end, and
+        for files that are shared with other workers."""
         found = self._num_samples
         if found is None and self._account is not None and self._dynamic is None:
             if self._sizes is None:
@@ -99,7 +102,7 @@ class QueueDataset(Dataset):
         return ColumnsOf(reader, self.batch_size) if isinstance(reader, ParquetReader) else reader
 
     def _cutter_of_pass(self) -> Callable[[Callable[[FileBatch], None]], BatchCutter[Any]]:
-        """What makes a cutter for each thread of a pass."""
+        """A function that makes a cutter for each thread of a pass."""
         form = self.settings.data_format
         if not isinstance(form, ParquetFormat):
             return lambda put: Cutter(self._layout, self.batch_size, put)
@@ -111,18 +114,18 @@ class QueueDataset(Dataset):
 def _sizes(paths: Sequence[str]) -> dict[str, int]:
     try:
         return {path: os.path.getsize(path) for path in paths}
-    except OSError:  # a URL, which would take a request
+    except OSError:  # a URL: its size would take a request
         return {}
 
 
 def _estimate(sizes: Mapping[str, int], num_samples: Mapping[str, int]) -> int | None:
-    """As many samples a byte in all files as in those that were read; None while that is not known."""
+    """The number of samples, if all files have as many per byte as those that were read; None while unknown."""
     known = sum(sizes.get(path, 0) for path in num_samples)
     return round(sum(num_samples.values()) * sum(sizes.values()) / known) if known else None
 
 
 class ColumnsOf:
-    """A reader of Parquet whose samples stay columns: batches are made of them without rows in between."""
+    """A reader of Parquet whose samples stay columns, and become batches without rows in between."""
 
     def __init__(self, reader: ParquetReader, batch_size: int) -> None:
         self.source, self._reader, self._batch_size = reader.source, reader, batch_size
@@ -132,7 +135,7 @@ class ColumnsOf:
 
 
 class _Settled:
-    """A shared file queue whose files are done when the servers have the gradients of all their samples."""
+    """A shared file queue that reports a file as done when the servers have the gradients of all its samples."""
 
     def __init__(self, files: SharedFileQueue, dataset: Dataset) -> None:
         self._files, self._dataset = files, dataset
@@ -146,7 +149,7 @@ class _Settled:
 
 
 class FileBatches(torch.utils.data.IterableDataset[Batch]):
-    """Yields whole batches: use DataLoader(..., batch_size=None). With num_workers, each reads its share of files."""
+    """Yields whole batches: use DataLoader(..., batch_size=None). With num_workers, each process reads its share."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class FileBatches(torch.utils.data.IterableDataset[Batch]):
             "on_bad_line": on_bad_line,
             "drop_last": drop_last,
         }
-        QueueDataset().init(**self._options)  # raises for wrong options now, not in a DataLoader's process
+        QueueDataset().init(**self._options)  # raises for wrong options here, not in a DataLoader's process
 
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()

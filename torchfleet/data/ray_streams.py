@@ -1,4 +1,4 @@
-"""A dataset of Ray Data as streams of Arrow tables, one for each worker, which Ray deals out while it reads."""
+"""A Ray Data dataset as streams of Arrow tables, one per worker, which Ray distributes while it reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def ray_module() -> Any:
 
 
 def stream_of_worker(source: Any, workers: WorkerGroup, is_equal: bool) -> tuple[Callable[[], Iterable[Any]], Any]:
-    """This worker's stream, and what must be kept for as long as it is used.
+    """This worker's stream, and an object that must be kept alive while it is used.
 
-    `source`: a ray.data.Dataset, dealt out by worker 0; or what streaming_split of one has given, for all workers or
-    for this one. `is_equal`: all workers get as many rows, and what is left over is dropped.
+    `source`: a ray.data.Dataset, which worker 0 splits; or the result of its streaming_split, for all workers or for
+    this one. `is_equal`: all workers get equally many rows, and the remainder is dropped.
     """
     ray = ray_module()
     kept = None
@@ -41,9 +41,9 @@ def stream_of_worker(source: Any, workers: WorkerGroup, is_equal: bool) -> tuple
 
 
 def _dealt(ray: Any, dataset: Any, workers: WorkerGroup, is_equal: bool) -> tuple[Any, Any]:
-    """This worker's share of the dataset that worker 0 has: all must have it, and read it alike.
+    """This worker's share of worker 0's dataset: all workers must pass the same dataset and settings.
 
-    Worker 0 leaves the shares with an actor of Ray, whose name it tells the others through the servers.
+    Worker 0 keeps the shares in a Ray actor, and sends the actor's name to the others through the servers.
     """
     here = ray.get_runtime_context().gcs_address
     name, keeper = f"shares-{secrets.token_hex(16)}", None
@@ -63,7 +63,7 @@ def _dealt(ray: Any, dataset: Any, workers: WorkerGroup, is_equal: bool) -> tupl
 
 
 class _Shares:
-    """An actor: keeps the shares until every worker has its own."""
+    """An actor that keeps the shares until every worker has its own."""
 
     def __init__(self, shares: list[Any]) -> None:
         self._shares = shares

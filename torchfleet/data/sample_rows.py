@@ -23,7 +23,7 @@ class SampleRows(NamedTuple):
         return len(self.starts) - 1
 
     def pick(self, index: Index) -> SampleRows:
-        """A copy of the rows with these numbers, in this order."""
+        """A copy of the rows with these indices, in this order."""
         words = np.empty(batches.total_words(self.starts, index), np.uint32)
         starts = np.empty(len(index) + 1, np.int64)
         batches.gather_rows(self.words, self.starts, index, words, starts)

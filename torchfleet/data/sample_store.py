@@ -1,4 +1,4 @@
-"""All samples of a worker in memory: rows, appended in reserved address space, and the order to iterate in."""
+"""All samples of a worker in memory: rows, appended in reserved address space, and the order of iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchfleet.ps.tables.rows.memory import Memory, physical_bytes
 
 
 class Store:
-    """Grows without copying; `append` may be called by several threads."""
+    """Grows without copying; several threads may call `append`."""
 
     def __init__(self, layout: SampleLayout) -> None:
         self.layout = layout
@@ -40,7 +40,7 @@ class Store:
         return 4 * self._used + 8 * self._num + self.order.nbytes
 
     def append(self, rows: SampleRows) -> range:
-        """Returns the numbers of the new rows. They are not yet in `order`."""
+        """Returns the indices of the new rows. They are not in `order` yet."""
         with self._lock:
             first, at = self._num, self._used
             if at + len(rows.words) > len(self._words) or first + rows.num >= len(self._starts):
@@ -54,7 +54,7 @@ class Store:
             return range(first, self._num)
 
     def add_reader(self) -> None:
-        """Keep the rows in memory, also while `drain` runs, until `remove_reader`."""
+        """Keep the rows in memory until `remove_reader`, even while `drain` runs."""
         with self._lock:
             self._num_readers += 1
 
@@ -63,7 +63,7 @@ class Store:
             self._num_readers -= 1
 
     def drain(self, num_rows: int) -> Iterator[tuple[range, SampleRows]]:
-        """All rows, `num_rows` at a time; memory is released on the way. The store is empty afterwards."""
+        """All rows, `num_rows` at a time; releases memory along the way. The store is empty afterwards."""
         rows = self.rows
         for first in range(0, self._num, num_rows):
             last = min(first + num_rows, self._num)

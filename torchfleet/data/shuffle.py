@@ -26,9 +26,10 @@ _MAX_SEED = 1 << 63
 
 
 def exchange_samples(store: Store, workers: WorkerGroup, seed: int | None, on_begin: Callable[[], None]) -> Store:
-    """A store with this worker's share of all samples; `order` depends on the seed only, not on the order of arrival.
+    """A store with this worker's share of all samples; `order` depends only on the seed, not on the order of arrival.
 
-    `store` is emptied on the way, so that memory holds the samples once. `on_begin` is called before the first is sent.
+    `store` is emptied along the way, so that memory holds the samples once. `on_begin` is called before the first is
+    sent.
     """
     numbers, common, topic = _agree(store, workers, seed)
     index, num = workers.index, workers.num
@@ -84,9 +85,9 @@ class Share:
 
 
 def _agree(store: Store, workers: WorkerGroup, seed: int | None) -> tuple[npt.NDArray[np.int64], int, int]:
-    """(numbers of samples of all workers, a common seed, a topic for this exchange)."""
+    """(sample counts of all workers, a common seed, a topic for this exchange)."""
     own = int(np.random.default_rng(seed).integers(_MAX_SEED))
-    topic = int(np.random.default_rng().integers(_MAX_SEED))  # new every time, whatever the seed
+    topic = int(np.random.default_rng().integers(_MAX_SEED))  # new every time, regardless of the seed
     layout = repr(store.layout.slots).encode()
     parts = workers.gather("global shuffle", np.array([store.num, own, topic], np.int64).tobytes() + layout)
     if len(parts) != workers.num:
@@ -98,7 +99,7 @@ def _agree(store: Store, workers: WorkerGroup, seed: int | None) -> tuple[npt.ND
 
 
 def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """flows[i, j]: how many samples go from worker i to worker j, as in a random permutation cut into equal shares."""
+    """flows[i, j]: how many samples go from worker i to worker j, as in a random permutation in equal shares."""
     num = len(numbers)
     total = int(numbers.sum())
     room = np.full(num, total // num) + (np.arange(num) < total % num)
@@ -114,7 +115,7 @@ def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArra
 
 
 def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
-    """How many of `draws` are good. numpy's own is limited to 10^9; beyond, by inversion around the mean."""
+    """How many of `draws` are good. numpy's function is limited to 10^9; beyond that, by inversion around the mean."""
     total = good + bad
     if total < 10**9:
         return int(rng.hypergeometric(good, bad, draws))

@@ -36,7 +36,7 @@ class Slot:
 
 
 class Ragged(NamedTuple):
-    """The values of all samples, concatenated, and the offset at which each sample's begin."""
+    """The values of all samples, concatenated, and the offset of each sample's first value."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -55,7 +55,7 @@ class Batch(Mapping[str, Any]):
     """Slots by name: a tensor for a slot of fixed `dim`, a Ragged for others."""
 
     def __init__(self, parts: dict[str, torch.Tensor | Ragged], num_samples: int | None = None) -> None:
-        """Without `num_samples` it follows from the slots: a DataLoader makes copies that way."""
+        """Without `num_samples` it is computed from the slots: a DataLoader makes copies that way."""
         self._slots = parts
         if num_samples is None:
             first = next(iter(parts.values()))
@@ -78,14 +78,14 @@ class Batch(Mapping[str, Any]):
 
 
 class RowSelection(NamedTuple):
-    """Some of the rows, by their numbers, in this order."""
+    """Some of the rows, by their indices, in this order."""
 
     rows: SampleRows
     order: npt.NDArray[np.int64]
 
 
 class SampleLayout:
-    """How samples of these slots lie in a row and in a batch."""
+    """The layout of samples of these slots in a row and in a batch."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         if not isinstance(slots, Sequence) or not slots or not all(isinstance(slot, Slot) for slot in slots):
@@ -100,7 +100,7 @@ class SampleLayout:
         self.sizes = np.where(self.is_float, 1, 2).astype(np.int64)
         self.ragged = np.cumsum(self.dims < 0) - 1
         self.ragged[self.dims >= 0] = -1
-        # Values of eight bytes come first, so that they are aligned.
+        # Values of eight bytes come first, for alignment.
         self._order = sorted(range(len(slots)), key=lambda s: (bool(self.is_float[s]), s))
 
     def check(self, rows: SampleRows) -> bool:

@@ -1,4 +1,4 @@
-"""fleet.save(..., asynchronous=True): the ranks' shares are copied, and written while training goes on."""
+"""fleet.save(..., asynchronous=True): each rank copies its share and writes it while training continues."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torchfleet.collective.world import Gathering, World
 
 
 class BackgroundSaves:
-    """The saves of a rank, one at a time. All ranks begin and finish the same ones.
+    """The background saves of a rank, one at a time. All ranks begin and finish the same saves.
 
-    The thread is no daemon: a process that ends without a word writes its share to the end first.
+    The thread is not a daemon: a process that exits without calling `finish` still writes its share to the end.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._ranks: Gathering | None = None  # what the threads speak by: other ranks train at the same time
+        self._ranks: Gathering | None = None  # the threads' own connections: the ranks' main threads train meanwhile
         self._snapshots = Snapshots()
         self._thread: BackgroundThreads | None = None
 
     def begin(self, planned: PlannedSave, tensors: Mapping[Key, torch.Tensor]) -> None:
-        """Returns when the tensors are copied. The one before must be finished."""
+        """Start a save; returns when the tensors are copied. The previous save must be finished."""
         assert self._thread is None
         ranks = self._ranks = self._ranks or self._world.aside()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(planned.place or contextlib.nullcontext())  # if there is no memory for copies
+            stack.enter_context(planned.place or contextlib.nullcontext())  # if copying runs out of memory
             copies = self._snapshots.take(tensors)
             stack.pop_all()
         self._thread = BackgroundThreads(
@@ -40,7 +40,7 @@ class BackgroundSaves:
         self._thread.start()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait until the save under way is on disk, if there is one. Raises what went wrong with it, once."""
+        """Wait until the save in progress, if any, is on disk. Raises its error, once."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout)

@@ -1,6 +1,6 @@
 """The manifest of a saved collective model: every tensor, its pieces, and the files they are in. No torch.
 
-A piece is a box of a whole tensor (offset and shape): what one rank wrote of it.
+A piece is a box of a whole tensor (offset and shape): the part that one rank wrote.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class CollectiveManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     tensors: list[SavedTensor]
     optimizer: str  # its class; "": none was saved
     groups: list[SavedGroup]
-    values: dict[str, dict[str, Any]]  # parameter → states that are no tensors
-    tied: dict[str, str]  # other names of parameters → the name that they are saved by
-    strategy: dict[str, Any]  # settings that were not the default, for the reader
+    values: dict[str, dict[str, Any]]  # parameter → states that are not tensors
+    tied: dict[str, str]  # other names of parameters → the name under which they are saved
+    strategy: dict[str, Any]  # settings that differ from the default, for information
     extra: dict[str, Any]
     time: float = 0.0
     format: str = FORMAT
@@ -89,12 +89,12 @@ class _Head(msgspec.Struct):
 
 
 def is_collective(dirname: str) -> bool:
-    """Whether what is saved there is a collective model. Raises CheckpointError if nothing whole is saved there."""
+    """Whether the folder holds a saved collective model. Raises CheckpointError if it holds no complete save."""
     return _head(read_body(Storage(dirname))).format == FORMAT
 
 
 def write(storage: Storage, manifest: CollectiveManifest) -> None:
-    """The last act of saving: from here on the new model is the model."""
+    """Write the manifest: the last step of a save, which makes the new model the current one."""
     write_body(storage, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
@@ -119,7 +119,7 @@ def read(storage: Storage) -> CollectiveManifest:
 
 
 def _contradictions(manifest: CollectiveManifest) -> Iterator[str]:
-    """What cannot be true of a save, whatever its checksum."""
+    """Yield each inconsistency of the manifest, which a valid checksum cannot rule out."""
     if not _FOLDER.fullmatch(manifest.save) or not 1 <= manifest.number < 10**18:
         yield f"expected a folder save-NUMBER, found {manifest.save!r:.100} and number {manifest.number}"
     if not 1 <= manifest.num_ranks < 10**6 or not 0 <= manifest.time < 1e12:
@@ -141,7 +141,7 @@ def _contradictions(manifest: CollectiveManifest) -> Iterator[str]:
 
 
 def _wrong_pieces(tensor: SavedTensor, num_ranks: int) -> Iterator[str]:
-    """Of one tensor: pieces that do not fit into it, or onto each other, or leave something out."""
+    """Yield what is wrong with the pieces of a tensor: unknown file, outside of the tensor, overlapping, incomplete."""
     what = f"'{tensor.name:.200}'"
     item = ITEM_BYTES.get(tensor.dtype, 0)
     if not item or not _is_shape(tensor.shape):
@@ -171,7 +171,7 @@ def _is_shape(shape: Sequence[int]) -> bool:
 
 
 def _overlap(pieces: Sequence[SavedPiece]) -> bool:
-    """Whether two boxes have an element in common. Sorted by their first dimension, few have to be compared."""
+    """Whether two boxes share an element. They are sorted by their first dimension, so that few are compared."""
     boxes = sorted((p.offset, p.shape) for p in pieces if num_elements(p.shape) and len(p.offset) == len(p.shape))
     for i, (offset, shape) in enumerate(boxes):
         for other, lengths in boxes[i + 1 :]:
@@ -189,14 +189,14 @@ def _head(body: bytes) -> _Head:
 
 
 def next_number(storage: Storage) -> int:
-    """Above those of all saves that are or were being made here."""
+    """A number above those of all finished and unfinished saves in this folder."""
     with contextlib.suppress(CheckpointError):
         return max(next_save(storage), read(storage).number + 1)
     return next_save(storage)
 
 
 def remove_others(storage: Storage, kept: str) -> None:
-    """Folders of saves before, and of those that never came to an end."""
+    """Remove the folders of earlier saves and of saves that were never completed."""
     remove_all_but(storage, {kept})
 
 

@@ -1,4 +1,4 @@
-"""Resharding: what saved pieces and this rank's pieces have in common is read and copied."""
+"""Resharding: read and copy the overlap of the saved pieces with this rank's pieces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchfleet.collective.checkpoint.tensor_files import Reader, overlap
 
 
 class Target(NamedTuple):
-    """A piece of this rank, and the saved tensor that goes there."""
+    """A piece of this rank, and the saved tensor to fill it from."""
 
     source: SavedTensor
     piece: HeldPiece
 
 
 def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
-    """In the order of the files."""
+    """Fill the targets, in the order of the files."""
     jobs = []
     for source, piece in targets:
         num = 0

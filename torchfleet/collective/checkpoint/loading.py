@@ -1,4 +1,4 @@
-"""fleet.load: every rank reads the pieces that overlap with what it holds, whoever has saved them."""
+"""fleet.load: every rank reads the saved pieces that overlap with what it holds, whichever rank saved them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchfleet.collective.world import World
 
 
 class Opened(Report, kw_only=True):
-    """The manifest, as the first rank has read it, and which tensors each rank's model has."""
+    """The manifest as rank 0 read it, and the tensors of each rank's model."""
 
     manifest: str = ""
     names: list[str] = msgspec.field(default_factory=list)
@@ -48,12 +48,12 @@ def load(
     world: World | None,
     names: Names | None = None,
 ) -> dict[str, Any]:
-    """What `extra` was. All ranks call it together; what is wrong on one is raised on all.
+    """Load a save; returns its `extra`. All ranks call it together; an error on one rank is raised on all.
 
-    The model must have the tensors that were saved, no more and no less, in their shapes; the number of ranks and the
-    strategies may be others. The optimizer's state is made anew, if it is of the same kind; strategies that were not on
-    when the model was saved keep what they have. Nothing is changed if the model does not fit. If a file is damaged,
-    some parameters may have been read already: load another save.
+    The model must have exactly the saved tensors, in the same shapes; the number of ranks and the strategies may
+    differ. The optimizer's state is rebuilt if the optimizer is of the same class; strategies that were not on when the
+    model was saved keep their state. If the model does not fit, nothing is changed. If a file is damaged, some
+    parameters may already have been overwritten: load another save.
     """
     loading = CollectiveLoad(Storage(dirname), model, world)
     report, failed = Report(), None
@@ -71,12 +71,12 @@ def load(
 
 
 def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters and buffers into a model of this process alone, for prediction; returns what `extra` was."""
+    """Load parameters and buffers into a model of this process alone, for prediction; returns the saved `extra`."""
     return load(dirname, module, None, (), None)
 
 
 class CollectiveLoad:
-    """A save on its way into this rank's tensors: `check` and `add_...` first, then `read`, then `assign`."""
+    """A save being loaded into this rank's tensors: call `check` and `add_...` first, then `read`, then `assign`."""
 
     def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
         self._storage, self._model, self._world = storage, model, world
@@ -99,7 +99,7 @@ class CollectiveLoad:
         return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
 
     def check(self) -> None:
-        """The model's tensors are those that were saved."""
+        """Check that the model has exactly the saved tensors."""
         masters = self.manifest.of_kind("master")
         place = f"{self._storage.path} ({self.manifest.save})"
         for name in self._saved:
@@ -115,16 +115,16 @@ class CollectiveLoad:
                 raise CheckpointError(
                     f"'{name}' has shape {piece.shape} in the model, and was saved with shape {tuple(source.shape)}"
                 )
-            copy = masters.get(self._saved_name(name))  # as precise as the model is now?
+            copy = masters.get(self._saved_name(name))  # is it as precise as the model is now?
             is_better = copy is not None and DTYPES[copy.dtype] == piece.tensor.dtype
             self._targets.append(Target(copy if copy is not None and is_better else source, piece))
 
     def _saved_name(self, name: str) -> str:
-        """A tied parameter was saved by one of its names; in a pipeline, whose stages each have their own, by both."""
+        """The saved name of a parameter. A tied one was saved under one name; in a pipeline, under one per stage."""
         return name if name in self._saved else self.manifest.tied.get(name, name)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, strategies: Sequence[Strategy]) -> None:
-        """Options of the groups, states by parameter, and the optimizer's copies of parameters."""
+        """Add the options of the groups, the state of each parameter, and the optimizer's copies of parameters."""
         kind, kept = type(innermost(optimizer)).__name__, self.manifest.optimizer
         is_same, parameters = kind == kept, list(optimized(optimizer, names))
         if is_same:
@@ -162,7 +162,7 @@ class CollectiveLoad:
         return made
 
     def _rank_state(self, strategy: Strategy) -> dict[str, torch.Tensor]:
-        """What this rank had, if there were as many ranks; else what all of them had, stacked."""
+        """This rank's saved state if the number of ranks is the same; else the states of all saved ranks, stacked."""
         assert self._world is not None
         made, present, rank = {}, strategy.rank_state(), self._world.rank
         for key, source in _of_field(self.manifest.of_kind("rank"), strategy.field):
@@ -176,7 +176,8 @@ class CollectiveLoad:
         return made
 
     def read(self) -> Report:
-        """Fill all that was added: the model's own tensors, and new ones for the optimizer and the strategies."""
+        """Read everything that was added: into the model's own tensors, and new ones for the optimizer and the
+        strategies."""
         progress = Progress("fleet.load") if self._is_first else None
         try:
             with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
@@ -188,7 +189,7 @@ class CollectiveLoad:
         return Report()
 
     def assign(self) -> None:
-        """Give what was read to the optimizer and the strategies."""
+        """Pass what was read to the optimizer and the strategies."""
         for assign in self._assignments:
             assign()
 
@@ -218,7 +219,7 @@ def _load_means(strategy: Strategy, states: Mapping[str, torch.Tensor]) -> None:
 
 
 def _mean(states: torch.Tensor) -> torch.Tensor:
-    """Over ranks, in the first dimension."""
+    """The mean over ranks, which are the first dimension."""
     if len(states) == 1:
         return states[0]
     mean = states.double().mean(0)

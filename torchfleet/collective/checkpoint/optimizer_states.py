@@ -1,4 +1,4 @@
-"""Optimizer state by the names of parameters: the pieces that this rank holds, and new state to load into."""
+"""Optimizer state by parameter name: the pieces that this rank holds, and new state to load into."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torchfleet.collective.checkpoint.collective_manifest import CollectiveManif
 from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece, Pieces, piece_of
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 
-# How, not what: these stay as the optimizer that is loaded has them.
+# Options of the implementation, not of the rule: loading keeps those of the present optimizer.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 Names = Mapping[torch.Tensor, str]
 
 
 def names_of(model: torch.nn.Module, given: Names | None) -> Names:
-    """Of the optimizer's parameters; if they are not given, they are those of the model."""
+    """The names of the optimizer's parameters: `given`, or those of the model."""
     return {parameter: name for name, parameter in model.named_parameters()} if given is None else given
 
 
 def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces) -> tuple[Pieces, dict[str, Any]]:
-    """(states that are tensors by "parameter.key", all other states by parameter). `homes`: what model_pieces gave."""
+    """(states that are tensors by "parameter.key", all other states by parameter). `homes`: returned by
+    model_pieces."""
     made: Pieces = {}
     values: dict[str, Any] = {}
     for parameter, name, _ in optimized(optimizer, names):
@@ -40,7 +41,7 @@ def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Piec
 
 
 def master_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces, model: torch.nn.Module) -> Pieces:
-    """Copies that the optimizer has of parameters and steps on in their place."""
+    """The optimizer's copies of parameters, which it steps on instead of the parameters."""
     own = set(model.parameters())
     masters = [(parameter, name) for parameter, name, _ in optimized(optimizer, names) if parameter not in own]
     return {name: _like(f"the optimizer's copy of '{name}'", parameter, homes[name]) for parameter, name in masters}
@@ -58,7 +59,8 @@ def optimized(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[
 
 
 def _like(what: str, value: torch.Tensor, home: HeldPiece) -> HeldPiece:
-    """A tensor that belongs to a parameter is cut as that is, or is a number that all ranks have alike."""
+    """The piece of a tensor that belongs to a parameter: sharded as the parameter, or a scalar that is equal on all
+    ranks."""
     if hasattr(value, "placements"):
         return piece_of(value)
     if value.shape == home.tensor.shape:
@@ -90,7 +92,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON has a word for it."""
+    """Whether JSON can represent it."""
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value is None or (isinstance(value, (bool, int, float, str)) and is_finite)
 
@@ -98,7 +100,7 @@ def _is_plain(value: Any) -> bool:
 def check_groups(
     optimizer: torch.optim.Optimizer, names: Names, kept: Sequence[SavedGroup], saved_name: Callable[[str], str]
 ) -> None:
-    """The groups must be those that were saved; a rank may have some of their parameters."""
+    """Check that the groups are the saved ones; a rank may have only some of their parameters."""
     if len(optimizer.param_groups) != len(kept):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} param groups, and {len(kept)} were saved"
@@ -114,7 +116,7 @@ def check_groups(
 
 
 def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[SavedGroup]) -> None:
-    """Into the very dictionaries, and the very tensor where an option is one: schedulers and graphs hold them."""
+    """Set saved options in place, in the same dicts and option tensors: schedulers and CUDA graphs hold references."""
     for group, saved in zip(optimizer.param_groups, kept, strict=True):
         for key, value in saved.options.items():
             present = group.get(key)
@@ -125,7 +127,7 @@ def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[SavedGroup]) ->
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one whose rule it is."""
+    """The optimizer that implements the update rule, inside all wrappers."""
     while isinstance(optimizer, ShardedOptimizer):
         optimizer = optimizer.inner
     return optimizer
@@ -142,7 +144,7 @@ def states_by_parameter(manifest: CollectiveManifest) -> dict[str, dict[str, Sav
 def new_state(
     parameter: torch.Tensor, home: HeldPiece, sources: Mapping[str, SavedTensor], group: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Pieces]:
-    """(a state for the optimizer, still empty; where each of `sources` goes)."""
+    """(a state for the optimizer, not filled yet; the piece that each of `sources` is read into)."""
     counts_on_device = group.get("fused") or group.get("capturable")  # as torch's optimizers do
     state: dict[str, Any] = {}
     pieces: Pieces = {}
@@ -150,7 +152,7 @@ def new_state(
         dtype = DTYPES[source.dtype]
         if key == "step" and not counts_on_device:
             state[key] = torch.empty(source.shape, dtype=dtype)
-        elif tuple(source.shape) == home.shape:  # cut as the parameter is, if it is
+        elif tuple(source.shape) == home.shape:  # sharded as the parameter, if it is sharded
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             pieces[key] = home.like(state[key])
             continue

@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """A box of a whole tensor; `tensor` shares its memory with what it was taken from."""
+    """A box of a whole tensor; `tensor` shares memory with the tensor it was taken from."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]  # of the whole
@@ -54,13 +54,13 @@ Pieces = dict[str, HeldPiece]
 
 
 class Cuts(Report, kw_only=True):
-    """Of parameters cut over the ranks by themselves: which piece of how many this rank has, and its length."""
+    """Parameters that are sharded without DTensor: which of how many pieces this rank has, and the piece's length."""
 
     pieces: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by the user's names; a tied parameter by the first of them."""
+    """Parameters and persistent buffers by the user's names; a tied parameter has its first name."""
     for module in sharded_modules(model):
         module.reshard()
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -74,7 +74,7 @@ def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied(model: torch.nn.Module) -> dict[str, str]:
-    """Other names of parameters and buffers → the first."""
+    """Other names of tied parameters and buffers → the first name."""
     firsts: dict[torch.Tensor, str] = {}
     others = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -85,10 +85,10 @@ def tied(model: torch.nn.Module) -> dict[str, str]:
 
 
 def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
-    """All ranks call it together (without `world`: one process by itself); what is wrong on one is raised on all.
+    """The pieces that this rank holds. All ranks call it together; an error on one rank is raised on all.
 
-    A parameter with an attribute `fleet_piece` = (dimension, index, count) is one of `count` pieces along a dimension;
-    the others are on other ranks.
+    Without `world`, the process is alone. A parameter with an attribute `fleet_piece` = (dimension, index, count) is
+    one of `count` pieces along a dimension; other ranks hold the others.
     """
     failed = None
     try:
@@ -108,7 +108,7 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
 
 
 def _lengths(reports: Sequence[Cuts]) -> dict[str, list[int]]:
-    """Of the pieces of each such parameter, in their order."""
+    """The lengths of the pieces of each such parameter, in order."""
     found: dict[str, dict[int, int]] = {}
     for report in reports:
         for name, (index, count, length) in report.pieces.items():
@@ -120,7 +120,7 @@ def _lengths(reports: Sequence[Cuts]) -> dict[str, list[int]]:
 
 
 def piece_of(tensor: Any) -> HeldPiece:
-    """Of a DTensor this rank's shard; any other tensor is whole."""
+    """This rank's shard of a DTensor; any other tensor is whole."""
     if not hasattr(tensor, "placements"):
         return HeldPiece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     mesh, offset, shape = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
@@ -128,11 +128,11 @@ def piece_of(tensor: Any) -> HeldPiece:
         (placement, *place)
         for placement, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)
     ]
-    # Cut from the first dimension of the mesh to the last; a strided one cuts what those behind it have left.
+    # The first dimension of the mesh cuts first; a strided placement cuts what later dimensions have left.
     strided = [cut for cut in cuts if hasattr(cut[0], "split_factor")]
     plain = [cut for cut in cuts if hasattr(cut[0], "dim") and not hasattr(cut[0], "split_factor")]
     for placement, index, count in [*plain, *reversed(strided)]:
-        length = -(-shape[placement.dim] // count)  # as torch.chunk: all alike, the last ones shorter or empty
+        length = -(-shape[placement.dim] // count)  # as torch.chunk: equal lengths, the last ones shorter or empty
         start = min(index * length, shape[placement.dim])
         offset[placement.dim] += start
         shape[placement.dim] = min(length, shape[placement.dim] - start)
@@ -149,7 +149,7 @@ def piece_of(tensor: Any) -> HeldPiece:
 
 
 def strategy_pieces(strategies: Sequence[Strategy], world: World) -> dict[Key, HeldPiece]:
-    """Tensors that are equal on all ranks, and those of this rank alone, stacked along a first dimension of ranks."""
+    """Tensors that are equal on all ranks, and those of this rank, stacked along a leading dimension of ranks."""
     made: dict[Key, HeldPiece] = {}
     for strategy in strategies:
         for key, value in strategy.state().items():

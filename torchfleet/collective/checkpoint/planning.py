@@ -1,4 +1,4 @@
-"""Agreement among ranks about a save or load: reports as JSON, errors raised on all of them, who writes which piece."""
+"""Agreement among ranks about a save or load: JSON reports, errors raised on all ranks, and who writes which piece."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Key = tuple[Kind, str]
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What one rank sends to all. `error`: what went wrong there, if anything."""
+    """What one rank sends to all. `error`: the error on that rank, if any."""
 
     error: str = ""
 
 
 def exchange(world: Gathering | None, report: AnyReport, cause: Exception | None = None) -> list[AnyReport]:
-    """The reports of all ranks, in their order. An error in one of them is raised on all; `cause` is this rank's own.
+    """The reports of all ranks, in order. An error in one is raised on all; `cause` is this rank's own error.
 
-    Without `world` the process is by itself. All ranks call it together.
+    All ranks call it together. Without `world`, the process is alone.
     """
     kind = type(report)
     if world is None or world.size == 1:
@@ -41,12 +41,12 @@ def exchange(world: Gathering | None, report: AnyReport, cause: Exception | None
 
 
 def error_text(error: Exception) -> str:
-    """The error as the other ranks see it."""
+    """The error text that other ranks see."""
     return str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
 
 
 class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A piece that a rank holds, without its values: of which tensor, and which box of it."""
+    """A piece that a rank holds, without its values: its tensor, and its box in the tensor."""
 
     kind: Kind
     name: str
@@ -54,7 +54,7 @@ class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    is_buffer: bool = False  # of the model: ranks that hold it may have different values
+    is_buffer: bool = False  # of the model: its values may differ among the ranks that hold it
 
     @property
     def bytes(self) -> int:
@@ -62,10 +62,10 @@ class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 def assign_writers(held: Sequence[Sequence[PieceSpec]]) -> list[list[PieceSpec]]:
-    """Which pieces each rank writes: every piece once, the largest first, each to the holder with least to write.
+    """Which pieces each rank writes: every piece once, largest first, each by the holder with the least to write.
 
-    Buffers go to their first holder, so that those of a layer are all of one rank. Raises CheckpointError if the ranks
-    hold tensors of one name that do not fit together, or not all of one.
+    The first holder of a buffer writes it, so that all buffers of a layer come from one rank. Raises CheckpointError if
+    the ranks hold inconsistent tensors under one name, or if pieces of a tensor are missing.
     """
     holders: dict[PieceSpec, list[int]] = {}
     tensors: dict[Key, PieceSpec] = {}
@@ -106,7 +106,7 @@ def _check_all_there(holders: Mapping[PieceSpec, Any], tensors: Mapping[Key, Pie
         found[spec.kind, spec.name] += num_elements(spec.shape)
     for (kind, name), spec in tensors.items():
         expected = num_elements(spec.whole)
-        if kind != "rank" and found[kind, name] != expected:  # of those a rank may have none
+        if kind != "rank" and found[kind, name] != expected:  # a rank may have no tensors of kind "rank"
             raise CheckpointError(
                 f"'{name}' has {expected:,} elements, and the pieces that the ranks hold have {found[kind, name]:,}"
             )

@@ -1,4 +1,4 @@
-"""The files of a save, once it is planned: every rank writes its share, then the manifest makes it the model."""
+"""The files of a planned save: every rank writes its share, then the manifest makes the save the current model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Holdings(Report, kw_only=True):
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """What all ranks have agreed on, and all but the values of the tensors."""
+    """What all ranks have agreed on: everything about a save except the values of the tensors."""
 
     storage: Storage
     number: int
@@ -55,22 +55,22 @@ class PlannedSave:
     held: list[Holdings]  # of all ranks
     settings: dict[str, Any]
     extra: dict[str, Any]
-    place: Reservation | None  # of the folder; rank 0 has it
+    place: Reservation | None  # of the folder; held by rank 0
 
 
 class Written(Report, kw_only=True):
-    data_start: int = 0  # where in the file the first tensor begins
+    data_start: int = 0  # offset of the first tensor in the file
     checksums: list[int] = msgspec.field(default_factory=list)
 
 
 def write_save(planned: PlannedSave, tensors: Tensors, ranks: Gathering) -> None:
-    """All of it is on disk when this returns. `tensors` are this rank's. All ranks call it together.
+    """Write a planned save; all of it is on disk when this returns. All ranks call it together, with their own tensors.
 
-    An error, on whichever rank, is raised on all of them, and leaves the model that was saved there before.
+    An error on any rank is raised on all ranks; the previously saved model stays intact.
     """
     storage, number, plan = planned.storage, planned.number, planned.plan
     progress = Progress("fleet.save") if ranks.rank == 0 else None
-    with planned.place or contextlib.nullcontext():  # what is left of a save that failed is removed
+    with planned.place or contextlib.nullcontext():  # removes the remains of a failed save
         written = exchange(ranks, _write(storage, number, plan[ranks.rank], tensors, ranks, progress))
         done = Report()
         if planned.place is not None:
@@ -88,7 +88,7 @@ def _write(
     ranks: Gathering,
     progress: Progress | None,
 ) -> Written:
-    """This rank's file."""
+    """Write this rank's file."""
     if not specs:
         return Written()
     keys = [file_key(spec.kind, spec.name) for spec in specs]
@@ -111,7 +111,7 @@ def _write(
 
 
 def _maker(tensor: torch.Tensor) -> Callable[[], Bytes]:
-    """Its bytes, when they are asked for: one tensor at a time is copied to the host."""
+    """A function that returns the tensor's bytes, so that one tensor at a time is copied to the host."""
     return lambda: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -122,7 +122,7 @@ def file_of(rank: int, size: int) -> str:
 def _tensors(
     plan: Sequence[Sequence[PieceSpec]], written: Sequence[Written], held: Sequence[Holdings]
 ) -> list[SavedTensor]:
-    """In the order of the model: every tensor, and where its pieces are."""
+    """Every tensor, in the order of the model, and where its pieces are."""
     pieces: dict[Key, list[SavedPiece]] = {}
     for rank, specs in enumerate(plan):
         at = written[rank].data_start
@@ -158,7 +158,7 @@ def _manifest(planned: PlannedSave, tensors: list[SavedTensor]) -> CollectiveMan
 
 
 def _merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
-    """The param groups of all ranks: in a pipeline each has the parameters of its own stage."""
+    """The param groups of all ranks, merged: in a pipeline each rank has the parameters of its own stage."""
     made = []
     most = max(len(groups) for groups in groups_of_ranks)
     for number, group in enumerate(next(groups for groups in groups_of_ranks if len(groups) == most)):
@@ -168,7 +168,7 @@ def _merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[Save
 
 
 def _commit(storage: Storage, manifest: CollectiveManifest, held: Reservation) -> Report:
-    """From here on the new model is the model. The one of before goes last."""
+    """Make the new save the current model, then remove the previous one."""
     sizes: dict[str, int] = {}
     for tensor in manifest.tensors:
         for piece in tensor.pieces:

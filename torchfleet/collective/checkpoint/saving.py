@@ -1,8 +1,8 @@
-"""fleet.save: the ranks agree on who writes what; each writes its share, and then the manifest makes it the model.
+"""fleet.save: the ranks agree on who writes what, each writes its share, and the manifest completes the save.
 
-The ranks exchange which pieces they hold; of a piece that several have, the one that has least to write writes it.
-Buffers may differ from rank to rank: of those that several have, the first of these ranks writes all.
-Messages among ranks, and all that is read back, are JSON and raw numbers: nothing that is loaded can run code.
+The ranks exchange which pieces they hold. A piece that several ranks hold is written by the one with the least to
+write. Buffers may differ among ranks: the first of the ranks that hold a buffer writes it. Messages among ranks, and
+all files, are JSON and raw numbers: loading never runs code.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def save(
     extra: Mapping[str, Any] | None = None,
     names: Names | None = None,
 ) -> int:
-    """Number of the save, when all of it is on disk. All ranks call it together, with a folder that all of them reach.
+    """Save, and return the number of the save when all of it is on disk.
 
-    `names`: of the optimizer's parameters, if they are not the model's own. An error, on whichever rank, is raised on
-    all of them, and leaves the model that was saved there before, as does being killed.
+    All ranks call it together, with a folder that all of them can reach. `names`: the names of the optimizer's
+    parameters, if they are not the model's own. An error on any rank is raised on all ranks. After an error or a kill,
+    the previously saved model is intact.
     """
     planned, tensors = plan_save(dirname, model, optimizer, strategies, world, extra, names)
     write_save(planned, tensors, world)
@@ -61,11 +62,11 @@ def plan_save(
     extra: Mapping[str, Any] | None = None,
     names: Names | None = None,
 ) -> tuple[PlannedSave, dict[Key, torch.Tensor]]:
-    """(who writes what, this rank's tensors, which share their memory with the model's). All ranks call it together."""
+    """(the plan, this rank's tensors, which share memory with the model's). All ranks call it together."""
     own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
     failed = place = None
     kept: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:  # what is left of a save that cannot be planned is removed
+    with contextlib.ExitStack() as stack:  # removes the remains of a save that cannot be planned
         try:
             holdings = _collect(own, model, optimizer, strategies, world, names)
             kept = as_json(extra or {}, "fleet.save")
@@ -91,7 +92,7 @@ def _collect(
     world: World,
     names: Names | None,
 ) -> Holdings:
-    """Adds to `own`, the model's, all else that this rank holds."""
+    """Add everything else that this rank holds to `own`, which has the model's pieces."""
     holdings = Holdings(tied=tied(model))
     if optimizer is not None:
         homes = {name: piece for (_, name), piece in own.items()}

@@ -1,4 +1,5 @@
-"""Export of a saved collective model to one safetensors file, for other programs. No torch; one tensor in memory."""
+"""Export of a saved collective model to one safetensors file, for other programs. No torch; holds one tensor at a
+time."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from torchfleet.ps.checkpoint.part_writer import write_file
 
 
 def export(dirname: str, path: str) -> int:
-    """Parameters and buffers by their names, in their own precision, into `path`; returns how many.
+    """Write parameters and buffers, in their own precision, to `path`; returns how many.
 
-    `path` may be any that fsspec opens. The file appears when all is in it. Of a tied parameter it has one name; the
-    others stand in its metadata, as safetensors.torch.save_model writes them, and load_model takes them.
+    `path` may be any that fsspec opens. The file appears when it is complete. A tied parameter is stored under one
+    name; its other names are in the metadata, in the format that safetensors.torch.save_model writes and load_model
+    reads.
     """
     storage = Storage(dirname)
     manifest = saved.read(storage)

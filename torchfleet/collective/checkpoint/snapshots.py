@@ -1,7 +1,7 @@
-"""Copies of tensors in host memory, which training that goes on does not change.
+"""Copies of tensors in host memory, which are not affected by further training.
 
-On a GPU the copies are made by a stream of their own into pinned memory, and waited for once. The memory is kept from
-one snapshot to the next: to pin it takes longer than to fill it.
+On a GPU, a separate stream copies into pinned memory, and the host waits once. The memory is reused for the next
+snapshot: pinning it takes longer than filling it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from torchfleet.base.errors import CheckpointError
 
-_ALIGNED = 64  # bytes: a place fits any type
+_ALIGNED = 64  # bytes: the alignment of every dtype
 AnyKey = TypeVar("AnyKey")
 
 
 class Snapshots:
-    """Takes one snapshot at a time: the next one is written over it."""
+    """Takes one snapshot at a time: the next one overwrites it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -27,7 +27,7 @@ class Snapshots:
         self._stream: torch.cuda.Stream | None = None
 
     def take(self, tensors: Mapping[AnyKey, torch.Tensor]) -> dict[AnyKey, torch.Tensor]:
-        """Copies in host memory, by the same keys, as the tensors are when the current stream has come to here."""
+        """Copy the tensors to host memory, by the same keys, with their values at this point of the current stream."""
         sources = [tensor.detach() for tensor in tensors.values()]
         copies = self._places(sources)
         on_gpu = [pair for pair in zip(copies, sources, strict=True) if pair[1].is_cuda]
@@ -55,7 +55,7 @@ class Snapshots:
         if self._unpin is not None:
             self._unpin()
         self._memory, self._unpin = torch.empty(num_bytes, dtype=torch.uint8), None
-        if pinned:  # not by torch's allocator, which takes the next power of 2
+        if pinned:  # not by torch's allocator, which rounds up to a power of 2
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = int(runtime.cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
             if status:

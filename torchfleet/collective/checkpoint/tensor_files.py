@@ -1,7 +1,7 @@
 """safetensors files, written tensor by tensor and read piece by piece, each with a checksum. No torch.
 
-The header of a file also has where in the whole tensor each piece begins, as torch.distributed.checkpoint
-writes it: its HuggingFaceStorageReader reads the folder of a save as it is.
+The header of a file also stores the offset of each piece in the whole tensor, as torch.distributed.checkpoint does. Its
+HuggingFaceStorageReader can read the folder of a save.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchfleet.collective.checkpoint.collective_manifest import (
 )
 from torchfleet.ps.checkpoint.part_file import ITEM_BYTES, TensorEntry
 
-_MAX_HEADER = 100_000_000  # bytes: as safetensors itself
+_MAX_HEADER = 100_000_000  # bytes: the limit of safetensors
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Buffers(Sequence[Any]):
-    """The contents of a file, made one by one as they are written: a header, then each tensor's bytes."""
+    """The contents of a file: a header, then each tensor's bytes, each produced when it is written."""
 
     def __init__(self, header: bytes, makers: Sequence[Callable[[], Bytes]], show: Callable[[int], None]) -> None:
         self._header, self._makers, self._show = header, makers, show
@@ -51,18 +51,18 @@ class Buffers(Sequence[Any]):
 
 
 def file_key(kind: Kind, name: str) -> str:
-    """What a tensor is called in a file: those of the model as they are in the model."""
+    """The key of a tensor in a file; a tensor of the model has its name in the model."""
     return name if kind == "model" else f"{kind}.{name}"
 
 
 def offsets_metadata(offsets: dict[str, list[int]]) -> dict[str, str]:
-    """Where the pieces of a file begin in their tensors, as torch.distributed.checkpoint writes it."""
+    """The offsets of pieces in their tensors, in the format of torch.distributed.checkpoint."""
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": msgspec.json.encode(places).decode()}
 
 
 class Reader:
-    """Pieces of one save. Whatever is missing, cut off or changed by a single bit is named."""
+    """Reads pieces of one save. An error names the file that is missing, truncated or corrupt."""
 
     def __init__(self, storage: Storage, manifest: CollectiveManifest) -> None:
         self._storage, self._folder = storage, manifest.save
@@ -77,8 +77,9 @@ class Reader:
             self._file.close()
 
     def check(self, tensors: Iterable[SavedTensor]) -> None:
-        """Raise CheckpointError, which names the file, unless their pieces are in the files as the manifest says: by
-        name, type and shape. Values are not read."""
+        """Check that the files contain the pieces with the name, dtype and shape of the manifest.
+
+        Raises CheckpointError, which names the file. Values are not read."""
         headers: dict[str, dict[str, TensorEntry]] = {}
         for tensor, piece in in_file_order(list(tensors)):
             place = self._storage.place(f"{self._folder}/{piece.file}")
@@ -93,7 +94,7 @@ class Reader:
                 )
 
     def _header(self, name: str, place: str) -> dict[str, TensorEntry]:
-        """What the file says of itself, with offsets from its first byte."""
+        """The file's header, with offsets from the start of the file."""
         size = int.from_bytes(self._bytes(name, place, 0, 8), "little")
         if size > _MAX_HEADER:
             raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes")
@@ -110,7 +111,7 @@ class Reader:
         }
 
     def read(self, tensor: SavedTensor, piece: SavedPiece) -> bytearray:
-        """The bytes of a piece, in memory of their own."""
+        """The bytes of a piece, in a new buffer."""
         place = self._storage.place(f"{self._folder}/{piece.file}")
         data = self._bytes(piece.file, place, piece.start, piece.bytes)
         if len(data) != piece.bytes:
@@ -125,7 +126,7 @@ class Reader:
         return data
 
     def whole(self, tensor: SavedTensor) -> Bytes:
-        """All of a tensor; its pieces put together."""
+        """A whole tensor, assembled from its pieces."""
         if len(tensor.pieces) == 1 and tensor.pieces[0].shape == tensor.shape:
             return np.frombuffer(self.read(tensor, tensor.pieces[0]), np.uint8)
         item = np.dtype((np.void, ITEM_BYTES[tensor.dtype]))
@@ -136,7 +137,7 @@ class Reader:
         return made.reshape(-1).view(np.uint8)
 
     def _bytes(self, name: str, place: str, start: int, size: int) -> bytearray:
-        """So many bytes of a file, or as many as there are."""
+        """Read `size` bytes of a file, or fewer if the file ends."""
         try:
             file = self._open(name, place)
             file.seek(start)
@@ -176,7 +177,7 @@ def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes have in common, as slices of the one and of the other; None if that is nothing."""
+    """The intersection of two boxes, as slices of each; None if it is empty."""
     own, others = [], []
     for start, length, other, other_length in zip(offset, shape, other_offset, other_shape, strict=True):
         first, last = max(start, other), min(start + length, other + other_length)
@@ -188,7 +189,7 @@ def overlap(
 
 
 def check_files(reader: Reader, manifest: CollectiveManifest, show: Callable[[str], None]) -> int:
-    """Read every piece and compare its checksum; returns how many there are."""
+    """Read every piece and verify its checksum; returns the number of pieces."""
     num = 0
     reader.check(manifest.tensors)
     for tensor, piece in in_file_order(manifest.tensors):

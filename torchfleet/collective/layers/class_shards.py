@@ -1,4 +1,4 @@
-"""Classes cut over ranks: which a rank has, their first values, and where they are in its shard of the logits."""
+"""Classes sharded over ranks: a rank's classes, their initial values, and their places in its shard of the logits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _ROWS_PER_SEED = 1024
 
 
 def class_range(num: int, rank: int, size: int) -> tuple[int, int]:
-    """A rank's classes: as torch.chunk and DTensor cut, the last shards may be shorter or empty."""
+    """A rank's range of classes, sharded as by torch.chunk and DTensor: the last shards may be shorter or empty."""
     each = math.ceil(num / size)
     return min(num, each * rank), min(num, each * (rank + 1))
 
 
 def first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
-    """Normally distributed, the same for a class whoever holds it: every 1024 classes have a seed of their own."""
+    """Normally distributed values, the same whichever rank holds a class: every 1024 classes have their own seed."""
     blocks = [torch.empty(0, dim)]
     for block in range(first // _ROWS_PER_SEED, math.ceil(past / _ROWS_PER_SEED) if past > first else 0):
         random = torch.Generator().manual_seed((seed << 32) + block)
@@ -27,9 +27,9 @@ def first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
 
 
 class OwnClasses:
-    """In a matrix (all samples, own classes) the place of each sample's class, if that is this rank's.
+    """The place of each sample's class in a matrix (all samples, own classes), if the class is on this rank.
 
-    Nothing depends on how many these are: a GPU is not waited for.
+    No shape depends on how many samples these are, so that the host does not wait for a GPU.
     """
 
     def __init__(self, labels: torch.Tensor, first: int, num: int) -> None:
@@ -37,13 +37,13 @@ class OwnClasses:
         self._places = (labels - first).clamp(0, max(0, num - 1)).unsqueeze(1)
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The numbers at these places; 0 for samples of other ranks' classes."""
+        """The values at these places; 0 for samples whose class is on another rank."""
         if not matrix.shape[1]:
             return matrix.new_zeros(len(matrix))
         return matrix.gather(1, self._places).squeeze(1).where(self._is_here, 0.0)
 
     def put(self, matrix: torch.Tensor, values: torch.Tensor) -> None:
-        """Into these places; where a sample's class is another rank's, nothing changes."""
+        """Write values to these places; rows of samples whose class is on another rank do not change."""
         if matrix.shape[1]:
             present = matrix.gather(1, self._places).squeeze(1)
             matrix.scatter_(1, self._places, values.where(self._is_here, present).unsqueeze(1))

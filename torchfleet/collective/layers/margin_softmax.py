@@ -7,15 +7,15 @@ Rank r holds the weights of its own classes. Features of all ranks are gathered,
 
     z_j = s · cos θ_j   (j ≠ y),      z_y = s · (cos(m1·θ_y + m2) − m3),      loss = −log(exp(z_y) / Σ_j exp(z_j))
 
-is computed with an all-reduce of the largest z, of Σ exp and of z_y: no rank ever has more than (samples of all ranks)
-× (own classes) numbers, in float32 whatever the features are. Gradients of features are summed over the ranks and come
-back to where the features came from. A process without a group of ranks computes the ordinary loss.
+is computed with an all-reduce of the largest z, of Σ exp and of z_y. No rank ever has more than (samples of all ranks)
+× (own classes) values, in float32 for every dtype of features. Gradients of features are summed over the ranks and
+returned to the rank that the features came from. A process without a process group computes the ordinary loss.
 
 loss_type  "arcface": m2 = 0.5   (Deng et al. 2019, ArcFace);   "cosface": m3 = 0.35   (Wang et al. 2018, CosFace);
            "softmax": z = x·w, no scale and no margin
 Composes with data parallelism and what acts on it (amp, recompute, gradient_merge, sharding, lars, lamb): the weights
 are each rank's own and take no part in the exchange of gradients (lars and lamb take the norm of a rank's shard). Not
-with pipeline, tensor_parallel, dgc or localsgd. First values do not depend on the number of ranks.
+with pipeline, tensor_parallel, dgc or localsgd. Initial values do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torchfleet.collective.layers.class_shards import OwnClasses, class_range, f
 from torchfleet.collective.layers.row_gathering import gather, scattered_sum, stack
 
 _MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "softmax": (1.0, 0.0, 0.0)}
-_NEAR_ONE = 1.0 - 1e-6  # acos has no slope at 1
+_NEAR_ONE = 1.0 - 1e-6  # the derivative of acos is infinite at 1
 
 
 class MarginSoftmax(torch.nn.Module):
-    """The last layer and its loss. Make it after fleet.init, which says how many ranks there are.
+    """The last layer and its loss. Create it after fleet.init, which sets the number of ranks.
 
-    forward(features (n, dim), labels (n,)): n may differ from rank to rank; all ranks call it together. `weight` (own
+    forward(features (n, dim), labels (n,)): n may differ among ranks; all ranks call it together. `weight` (own
     classes, dim) is the rank's own parameter, marked `fleet_local` and, for checkpoints, `fleet_piece`. m1, m2 and m3
-    left out are those of the loss type.
+    default to those of the loss type.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MarginSoftmax(torch.nn.Module):
 
     @torch.no_grad()
     def predict(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each of this rank's features the best of all classes, and its score (a cosine; of "softmax" x·w)."""
+        """The best of all classes for each of this rank's features, and its score (a cosine; x·w for "softmax")."""
         self._check(features, None)
         with torch.autocast(features.device.type, enabled=False):
             sizes = self._batch_sizes(features)
@@ -93,7 +93,7 @@ class MarginSoftmax(torch.nn.Module):
                 score = products.new_full((len(products),), -math.inf)
                 place = torch.zeros_like(score, dtype=torch.int64)
             scores, classes = stack(score, self.size), stack(place + self.first, self.size)
-            best = scores.max(0).indices.unsqueeze(0)  # of equal ones the first, which has the lowest class
+            best = scores.max(0).indices.unsqueeze(0)  # of equal scores the first, which has the lowest class
             own = slice(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
             return classes.gather(0, best)[0, own], scores.gather(0, best)[0, own]
 
@@ -104,10 +104,10 @@ class MarginSoftmax(torch.nn.Module):
         return F.normalize(features) @ F.normalize(weight).t()
 
     def _batch_sizes(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> list[int]:
-        """Of all ranks, once their labels are found to be classes. A GPU is waited for once."""
+        """The batch sizes of all ranks, after a check that the labels are classes. The host waits for a GPU once."""
         if labels is None and self.size == 1:
             return [len(features)]
-        # Not torch.tensor(..., device=...), which would wait for the GPU too.
+        # torch.tensor(..., device=...) would wait for the GPU too.
         own = torch.full((1, 3), len(features), dtype=torch.int64, device=features.device)
         if labels is None or not len(labels):
             own[0, 1:] = 0
@@ -122,7 +122,7 @@ class MarginSoftmax(torch.nn.Module):
         return [size for size, _, _ in every]
 
     def margin(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """z_y / s of the own class's cosine, and its slope."""
+        """z_y / s for the cosine of the sample's own class, and its derivative."""
         m1, m2, m3 = self.margins
         if (m1, m2) == (1.0, 0.0):
             return cosine - m3, torch.ones_like(cosine)
@@ -146,7 +146,7 @@ class MarginSoftmax(torch.nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """From the products (all samples, own classes), which are used up, to the mean loss; its gradient is exact."""
+    """The mean loss from the products (all samples, own classes), which it overwrites; its gradient is exact."""
 
     @staticmethod
     def forward(ctx: Any, products: torch.Tensor, labels: torch.Tensor, layer: MarginSoftmax) -> torch.Tensor:
@@ -154,7 +154,7 @@ class _Loss(torch.autograd.Function):
         scale = 1.0 if layer.loss_type == "softmax" else layer.scale
         value, slope = layer.margin(own.of(products))
         own.put(products, value)
-        logits = products.mul_(scale)  # nobody else looks at the products: a second matrix that size is saved
+        logits = products.mul_(scale)  # in place, as the products are not used again: saves a second matrix
         largest = logits.max(1).values if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
         _all_reduce(largest, dist.ReduceOp.MAX, layer.size)
         target = own.of(logits)
@@ -177,10 +177,11 @@ class _Loss(torch.autograd.Function):
 
 
 class _GatheredFeatures(torch.autograd.Function):
-    """All ranks' features; backward sums the gradients of all classes and takes those of this rank's features.
+    """The features of all ranks; backward sums the gradients over all classes and returns those of this rank's
+    features.
 
-    They are multiplied by the number of ranks: DistributedDataParallel divides the backbone's gradients by it, and they
-    are shares of one mean already.
+    The gradients are multiplied by the number of ranks: DistributedDataParallel divides the backbone's gradients by it,
+    but these are already shares of one mean.
     """
 
     @staticmethod
@@ -200,7 +201,7 @@ class _GatheredFeatures(torch.autograd.Function):
 def _checked(
     num_classes: int, dim: int, loss_type: str, scale: float, given: tuple[float | None, ...]
 ) -> tuple[float, float, float]:
-    """The margins, those of the loss type where none are given."""
+    """The margins; those that are not given are those of the loss type."""
     if num_classes < 1 or dim < 1 or not scale > 0:
         raise ModelError(
             f"MarginSoftmax: num_classes, dim and scale must be positive, found {num_classes}, {dim} and {scale}"
@@ -215,7 +216,7 @@ def _checked(
 
 
 def _ranks() -> tuple[int, int]:
-    """This rank, and how many there are: as fleet.init found them, though they may not have met yet."""
+    """This rank and the number of ranks, as fleet.init found them; the ranks may not have met yet."""
     info = world.begun.info
     if info is not None:
         return info.worker_index, info.num_workers

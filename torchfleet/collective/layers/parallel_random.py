@@ -1,13 +1,14 @@
-"""Random numbers of their own for each of the ranks that share layers.
+"""Separate random numbers for each of the ranks that share layers.
 
     with fleet.nn.parallel_random():
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)  # on this rank's own heads
     self.dropout = fleet.nn.ParallelDropout(0.1)                           # behind a column-parallel layer
 
-Ranks along the model axis have equal random states, so that dropout of what they all hold drops the same numbers. What
-is cut over them needs masks that differ, as one process would draw different ones for different heads. In here the
-random state is that of (a number drawn from the processor's state, the rank's place on the axis); afterwards it is what
-it was. So nothing has to be kept beside torch's own states: recompute, which restores those, repeats the masks.
+Ranks along the model axis have equal random states, so that dropout of a replicated tensor uses the same mask on all of
+them. A sharded tensor needs different masks, as a single process would draw different ones for different heads. Inside
+the context the random state is seeded with (a number drawn from the CPU's state, the rank's index on the axis);
+afterwards the previous state is restored. So there is no state besides torch's own: recompute restores that and gets
+the same masks again.
 
 Source: Shoeybi et al. 2019, Megatron-LM, which keeps a second state instead. Without tensor_parallel this does nothing.
 """
@@ -28,7 +29,7 @@ from torchfleet.collective.world import Place, begun
 
 
 def parallel_random() -> contextlib.AbstractContextManager[None]:
-    """Random numbers that are drawn in here, on the rank's device, differ among the ranks that share layers."""
+    """Inside this context, random numbers on the rank's device differ among the ranks that share layers."""
     return contextlib.nullcontext() if begun.place is None else _at(begun.place)
 
 
@@ -50,7 +51,7 @@ def _at(place: Place) -> Iterator[None]:
 
 
 class ParallelRandom(torch.nn.Module):
-    """`inner`, called with tensors under parallel_random(). A pipeline that traces the model leaves it as it is."""
+    """Calls `inner` with tensors under parallel_random(). A pipeline that traces the model does not trace into it."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -63,12 +64,12 @@ class ParallelRandom(torch.nn.Module):
             return self.inner(*tensors)
 
     def stand_in(self) -> torch.nn.Module | None:
-        """For a tracer, which sees no random states; None if no layers are shared."""
+        """A replacement for tracing, which cannot see random states; None if no layers are shared."""
         return None if begun.place is None else _Told(self.inner)
 
 
 class _Told(torch.nn.Module):
-    """Copies of its inputs, in their order, tell a tracer which is which."""
+    """Copies its inputs in order, so that a tracer keeps their order."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class _Told(torch.nn.Module):
 
 
 class ParallelDropout(torch.nn.Dropout):
-    """torch.nn.Dropout of what is cut over the ranks of the model axis: each draws its own mask."""
+    """torch.nn.Dropout for tensors sharded over the ranks of the model axis: each rank draws its own mask."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
@@ -88,12 +89,12 @@ class ParallelDropout(torch.nn.Dropout):
             return F.dropout(x, self.p, True, self.inplace)
 
     def stand_in(self) -> torch.nn.Module | None:
-        """For a tracer, which sees no random states; None if no layers are shared."""
+        """A replacement for tracing, which cannot see random states; None if no layers are shared."""
         return None if begun.place is None else torch.nn.Dropout(self.p, self.inplace)
 
 
 def seed_of(drawn: int, rank: int) -> int:
-    """Neighbouring ranks get seeds that have nothing in common."""
+    """A hashed seed, so that the seeds of neighbouring ranks are unrelated."""
     digest = hashlib.blake2b(f"{drawn} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# By their names of torch 2.13, or by those that all before it have and it warns of.
+# The names of torch 2.13, or those of earlier versions, which 2.13 deprecates.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, *shape): every rank's."""
+    """(size, *shape): the tensors of all ranks."""
     if size == 1:
         return tensor.unsqueeze(0)
     stacked = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
@@ -22,7 +22,7 @@ def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The ranks' tensors one after the other; `sizes` are their lengths."""
+    """The tensors of all ranks, concatenated; `sizes` are their lengths."""
     if len(sizes) == 1:
         return tensor
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
@@ -32,9 +32,9 @@ def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Of tensors like what `gather` returns, one on each rank: the sum of this rank's rows."""
+    """The inverse of `gather`: sums a tensor of all rows over the ranks, and returns this rank's rows."""
     rank = dist.get_rank()
-    if dist.get_backend() == "gloo":  # which cannot scatter sums in all versions
+    if dist.get_backend() == "gloo":  # not every version can reduce-scatter
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor)
         return _split_rows(tensor, sizes)[rank]

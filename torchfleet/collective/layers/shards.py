@@ -1,7 +1,7 @@
 """Differentiable conversions between replicated and sharded tensors.
 
-In pairs, each the other's backward: `copied` (nothing forward, a sum backward) and `summed`; `split` and `gathered`.
-Shards are those of torch.chunk along the last dimension: the last ones may be shorter, or empty.
+They come in pairs, each the backward of the other: `copied` (identity forward, a sum backward) and `summed`; `split`
+and `gathered`. Shards are those of torch.chunk along the last dimension: the last ones may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def own_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter that is sharded over ranks; of another, itself."""
+    """This rank's shard of a sharded parameter; any other parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     return _OwnShard.apply(parameter)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The same; backward sums the ranks' gradients, each of which is that of what the rank did with it."""
+    """The tensor itself; backward sums the ranks' gradients."""
     return _Copied.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def summed(shard: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of the ranks' tensors; backward hands the gradient to each."""
+    """The sum of the ranks' tensors; backward passes the gradient to each rank."""
     return _Summed.apply(shard, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def split(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's shard of the last dimension; backward gathers."""
+    """This rank's shard along the last dimension; backward gathers."""
     return _Split.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def gathered(shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """The last dimension, of `size`, from the ranks' shards; backward takes this rank's shard."""
+    """The whole last dimension, of length `size`, from the ranks' shards; backward takes this rank's shard."""
     return _GatheredShards.apply(shard, size, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _OwnShard(torch.autograd.Function):
-    """DTensor.to_local, with a gradient laid out as the parameter is: any other is copied, by old torch as a whole."""
+    """DTensor.to_local, with a gradient in the parameter's layout: torch copies any other, old versions the whole of
+    it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ def _own(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _gather(shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """Shards travel as long as the longest of them."""
+    """Gather shards, each padded to the length of the longest."""
     width = math.ceil(size / group.size())
     padded = torch.nn.functional.pad(shard, (0, width - shard.shape[-1])).contiguous()
     every = padded.new_empty((group.size() * padded.numel(),))

@@ -4,23 +4,23 @@
     self.up = fleet.nn.ColumnParallelLinear(d, 4 * d, gather_output=False)
     self.down = fleet.nn.RowParallelLinear(4 * d, d, input_is_parallel=True)
 
-With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its shard; with
-W = [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A
-pair of them, a function of single numbers in between, costs one all-reduce forward and one backward. An embedding is
-cut by rows, and the ranks' rows (zeros for ids of others) are summed.
+With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its shard; with W
+= [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A
+column-parallel and a row-parallel layer with an elementwise function in between cost one all-reduce forward and one
+backward. An embedding is sharded by rows, and the ranks' outputs (zeros for ids of other ranks) are summed.
 
-Before fleet.distributed_model the layers are torch's own, with the same first values, and a model runs in one process.
-Then their parameters become DTensors, which have the size of the whole for checkpoints, clipping and sharding. Sizes
-that the degree does not divide are cut as torch.chunk cuts them.
+Before fleet.distributed_model the layers behave like torch's own, with the same initial values, and a model runs in one
+process. Then their parameters become DTensors, so that checkpoints, clipping and sharding see the size of the whole.
+Sizes that are not divisible by the degree are split as by torch.chunk.
 
-All ranks of the model axis read the same batch, and ranks along data and sharding different ones:
+All ranks of the model axis read the same batch; ranks along the data and sharding axes read different ones:
 
     index, number = fleet.data_shard()
     sampler = DistributedSampler(data, num_replicas=number, rank=index)      # number = data × sharding degrees
 
-Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce runs beside backward,
+Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce runs during backward,
 gradient_average.py), amp, recompute, gradient_merge, sharding and pipeline. To clip by the norm of all gradients call
-optimizer.clip_grad_norm_. Dropout of what is cut: parallel_random.py.
+optimizer.clip_grad_norm_. For dropout of sharded tensors see parallel_random.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchfleet.collective.world import World
 
 
 class ColumnParallelLinear(torch.nn.Linear):
-    """torch.nn.Linear, its outputs cut over ranks; `gather_output=False` leaves each rank its own shard of them."""
+    """torch.nn.Linear with outputs sharded over ranks; `gather_output=False` leaves each rank its own shard of them."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, gather_output: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -56,7 +56,8 @@ class ColumnParallelLinear(torch.nn.Linear):
         _cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
 
     def stand_in(self) -> torch.nn.Module | None:
-        """For a tracer: what returns tensors of the same shapes on this rank; None if the layer is not cut."""
+        """A replacement for tracing that returns tensors of the same shapes on this rank; None if the layer is not
+        sharded."""
         if self._mesh is None:
             return None
         out = self.out_features if self.gather_output else local(self.weight).shape[0]
@@ -71,7 +72,7 @@ class ColumnParallelLinear(torch.nn.Linear):
 
 
 class RowParallelLinear(torch.nn.Linear):
-    """torch.nn.Linear, its inputs cut over ranks; `input_is_parallel`: they are already, each rank has its shard."""
+    """torch.nn.Linear with inputs sharded over ranks; `input_is_parallel`: each rank already has its shard of them."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, input_is_parallel: bool = False) -> None:
         super().__init__(in_features, out_features, bias)
@@ -83,7 +84,8 @@ class RowParallelLinear(torch.nn.Linear):
         _cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
 
     def stand_in(self) -> torch.nn.Module | None:
-        """For a tracer: what takes tensors of the same shapes on this rank; None if the layer is not cut."""
+        """A replacement for tracing that takes tensors of the same shapes on this rank; None if the layer is not
+        sharded."""
         if self._mesh is None:
             return None
         into = local(self.weight).shape[1] if self.input_is_parallel else self.in_features
@@ -100,7 +102,7 @@ class RowParallelLinear(torch.nn.Linear):
 
 
 class VocabParallelEmbedding(torch.nn.Embedding):
-    """torch.nn.Embedding, its rows cut over ranks."""
+    """torch.nn.Embedding with rows sharded over ranks."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx)
@@ -118,7 +120,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         _cut_parameters(self, mesh, {"weight": Shard(0)})
 
     def stand_in(self) -> torch.nn.Module | None:
-        """For a tracer: what returns tensors of the same shapes; None if the layer is not cut."""
+        """A replacement for tracing that returns tensors of the same shapes; None if the layer is not sharded."""
         if self._mesh is None:
             return None
         return torch.nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta", dtype=self.weight.dtype)
@@ -126,7 +128,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
             return super().forward(ids)
-        # An id that nobody has is taken by the first or the last rank, where torch refuses it.
+        # The first or the last rank looks up an id that is out of range, so that torch raises its error.
         is_above = ids >= self._first if self._first else torch.ones_like(ids, dtype=torch.bool)
         is_below = ids < self._past if self._past < self.num_embeddings else torch.ones_like(ids, dtype=torch.bool)
         is_own = is_above & is_below
@@ -153,7 +155,7 @@ class TensorParallel(Strategy):
         )
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Cut the layers in place, before their parameters have values."""
+        """Shard the layers in place, before their parameters have values."""
         layers = [module for module in model.modules() if isinstance(module, LAYERS)]
         if self._degree == 1:
             return model
@@ -170,7 +172,7 @@ class TensorParallel(Strategy):
 
     def joined(self, job: JobView) -> None:
         self._is_told = job.has_own_backward
-        if self.owns_gradients and job.runner is None:  # which averages itself
+        if self.owns_gradients and job.runner is None:  # a runner averages itself
             self._average.watch(job.model.parameters())
 
     def begin_forward(self, exchanging: bool) -> None:
@@ -201,7 +203,7 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
 
 
 def _uses(model: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -209,7 +211,7 @@ def _uses(model: torch.nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
-    """Layers that had one parameter have one again; they must be cut alike."""
+    """Tie parameters that were tied before; their layers must be sharded alike."""
     for first, *others in tied:
         one = model.get_parameter(first)
         for name in others:
@@ -224,7 +226,7 @@ def _tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
 
 
 def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """`whole` has no values yet (first_values.py), so nothing is sent."""
+    """Shard a tensor. `whole` has no values yet (first_values.py), so nothing is sent."""
     assert whole.is_meta
     own = whole
     if isinstance(placement, Shard):

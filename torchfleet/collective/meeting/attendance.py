@@ -1,8 +1,8 @@
-"""Where the ranks of a job are: one whose loop is over learns that others wait in a step for it.
+"""Attendance of ranks: a rank whose loop is over learns that other ranks wait for it in a step.
 
-Gradients are exchanged inside of backward passes. A rank that goes to a barrier, a gather, a save or the end of its job
-while another one computes a step would leave both waiting until `sync_timeout`. So a rank that is held up in a step
-says so in the store, and one that has come to a meeting looks there. A step costs two notes of the time.
+Gradients are exchanged inside backward passes. If a rank goes to a barrier, a gather, a save or the end of its job
+while another one computes a step, both would wait until `sync_timeout`. So a rank that is held up in a step says so in
+the store, and a rank that has come to a meeting checks the store. A step costs two readings of the clock.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch._C._distributed_c10d import Store
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import WorkerMissing
 
-_PATIENCE = 3.0  # seconds in a step before a rank says that it waits
-_LOOK = 1.0  # seconds between two looks at the others
-_SILENCE = 20.0  # seconds without a sign of life after which a rank is taken for lost
-_FAREWELL = 30.0  # seconds that rank 0 stays for ranks that may be lost
-_PAUSE = 0.01  # seconds between two looks whether all have come, at most
+_PATIENCE = 3.0  # seconds in a step before a rank reports that it waits
+_LOOK = 1.0  # seconds between two checks of the other ranks
+_SILENCE = 20.0  # seconds without a heartbeat after which a rank counts as lost
+_FAREWELL = 30.0  # seconds that rank 0 waits for ranks that may be lost
+_PAUSE = 0.01  # at most, seconds between two checks whether all ranks have come
 
 
 class Attendance:
-    """This rank's side. `store` is its own from now on; the keys in it are the job's."""
+    """This rank's attendance. It owns `store` from now on; the ranks of the job share its keys."""
 
     def __init__(
         self,
@@ -38,23 +38,23 @@ class Attendance:
         is_one_lost: Callable[[], bool] | None = None,
         noun: str = "rank",
     ) -> None:
-        """`is_one_lost`: asks others whether one gives no sign of life; None: ranks give them in the store."""
+        """`is_one_lost`: whether a rank has stopped sending heartbeats; None: ranks send them through the store."""
         self._store, self._rank, self._size, self._timeout, self._noun = store, rank, size, timeout, noun
         self._is_one_lost = is_one_lost or self._is_one_silent
         self._gives_signs = is_one_lost is None
-        self._sign: str | None = None  # the last one of the next rank
-        self._heard = 0.0  # when it was new
-        self._lock = threading.Lock()  # a store is for one thread at a time
+        self._sign: str | None = None  # the last heartbeat of the next rank
+        self._heard = 0.0  # when it last changed
+        self._lock = threading.Lock()  # only one thread at a time may use the store
         self._num_steps = self._num_meetings = 0
-        self._since: float | None = None  # when the step began that is being computed
-        self._computed: torch.cuda.Event | None = None  # the last step, on a GPU, whose work the process runs ahead of
+        self._since: float | None = None  # when the present step began
+        self._computed: torch.cuda.Event | None = None  # end of the last step's GPU work, which the host runs ahead of
         self._ended = 0.0
         self._over = threading.Event()
         self._thread = BackgroundThreads([self._watch], "the attendance of ranks")
         self._thread.start()
 
     def begin_step(self) -> None:
-        """A step has begun: from here on this rank may have to wait for others."""
+        """Note that a step has begun: from here on this rank may wait for others."""
         if self._since is None:
             self._since = time.monotonic()
 
@@ -67,10 +67,10 @@ class Attendance:
         self._num_steps += 1
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks to come to a meeting; `what` is its name in an error.
+        """Wait until all ranks come to a meeting; `what` is its name in an error.
 
-        Raises WorkerMissing if one waits in a step that this rank is not going to make. Returns also if a rank is
-        lost, or the store: what the meeting is for finds out.
+        Raises WorkerMissing if another rank waits in a step that this rank is not going to make. Also returns if a rank
+        or the store is lost: the operation that follows the meeting then fails.
         """
         with contextlib.suppress(dist.DistError):
             self._meet(what)
@@ -88,14 +88,15 @@ class Attendance:
                 look = now
                 self._raise_if_awaited(what)
                 if self._is_one_lost() or now - start > self._timeout:
-                    self._set(opened, "")  # for all: none of them knows more
+                    self._set(opened, "")  # for all ranks: they know no more than this one
             time.sleep(pause)
             pause = min(_PAUSE, 2 * pause)
 
     def close(self, alone: bool = False) -> None:
-        """After the last meeting. Rank 0, whose process may serve the store, stays until the others need it no more.
+        """Leave after the last meeting. Rank 0, whose process may serve the store, waits until the others no longer
+        need it.
 
-        `alone`: nobody is waited for.
+        `alone`: wait for no other rank.
         """
         self._over.set()
         self._thread.join()
@@ -130,19 +131,19 @@ class Attendance:
                 )
 
     def _watch(self) -> None:
-        told = num_looks = 0  # the step in which this rank has said that it waits
+        told = num_looks = 0  # told: the last step that this rank has reported waiting in
         while not self._over.wait(_LOOK):
             number = self._held_up_in()
             if number > told:
                 told = number
                 self._set(f"waiting {self._rank}", str(number))
-                self._set("waiting", "")  # so that those who look ask one question as long as nobody waits
+                self._set("waiting", "")  # one key to check for other ranks as long as no rank waits
             num_looks += 1
             if self._gives_signs and num_looks % 5 == 1:
                 self._set(f"sign {self._rank}", str(num_looks))
 
     def _held_up_in(self) -> int:
-        """The step in which this rank has been for long; 0: none."""
+        """The step in which this rank has been held up for longer than _PATIENCE; 0 if none."""
         since, computed, now = self._since, self._computed, time.monotonic()
         if since is not None and now - since > _PATIENCE:
             return self._num_steps + 1
@@ -150,7 +151,7 @@ class Attendance:
         return self._num_steps if is_computing else 0
 
     def _is_one_silent(self) -> bool:
-        """Whether the next rank is: everyone looks at one."""
+        """Whether the next rank has stopped sending heartbeats: every rank watches one other."""
         key, now = f"sign {(self._rank + 1) % self._size}", time.monotonic()
         sign = self._get(key) if self._has([key]) else ""
         if self._sign != sign:

@@ -1,4 +1,4 @@
-"""Uneven data: the ranks agree, a batch ahead and beside training, whether all have another batch."""
+"""Uneven data: the ranks agree, one batch ahead and during training, whether all of them have another batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ _END: Any = object()
 
 
 class Agreement:
-    """The ranks' talk about who has batches left. It has a process group of its own: it is about other batches than
-    the gradients that travel at the same time."""
+    """Exchanges which ranks have batches left.
+
+    It has its own process group, because gradients of other batches are exchanged at the same time."""
 
     def __init__(self, rank: int, size: int, backend: str | None, noun: str = "rank") -> None:
-        """All ranks come here together. `backend`: None for the one of the default group. `noun`: what a rank is."""
+        """All ranks call it together. `backend`: None for the default group's. `noun`: what errors call a rank."""
         self._rank, self._size, self._noun = rank, size, noun
         self._group = dist.new_group(backend=backend)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, for as long as every rank has one. All ranks iterate together.
+        """The loader's batches, as long as every rank has one. All ranks iterate together.
 
-        A batch is asked about when the one before it is handed out, and the answer is waited for when it is asked
-        for: with a consumer that looks one batch ahead, a whole step lies in between.
+        The question about a batch is sent when the previous batch is returned, and its answer is awaited when the batch
+        is requested: with a consumer that reads one batch ahead, a whole step lies in between.
         """
         source = iter(loader)
         ahead = self._ask(next(source, _END))
@@ -37,7 +38,7 @@ class Agreement:
                 break
             yield asked.take()
             num_read += 1
-        ahead.ended()  # all have asked: nothing is under way when the next loop begins
+        ahead.ended()  # all ranks have asked: nothing is in flight when the next loop begins
         if asked.batch is not _END:
             self._tell(loader, num_read, ended, 1 + (ahead.batch is not _END))
 
@@ -49,7 +50,7 @@ class Agreement:
     def _tell(self, loader: Iterable[Any], num_read: int, ended: list[int], at_least: int) -> None:
         try:
             left = f"{len(loader) - num_read} batches are"  # type: ignore[arg-type]
-        except TypeError:  # a dataset or a generator, which does not know
+        except TypeError:  # a dataset or a generator, whose length is unknown
             left = f"at least {at_least} more batch{'es are' if at_least > 1 else ' is'}"
         noun, who = self._noun, ", ".join(map(str, ended))
         print(
@@ -66,7 +67,7 @@ class Asked:
         self.batch, self._flags, self._work = batch, flags, work
 
     def ended(self) -> list[int]:
-        """The ranks that have no such batch. Waits for the slowest to have read so far."""
+        """The ranks that have no such batch. Waits until the slowest rank has read this far."""
         if self._work is not None:
             self._work.wait()
         return [int(rank) for rank in torch.nonzero(self._flags)]

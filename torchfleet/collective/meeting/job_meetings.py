@@ -1,4 +1,4 @@
-"""A rank's meetings with the others: about batches, and at the places where all of them come together."""
+"""A rank's meetings with the others: agreement on batches, and the places where all ranks come together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Note = Callable[[], object]
 
 
 class JobMeetings:
-    """One of a job. Ranks that have not begun to attend, and one alone, are not watched: `meet` does nothing then."""
+    """The meetings of a job. Before `attend`, and with a single rank, `meet` does nothing."""
 
     def __init__(self) -> None:
         self._attendance: Attendance | None = None
         self._agreement: Agreement | None = None
 
     def attend(self, world: World, timeout: float) -> tuple[Note, Note]:
-        """What to call when a step begins and when it has ended. All ranks come here together."""
+        """Returns functions to call when a step begins and when it has ended. All ranks call it together."""
         store = world.own_store() if world.size > 1 else None
         if store is None:
             return _nothing, _nothing
@@ -29,22 +29,22 @@ class JobMeetings:
         return attendance.begin_step, partial(attendance.end_step, world.device.type == "cuda")
 
     def meet(self, what: str) -> None:
-        """All ranks come to this place. Raises WorkerMissing if one waits in a step for this one."""
+        """Wait until all ranks come here. Raises WorkerMissing if one waits for this rank in a step."""
         if self._attendance is not None:
             self._attendance.meet(what)
 
     def leave(self, alone: bool = False) -> None:
-        """After the last meeting; `alone`: the others are not waited for."""
+        """Leave after the last meeting; `alone`: do not wait for the others."""
         attendance, self._attendance = self._attendance, None
         if attendance is not None:
             attendance.close(alone)
 
     def batches(self, loader: Iterable[Any], world: World) -> Iterator[Any]:
-        """The loader's, for as long as every rank has one. All ranks come here together."""
+        """The loader's batches, as long as every rank has one. All ranks call it together."""
         if world.size == 1:
             return iter(loader)
         if self._agreement is None:
-            self._agreement = Agreement(world.rank, world.size, "gloo")  # the flags lie in host memory
+            self._agreement = Agreement(world.rank, world.size, "gloo")  # the flags are in host memory
         return self._agreement.batches(loader)
 
 

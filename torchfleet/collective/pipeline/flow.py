@@ -1,7 +1,7 @@
-"""Pipeline schedules: in which order a stage computes its micro-batches, and the tensors it sends and receives.
+"""Pipeline schedules: the order in which a stage computes its micro-batches, and the tensors it sends and receives.
 
-torch.distributed.pipelining has schedules too. They are not used: over gloo those of torch 2.6 and 2.7 lose tensors,
-those of 2.9 to 2.11 cannot begin, and they learn shapes from pickles.
+The schedules of torch.distributed.pipelining are not used: over gloo those of torch 2.6 and 2.7 lose tensors, those of
+2.9 to 2.11 cannot start, and they learn shapes from pickles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 
 
 class Shape(NamedTuple):
-    """Of a tensor that crosses: everything but its values."""
+    """The shape and dtype of a tensor that is sent to another stage."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(output: Any) -> Shape:
-    """What is no tensor cannot cross, and is an error."""
+    """The shape of an output. Raises ModelError for what cannot be sent: no tensor, or an unsupported dtype."""
     if not isinstance(output, torch.Tensor) or output.dtype not in _DTYPES:
         kind = output.dtype if isinstance(output, torch.Tensor) else type(output).__name__
         raise ModelError(
@@ -46,9 +46,9 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 
 def order(mode: str, rank: int, size: int, num: int, has_loss: bool) -> Iterator[tuple[bool, int]]:
-    """(is it forward, of which micro-batch): what a stage does, one after the other.
+    """(is it forward, which micro-batch): what a stage computes, in order.
 
-    "1F1B": after as many forwards as there are stages from here on, a backward and a forward by turns.
+    "1F1B": first as many forwards as there are stages from this one on, then alternately a backward and a forward.
     """
     if not has_loss:
         yield from ((True, index) for index in range(num))
@@ -62,7 +62,7 @@ def order(mode: str, rank: int, size: int, num: int, has_loss: bool) -> Iterator
 
 
 class Schedule:
-    """What this rank's stage does with batches of one shape: `call` computes the stage for one micro-batch."""
+    """What this rank's stage does for batches of one shape: `call` computes the stage for one micro-batch."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class Schedule:
         self._wire_device = wire_device(axis, device)
         self._incoming, self._outgoing = crossing
         self._is_last = axis.rank == axis.size - 1
-        self._sends: list[dist.P2POp] = []  # of what is done, posted together with what must come for the next thing
+        self._sends: list[dist.P2POp] = []  # finished results, posted together with the next receive
         self._kept: dict[int, tuple[Sequence[torch.Tensor], tuple[Any, ...]]] = {}  # between forward and backward
 
     def run(self, batches: MicroBatches, before_last: Callable[[], object] = lambda: None) -> None:
-        """All micro-batches, backward too if they have a loss. Ranks of the pipeline call it together.
+        """Run all micro-batches, with backward if they have a loss. Ranks of the pipeline call it together.
 
-        `before_last` is called before the last backward pass, with which gradients become complete.
+        `before_last` is called before the last backward pass, which completes the gradients.
         """
-        self._kept.clear()  # of a batch that was broken off
+        self._kept.clear()  # of an aborted batch
         self._sends = []
         for is_forward, index in order(self._mode, self._axis.rank, self._axis.size, batches.num, batches.has_loss):
             if is_forward:
@@ -138,8 +138,9 @@ class Schedule:
             )
 
     def _exchange(self, shapes: Sequence[Shape], step: int) -> list[torch.Tensor]:
-        """Send what is waiting, and receive from the stage before (-1) or after (1). Posted as one: no stage waits for
-        another that waits for it."""
+        """Send what is waiting, and receive from the previous (-1) or next (1) stage.
+
+        All operations are posted as one batch, so that no two stages wait for each other."""
         received = [shape.empty(self._wire_device) for shape in shapes]
         operations = [*self._sends, *(self._op(dist.irecv, tensor, step) for tensor in received)]
         if operations:
@@ -157,27 +158,27 @@ def _differentiable(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory if it is contiguous; integers and truth values as bytes, which every backend can send."""
+    """The tensor in a form that every backend can send: integers and booleans as bytes. Shares memory if contiguous."""
     tensor = tensor.contiguous()
     return tensor if tensor.is_floating_point() else tensor.view(-1).view(torch.uint8)
 
 
 def wire_device(axis: Axis, device: torch.device) -> torch.device:
-    """gloo sends and receives host memory alone; ranks that share a GPU have no other backend."""
+    """The device for sends and receives. gloo needs host memory; ranks that share a GPU have no other backend."""
     return torch.device("cpu") if dist.get_backend(axis.group) == "gloo" else device
 
 
 def neighbour(axis: Axis, step: int) -> int:
-    """The rank, in the whole job, of the stage `step` further."""
+    """The global rank of the stage `step` further."""
     assert axis.group is not None
     return dist.get_global_rank(axis.group, axis.rank + step)
 
 
-# What crosses, found out with one micro-batch
+# Shapes of what is sent, learned from one micro-batch
 
 
 def send_described(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) -> None:
-    """Send the shapes of tensors to the next stage, and the tensors once. No pickles: sizes and types are numbers."""
+    """Send shapes and dtypes to the next stage, as numbers and not as pickles, and then the tensors once."""
     numbers: list[int] = [len(tensors)]
     for shape in map(shape_of, tensors):
         numbers += [_DTYPES.index(shape.dtype), len(shape.sizes), *shape.sizes]
@@ -189,7 +190,7 @@ def send_described(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.de
 
 
 def recv_described(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
-    """The shapes that the stage before sends, and the tensors themselves."""
+    """Receive the shapes that the previous stage sends, and the tensors."""
     source, wire = neighbour(axis, -1), wire_device(axis, device)
     length = torch.empty(1, dtype=torch.int64, device=wire)
     dist.recv(length, source, axis.group)

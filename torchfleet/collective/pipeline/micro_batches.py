@@ -1,4 +1,4 @@
-"""A batch split into the micro-batches of a pipeline, and their losses or outputs put together again."""
+"""Splits a batch into the micro-batches of a pipeline, and joins their losses or outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchfleet.collective.strategy import LossFn
 
 
 class MicroBatches:
-    """`num` micro-batches of equal size, taken in order, on the device; the losses or outputs of them.
+    """`num` micro-batches of equal size, taken in order, on the device; collects their losses or outputs.
 
     `inputs`: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
     """
@@ -34,7 +34,7 @@ class MicroBatches:
         return self._here(self.inputs[self._num_called - 1])  # type: ignore[no-any-return]
 
     def loss(self, outputs: Any) -> torch.Tensor:
-        """What to call backward on: this micro-batch's share in the mean loss of the batch."""
+        """The tensor to call backward on: this micro-batch's share of the mean loss of the batch."""
         assert self._loss_fn is not None
         loss = self._loss_fn(outputs, self._here(self._targets[len(self.losses)]))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -44,7 +44,7 @@ class MicroBatches:
         return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
-        """The outputs of all micro-batches, along their first dimension, in the structure that the model gives them."""
+        """The outputs of all micro-batches, joined along the first dimension, in the structure of the model's."""
         flat = [tree_flatten(output)[0] for output in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]
         return tree_unflatten([_join(leaves) for leaves in zip(*flat, strict=True)], structure)
@@ -66,7 +66,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def num_micro_batches(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> int:
-    """How many, by pipeline_configs. A batch that cannot be cut like that is an error."""
+    """The number of micro-batches by pipeline_configs. A batch that cannot be split that way is an error."""
     if not micro_batch_size:
         if batch_size % accumulate_steps:
             raise StrategyError(
@@ -89,7 +89,7 @@ def num_micro_batches(batch_size: int, accumulate_steps: int, micro_batch_size: 
 
 
 def batch_size_of(*trees: Any) -> int:
-    """The first size of every tensor in them, which must be one number."""
+    """The first size of every tensor in the trees, which must be equal."""
     tensors = [
         leaf for tree in trees for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
@@ -104,14 +104,14 @@ def batch_size_of(*trees: Any) -> int:
 
 
 def cut_batch(tree: Any, num: int) -> list[Any]:
-    """`num` micro-batches: every tensor split along the first dimension; everything else is in all of them."""
+    """`num` micro-batches: every tensor is split along the first dimension; everything else is in all of them."""
     leaves, structure = tree_flatten(tree)
     chunks = [leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num for leaf in leaves]
     return [tree_unflatten([of_leaf[index] for of_leaf in chunks], structure) for index in range(num)]
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """Equal for batches that can have the same schedule: structure, shapes and types."""
+    """Equal for batches that can share a schedule: structure, shapes and dtypes."""
     leaves, structure = tree_flatten(tree)
     kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
     return (str(structure), *kinds)

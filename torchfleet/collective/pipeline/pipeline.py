@@ -4,7 +4,8 @@
     loss = model.train_batch(inputs, target, loss_fn)      # the mean over the batch on the last stage, None elsewhere
 
 A batch is cut into n = accumulate_steps equal micro-batches (or those of `micro_batch_size`). Stage s computes forward
-and backward of one while its neighbours are at others; gradients are those of the mean loss over the micro-batches,
+and backward of one micro-batch while its neighbours compute others; gradients are those of the mean loss over the
+micro-batches,
 
     g = (1/n) · Σ_{i=1..n} ∂ loss_i / ∂ w,
 
@@ -12,16 +13,16 @@ and equal those of the whole batch if the loss is a mean over samples (batch nor
 time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins
 backward as soon as it can and keeps activations of at most p micro-batches instead of n.
 
-Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are given
-by `fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.py). A Sequential is cut as it is, any
-other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a
-tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
+Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees.
+`fleet.device_guard` or `stages` sets the stages; a Sequential without either is split evenly (stages.py). A Sequential
+is split directly. Any other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns
+its outputs as a tensor or a flat tuple. After the split a rank has only the parameters of its own stage, under their
+original names.
 
-Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B).
-Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on every micro-batch exchanges its
-gradients, and a stage that is traced is gathered as a whole), tensor_parallel and data parallelism, whose
-all-reduce runs beside the backward pass of the last micro-batch (gradient_average.py). To clip by the norm of all
-gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
+Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B). Composes with amp, recompute, gradient_merge,
+lars, lamb, sharding (from stage 2 on every micro-batch exchanges its gradients, and a traced stage is gathered as a
+whole), tensor_parallel and data parallelism, whose all-reduce runs during the backward pass of the last micro-batch
+(gradient_average.py). To clip by the norm over all stages, call optimizer.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from torchfleet.collective.strategies.recomputation.recompute import chosen
 from torchfleet.collective.strategy import JobView, LossFn, Runner, Strategy
 from torchfleet.collective.world import World
 
-_NUM_KEPT = 8  # shapes of batches whose schedule, and trace, is kept
+_NUM_KEPT = 8  # batch shapes whose schedule and trace are kept
 
 
 class Pipeline(Strategy):
@@ -74,18 +75,18 @@ class Pipeline(Strategy):
         self._tied = StageTies([], world)
         self._tracer: Tracer | None = None
         self._recomputed: list[str] = []
-        # From stage 2 on sharding puts gathered parameters into the model for the time of a call.
+        # From stage 2 on, sharding puts gathered parameters into the model for the duration of a call.
         self._is_gathered = settings.sharding and settings.sharding_configs.stage > 1
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's stage returns what the model returns."""
+        """Whether this rank's stage computes the model's outputs."""
         return self._axis.rank == self._axis.size - 1
 
     # The model
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What is not of this rank's stage is taken out of the model. Names stay as they are."""
+        """Remove everything from the model that does not belong to this rank's stage. Names do not change."""
         if self._axis.size == 1:
             return model  # a model of several stages can be tried out in one process
         first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
@@ -112,7 +113,7 @@ class Pipeline(Strategy):
         self._model, self._forward = job.model, job.forward
         self._average.watch(job.model.parameters())
         self._tied.find(job.model)
-        if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
+        if self._axis.size > 1:  # all ranks of the group must have met before pairs of neighbours communicate
             dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
 
     def begin_forward(self, exchanging: bool) -> None:
@@ -121,10 +122,10 @@ class Pipeline(Strategy):
     # A batch
 
     def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
-        """Forward and backward of all micro-batches; gradients are added to .grad, and averaged over the replicas.
+        """Run forward and backward of all micro-batches; gradients are added to .grad and averaged over the replicas.
 
         `inputs`: a tensor, or a tuple of arguments, or a dict of keyword arguments. `loss_fn(output, target)` is called
-        on the last stage alone, and returns a mean over samples. All ranks of the pipeline call it with the same batch.
+        on the last stage only, and returns a mean over samples. All ranks of the pipeline call it with the same batch.
         """
         size, configs = batch_size_of(inputs, target), self.settings.pipeline_configs
         num = num_micro_batches(size, configs.accumulate_steps, configs.micro_batch_size)
@@ -146,7 +147,7 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
-        """What the model returns for a batch, on the last stage; None elsewhere. A batch may have any size."""
+        """The model's outputs for a batch, on the last stage; None elsewhere. A batch may have any size."""
         size, configs = batch_size_of(inputs), self.settings.pipeline_configs
         most = min(size, max(size // (configs.micro_batch_size or size), configs.accumulate_steps))
         num = next(num for num in range(most, 0, -1) if size % num == 0)
@@ -158,7 +159,7 @@ class Pipeline(Strategy):
         return batches.joined() if self.is_last else None
 
     def _call(self, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
-        """This rank's stage of one micro-batch: what goes on to the next stage, or what the model returns."""
+        """Run this rank's stage on one micro-batch; returns the tensors for the next stage, or the model's outputs."""
         args, kwargs = inputs
         if traced is None:
             return self._forward(*received) if self._axis.rank else self._forward(*args, **kwargs)
@@ -168,7 +169,7 @@ class Pipeline(Strategy):
         return outgoing[0] if self.is_last and len(outgoing) == 1 else outgoing
 
     def _run_traced(self, *args: Any) -> Any:
-        """The model's forward, around which the other strategies are."""
+        """The model's forward, which the other strategies wrap."""
         if self._is_gathered:
             self._traced.adopt(self._model, self._buffers)
         return self._traced.module(*args)
@@ -176,7 +177,7 @@ class Pipeline(Strategy):
     # The schedule of batches of one shape
 
     def _schedule(self, batches: MicroBatches) -> Schedule:
-        """Found when the first such batch comes, and kept."""
+        """The schedule for batches of this shape: made for the first such batch, and kept."""
         inputs = batches.inputs[0]
         key = (batches.has_loss, self._model.training, batches.num, signature(inputs))
         if key not in self._schedules:
@@ -200,7 +201,7 @@ class Pipeline(Strategy):
         return traced
 
     def _explore(self, call: Callable[..., Any], inputs: Any) -> tuple[list[Shape], list[Shape]]:
-        """Run a micro-batch forward, stage by stage, to learn what crosses. Nothing is changed by it."""
+        """Run one micro-batch forward, stage by stage, to learn the shapes that are sent. It changes no state."""
         incoming: list[Shape] = []
         received: list[torch.Tensor] = []
         device = self.world.device
@@ -216,7 +217,7 @@ class Pipeline(Strategy):
 
 @contextlib.contextmanager
 def _unchanged(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers (running statistics) and random numbers are afterwards what they are now."""
+    """Restore buffers (running statistics) and random states on exit."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

@@ -1,7 +1,7 @@
 """Parameters that several stages of a pipeline use (an embedding that is the head's weight too).
 
-Each of the stages has a copy, by the name that the parameter has there, and computes its own share of the gradient. The
-shares are summed when a batch is over, so that copies which begin alike, and are stepped on alike, stay alike:
+Each of the stages has a copy, under the parameter's name in that stage, and computes its own share of the gradient. The
+shares are summed at the end of a batch, so that copies that start equal, and make equal steps, stay equal:
 
     g = Σ_{s: stage s uses it} g_s
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import AXES, World
 
-Tie = dict[int, list[str]]  # stage → the names that one parameter has there
+Tie = dict[int, list[str]]  # stage → the names of one parameter there
 
 
 class _Tied(NamedTuple):
@@ -35,7 +35,7 @@ def ties(model: torch.nn.Module, stages: dict[str, int]) -> list[Tie]:
 
 
 class StageTies:
-    """The tied parameters of this rank's stage. All ranks make it together, with the same ties."""
+    """The tied parameters of this rank's stage. All ranks create it together, with the same ties."""
 
     def __init__(self, found: Sequence[Tie], world: World) -> None:
         self._stage = world.axis("pipe").rank
@@ -49,17 +49,17 @@ class StageTies:
             if group is not None:
                 self._own.append((tie[self._stage][0], group, len(tie)))
         self._tied: list[_Tied] = []
-        self._is_summed = False  # the gradients, right now
+        self._is_summed = False  # whether the gradients are summed at present
 
     def find(self, model: torch.nn.Module) -> None:
-        """The parameters, when all strategies have converted the model. Marked `fleet_copies`, for norms of all."""
+        """Find the parameters in the model that all strategies have converted; mark them `fleet_copies` for norms."""
         named = dict(model.named_parameters(remove_duplicate=False))
         for name, group, num in self._own:
             named[name].fleet_copies = num  # type: ignore[attr-defined]
             self._tied.append(_Tied(named[name], group, num))
 
     def begin(self) -> None:
-        """More gradients are about to be added to what was summed: each copy keeps an equal share of that."""
+        """Prepare summed gradients for further accumulation: each copy keeps an equal share of the sum."""
         for parameter, _, num_copies in self._tied:
             if self._is_summed and parameter.grad is not None:
                 local(parameter.grad).div_(num_copies)
@@ -67,7 +67,7 @@ class StageTies:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Ranks of the pipeline call it together, when all gradients of a batch are there."""
+        """Sum the gradients of copies after a batch. Ranks of the pipeline call it together."""
         for parameter, group, _ in self._tied:
             if not parameter.requires_grad:
                 continue
@@ -78,7 +78,7 @@ class StageTies:
 
 
 def _group(stages: tuple[int, ...], world: World) -> dist.ProcessGroup | None:
-    """The ranks of this pipeline that have these stages. All ranks come here together."""
+    """The ranks of this pipeline that have these stages. All ranks call it together."""
     grid = torch.arange(world.size).reshape([world.degrees[axis] for axis in AXES])
     pipelines = grid.movedim(AXES.index("pipe"), -1)[..., list(stages)].reshape(-1, len(stages)).tolist()
     own = None

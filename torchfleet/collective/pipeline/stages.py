@@ -1,7 +1,7 @@
 """Partition of a model into the stages of a pipeline.
 
-Given by the user, with `fleet.device_guard` while the model is made or with pipeline_configs["stages"]; a Sequential
-for which nothing is given is cut so that the largest stage has as few parameters as can be.
+The user sets the stages, with `fleet.device_guard` while the model is constructed or with pipeline_configs["stages"]. A
+Sequential without them is split so that the largest stage has as few parameters as possible.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn.modules import module as torch_module
 from torchfleet.base.errors import StrategyError
 
 _STAGE = "_fleet_stage"
-_guards: list[int] = []  # the stages of the guards that are open, the innermost last
+_guards: list[int] = []  # the stages of the open guards, the innermost last
 
 
 @contextlib.contextmanager
 def device_guard(device: str) -> Iterator[None]:
-    """Modules that are made, or assigned to another, in here belong to the stage that `device` names.
+    """Modules that are constructed, or assigned to another, in this context belong to the stage that `device` names.
 
-    "gpu:1", "cpu:1" and "stage:1" are all stage 1: on which device a stage computes is its rank's affair. "gpu" and
-    "cpu" are stage 0. A module outside of any guard belongs to the stage of the one before it.
+    "gpu:1", "cpu:1" and "stage:1" are all stage 1: the rank decides on which device its stage computes. "gpu" and "cpu"
+    are stage 0. A module outside of all guards belongs to the stage of the module before it.
     """
     _guards.append(_stage_number(device))
     register_module = torch_module.register_module_module_registration_hook
@@ -53,13 +53,13 @@ def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | Non
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """The first thing that a module gets: it is being made in here. Otherwise it is an older one that gets more."""
+    """Mark a module that gets its first parameter: it is constructed in the guard. One that has more is older."""
     if not any(known is not None for known in module._parameters.values()) and not module._modules:
         vars(module).setdefault(_STAGE, _guards[-1])
 
 
 def chain(model: torch.nn.Module, name: str = "") -> list[str]:
-    """Names of the modules that run one after the other if the model is a Sequential, of Sequentials perhaps."""
+    """The names of the modules that run in order, if the model is a Sequential, possibly of Sequentials."""
     if not _is_sequential(model):
         return [name] if name else []
     prefix = name + "." if name else ""
@@ -67,7 +67,7 @@ def chain(model: torch.nn.Module, name: str = "") -> list[str]:
 
 
 def _is_sequential(module: torch.nn.Module) -> bool:
-    """One that does as Sequential does and can be looked into: it has no hooks, which would be called in each stage."""
+    """Whether it behaves as Sequential and can be split: it has no hooks, which every stage would call."""
     return (
         isinstance(module, torch.nn.Sequential)
         and getattr(module.forward, "__func__", None) is torch.nn.Sequential.forward
@@ -76,7 +76,7 @@ def _is_sequential(module: torch.nn.Module) -> bool:
 
 
 def starts(model: torch.nn.Module, given: Sequence[str], num_stages: int) -> list[str]:
-    """Names of the modules with which the second, third, ... of `num_stages` stages begins."""
+    """The names of the first modules of the second, third, ... of `num_stages` stages."""
     guarded = _guarded_starts(model)
     if given and guarded:
         raise StrategyError(
@@ -138,22 +138,22 @@ def _even_starts(model: torch.nn.Module, num_stages: int) -> list[str]:
 
 
 def _even_cut(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """Where the second, third, ... stage begins, so that the largest sum of a stage is as small as can be."""
+    """Where the second, third, ... stage begins, so that the largest sum of a stage is as small as possible."""
     num = len(sizes)
     before = [0]
     for size in sizes:
         before.append(before[-1] + size)
-    # best[i]: the largest stage, and minus the cuts, of the first i sizes in as many stages as the loop has come to. Of
-    # cuts that are as good the last is taken: what has no parameters stays with what it follows.
+    # best[i]: the largest stage, and the negated cuts, of the first i sizes in the number of stages that the loop has
+    # reached. Of equally good cuts the last one wins: modules without parameters stay with the module before them.
     best: list[tuple[int, list[int]]] = [(total, []) for total in before]
     for stage in range(1, num_stages):
-        for i in range(num, stage, -1):  # from the end: best[j] is still that of one stage less
+        for i in range(num, stage, -1):  # backwards: best[j] is still that of one stage less
             best[i] = min((max(best[j][0], before[i] - before[j]), [*best[j][1], -j]) for j in range(stage, i))
     return [-cut for cut in best[num][1]]
 
 
 def stage_of_modules(model: torch.nn.Module, first: Sequence[str]) -> dict[str, int]:
-    """The stage of every module (its own tensors; not those of modules in it), by the order the model has them in."""
+    """The stage of every module, in the model's order of modules (its own tensors, not those of its children)."""
     stages: dict[str, int] = {}
     now = 0
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -163,13 +163,13 @@ def stage_of_modules(model: torch.nn.Module, first: Sequence[str]) -> dict[str, 
 
 
 def is_cut_in_chain(model: torch.nn.Module, first: Sequence[str]) -> bool:
-    """Whether every stage of a Sequential begins with one of the modules it runs, so that it need not be traced."""
+    """Whether every stage of a Sequential begins with one of the modules it runs, so that tracing is not needed."""
     units = chain(model)
     return all(any(unit == name or unit.startswith(name + ".") for unit in units) for name in first)
 
 
 def drop_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Take modules out of a Sequential, and with them Sequentials that have nothing left in them."""
+    """Remove modules from a Sequential, and Sequentials that become empty."""
     for name in names:
         parent, _, own = name.rpartition(".")
         holder = model.get_submodule(parent)
@@ -179,7 +179,7 @@ def drop_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
 
 
 def drop_tensors(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Modules by these names lose their own parameters and buffers; the modules stay."""
+    """Remove the modules' own parameters and buffers; the modules stay."""
     for name in names:
         module = model.get_submodule(name)
         for tensors in (module._parameters, module._buffers):

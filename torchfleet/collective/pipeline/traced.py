@@ -1,8 +1,8 @@
-"""Stages of a model that is no Sequential: torch.export traces it, torch.distributed.pipelining cuts the graph.
+"""Stages of a model that is not a Sequential: torch.export traces it, torch.distributed.pipelining splits the graph.
 
-Every rank traces the whole model, on tensors that have shapes and no memory, and keeps its own stage. What is computed
-before a cut and used after it crosses the cut; what a later stage needs of an earlier one passes through those between
-them. The model's inputs do not travel: every rank reads the same batch.
+Every rank traces the whole model, on tensors with shapes but no memory, and keeps its own stage. Values that are
+computed before a cut and used after it cross the cut; a value for a later stage passes through all stages in between.
+The model's inputs are not sent: every rank reads the same batch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchfleet.collective.strategies.recomputation.recompute import recompute
 
 
 class Tracer:
-    """A copy of a model without memory of its own, to be traced for batches of different shapes."""
+    """A copy of a model without memory, which is traced for batches of different shapes."""
 
     def __init__(
         self, model: torch.nn.Module, starts: Sequence[str], tied: Sequence[Tie], device: torch.device
     ) -> None:
         """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
-        # A layer that is cut over ranks talks to others, which a trace does not show. It is traced as a layer of the
-        # same shapes, and stands at its place again in the stage.
+        # A layer that is sharded over ranks communicates, which a trace does not record. A replacement with the same
+        # shapes is traced, and the layer itself takes its place in the stage.
         self._opaque: dict[str, torch.nn.Module] = {}
         memo: dict[int, Any] = {}
         for name, module in model.named_modules():
@@ -49,15 +49,15 @@ class Tracer:
         self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
-        """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
+        """Trace stage `index` for inputs like these. Its parameters have no memory until `adopt` sets them."""
         model = copy.deepcopy(
             self._model, {id(tensor): tensor for tensor in self._tensors}
-        )  # in which the cuts are marked
+        )  # the cuts are marked in this copy
         model.train(training)
         args, named = tree_map_only(torch.Tensor, self._bare, (args, dict(kwargs)))
         try:
             annotate_split_points(model, self._split)
-            with torch.no_grad():  # modules that are recomputed are then traced as they are
+            with torch.no_grad():  # recomputed modules are then traced as they are
                 pipe = pipeline(model, args, named, split_policy=_without_assertions)
         except Exception as error:
             raise ModelError(
@@ -77,7 +77,7 @@ class Tracer:
         return copy.deepcopy(module, {**bare, **(memo or {})})
 
     def _bare(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its shape, on the device, without memory."""
+        """A tensor of the same shape on the device, without memory."""
         with self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, torch.nn.Parameter):
@@ -85,7 +85,7 @@ class Tracer:
         return made
 
     def _check(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Every rank checks all stages: one that found a mistake alone would leave the others waiting."""
+        """Check all stages on every rank: if only one rank found an error, the others would wait for it."""
         if len(modules) != len(self._split) + 1:
             raise ModelError(
                 f"pipeline: the modules that begin stages ({', '.join(self._split)}) cut this model into "
@@ -104,10 +104,10 @@ class Tracer:
 
 
 class TracedStage:
-    """One stage as torch sees it, and which values it gets from where."""
+    """One traced stage, and where its arguments come from."""
 
     def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int, tied: Mapping[str, str]) -> None:
-        """`tied`: names of parameters that other stages use too → their names in this one."""
+        """`tied`: names of parameters that other stages also use → their names in this stage."""
         self.module, self._tied = module, tied
         self._put_back: set[str] = set()
         wiring = _Wiring(graph)
@@ -118,7 +118,7 @@ class TracedStage:
         self._index = index
 
     def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
+        """Take this stage's tensors by name from the model; `buffers` has those of all stages."""
         own = {**buffers, **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         own.update({name: own[here] for name, here in self._tied.items()})
         for name, traced in [*self.module.named_parameters(), *self.module.named_buffers()]:
@@ -135,7 +135,7 @@ class TracedStage:
             tensors[last] = own[name] if name not in buffers else own[name].to(traced.device)  # type: ignore[assignment]
 
     def put_back(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Layers of which only the shapes were traced, by name. Where they are to be recomputed, they are already."""
+        """Replace stand-ins by the layers themselves, by name. Layers to be recomputed are already set up for it."""
         self._put_back = set(layers)
         modules = dict(self.module.named_modules())
         for name, layer in layers.items():
@@ -144,19 +144,19 @@ class TracedStage:
                 modules[parent]._modules[last] = _in_its_order(modules[name], layer)
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
-        """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""
+        """The arguments of the stage, from the values that crossed the cut before it and the model's inputs (flat)."""
         values = dict(zip(self._incoming, received, strict=True))
         return [inputs[place] if stage < 0 else values[stage, place] for stage, place in self._arguments]
 
     def outgoing(self, received: Sequence[torch.Tensor], inputs: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
-        """What crosses the cut after it; after the last stage: what the model returns, flat."""
+        """The values that cross the cut after the stage; after the last stage, the model's outputs, flat."""
         values = dict(zip(self._incoming, received, strict=True))
         values.update({(self._index, place): output for place, output in enumerate(as_tuple(outputs))})
         values.update({(-1, place): value for place, value in enumerate(inputs)})
         return tuple(values[key] for key in self._outgoing)
 
     def recompute(self, names: Iterable[str], offload: Offload | None) -> None:
-        """What recompute did to the modules by these names, which the trace has not kept. The stage must be new."""
+        """Apply recompute to the modules of these names, since a trace does not keep it. The stage must be new."""
         modules = dict(self.module.named_modules())
         for name in names:
             if name in modules and name not in self._put_back:
@@ -168,7 +168,7 @@ Value = tuple[int, int]  # (stage, index of its output); stage -1 stands for the
 
 
 class _Wiring:
-    """The graph in which every stage is one call."""
+    """The graph whose calls are the stages."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.stages = [node for node in graph.nodes if node.op == "call_module"]
@@ -184,7 +184,7 @@ class _Wiring:
         return self.stages.index(node), 0
 
     def crossing(self, index: int) -> list[Value]:
-        """Values made up to stage `index` that later ones need, or the caller; of the last, what the model returns."""
+        """Values of stages up to `index` that later stages or the output need; for the last, the model's outputs."""
         if index == len(self.stages) - 1:
             return self._outputs
         needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]
@@ -194,7 +194,7 @@ class _Wiring:
 class _Ordered(torch.nn.Module):
     def __init__(self, layer: torch.nn.Module, places: Sequence[int]) -> None:
         super().__init__()
-        self._call: Callable[..., Any] = layer.__call__  # not registered: its names are the model's
+        self._call: Callable[..., Any] = layer.__call__  # not registered, to keep the model's names
         self._places = places
 
     def forward(self, *args: torch.Tensor) -> Any:
@@ -202,7 +202,7 @@ class _Ordered(torch.nn.Module):
 
 
 def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
-    """A trace hands a module its inputs in an order of its own. Stand-ins of layers with several copy them first."""
+    """A trace may reorder a module's inputs. Stand-ins of layers with several inputs copy them, to show the order."""
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
     copies = [node.args[0] for node in traced.graph.nodes if node.target is torch.ops.aten.clone.default]
     places = [inputs.index(source) for source in copies if source in inputs]
@@ -210,7 +210,7 @@ def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """What export notes of types that are converted. In torch 2.8 it makes two modules of the one around it."""
+    """Remove export's assertions on dtypes. In torch 2.8 they split the module around them in two."""
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.graph.erase_node(node)
@@ -219,7 +219,7 @@ def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
-    """When the module runs for the second time, in backward, it changes copies of its buffers (running statistics)."""
+    """Let the second run of the module, in backward, change copies of its buffers (running statistics)."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

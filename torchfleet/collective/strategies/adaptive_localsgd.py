@@ -2,9 +2,9 @@
 
     interval = ⌈ √(lr_0 · loss_t / (lr_t · loss_0)) · init_k_steps ⌉, between 1 and 16
 
-computed at every averaging. loss_t is the mean over the ranks of the loss each saw last; loss_0 that of the job's first
-step with a learning rate above 0, and lr_0 the learning rate then. The learning rate is that of the first parameter
-group. The loss is the one that the model returned, or that fleet.report(loss=...) was given before optimizer.step().
+computed at every averaging. loss_t is the mean over the ranks of each rank's last loss. loss_0 and lr_0 are the loss
+and the learning rate of the job's first step with a learning rate above 0. The learning rate is that of the first param
+group. The loss is the one that the model returns, or the argument of fleet.report(loss=...) before optimizer.step().
 Everything else is as in localsgd.
 
 Source: Wang, Joshi 2019, Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
@@ -33,7 +33,7 @@ class AdaptiveLocalSGD(LocalSGD):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self._loss: float | torch.Tensor | None = None  # the last one of this rank
+        self._loss: float | torch.Tensor | None = None  # this rank's last loss
         self._own_first: float | torch.Tensor | None = None  # this rank's share of loss_0
         self._first_loss = self._first_lr = math.nan
 
@@ -45,7 +45,7 @@ class AdaptiveLocalSGD(LocalSGD):
         return self.settings.adaptive_localsgd_configs.begin_step
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
-        """The loss of the last batch, a number or a tensor of one; it is not waited for."""
+        """Keep the loss of the last batch, a number or a tensor of one element, without waiting for the device."""
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
 
     def after_step(self) -> None:
@@ -63,7 +63,7 @@ class AdaptiveLocalSGD(LocalSGD):
                 "adaptive_localsgd needs the loss to find its interval, and none is known: call fleet.report(loss=...) "
                 "before optimizer.step(), or let the model return the loss"
             )
-        if self._lr() == 0 or math.isnan(self._first_lr):  # nothing moves: no need to average often, nor a way to tell
+        if self._lr() == 0 or math.isnan(self._first_lr):  # parameters do not move: averaging can wait
             return
         loss, first = self._means(self._loss, self._first_loss if self._own_first is None else self._own_first)
         self._first_loss, self._own_first = first, None
@@ -73,7 +73,7 @@ class AdaptiveLocalSGD(LocalSGD):
         return float(self._groups[0]["lr"])
 
     def _means(self, *losses: float | torch.Tensor) -> list[float]:
-        """Over the ranks."""
+        """The means over the ranks."""
         device = self.world.device
         both = torch.stack([torch.as_tensor(loss, dtype=torch.float64, device=device).reshape(()) for loss in losses])
         if self._axis.group is not None:

@@ -2,13 +2,13 @@
 
     mean = Σ x / n        var = Σ (x - mean)² / n        sums and n over all ranks, which may have different numbers
 
-On GPUs the layers become torch.nn.SyncBatchNorm, which refuses CPUs; there they become the class below. Names and
-states stay those of torch.nn.BatchNorm1d … 3d. In evaluation every rank normalizes by itself. Ranks that see the same
-samples (tensor_parallel) or different layers (pipeline) are not counted together.
+On GPUs the layers become torch.nn.SyncBatchNorm, which does not support CPUs; there they become JointBatchNorm. Names
+and states stay those of torch.nn.BatchNorm1d … 3d. In evaluation every rank normalizes by itself. Statistics are not
+shared among ranks with the same samples (tensor_parallel) or with different layers (pipeline).
 
 Source: Ioffe, Szegedy 2015, Batch Normalization, over ranks as in Zhang et al. 2018, Context Encoding for Semantic
-Segmentation. Composes with every strategy; with recompute, layers inside a checkpoint take note of their running
-statistics twice, as plain batch norm does.
+Segmentation. Composes with every strategy; with recompute, layers inside a checkpoint update their running statistics
+twice, as plain batch norm does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SyncBatchNorm(Strategy):
 
 
 def _ranks_with_other_samples(world: World) -> dist.ProcessGroup:
-    """The ranks that hold what this one holds and train on other samples. All ranks come here together."""
+    """The ranks that hold the same layers as this one and train on other samples. All ranks call it together."""
     ranks = torch.arange(world.size).reshape([world.degrees[axis] for axis in AXES])
     size = world.degrees["data"] * world.degrees["sharding"]
     partition = ranks.permute([AXES.index(axis) for axis in ("pipe", "model", "data", "sharding")]).reshape(-1, size)
@@ -62,7 +62,7 @@ def _converted(module: torch.nn.Module, group: dist.ProcessGroup) -> torch.nn.Mo
 
 
 class JointBatchNorm(_BatchNorm):
-    """Batch norm over the ranks of a group on any device; parameters and running statistics are those of `plain`."""
+    """Batch norm over the ranks of a group, on any device; shares the parameters and running statistics of `plain`."""
 
     def __init__(self, plain: _BatchNorm, group: dist.ProcessGroup) -> None:
         super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
@@ -94,7 +94,7 @@ class JointBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        """Running statistics, with the unbiased variance."""
+        """Update the running statistics, with the unbiased variance."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -105,9 +105,9 @@ class JointBatchNorm(_BatchNorm):
 
 
 def _moments(values: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and variance of every channel, and the number of values, over all ranks: one sum over ranks, in float64.
+    """Mean and variance of every channel, and the number of values, over all ranks; one all-reduce, in float64.
 
-    A rank's squares are taken around its own mean, so that a mean far from 0 costs no digits.
+    A rank squares deviations from its own mean, so that a mean far from 0 costs no precision.
     """
     dims = [dim for dim in range(values.dim()) if dim != 1]
     count = values.numel() // max(1, values.shape[1])
@@ -128,7 +128,7 @@ def _moments(values: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tens
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum; backward, every rank's gradient counts for every rank."""
+    """The sum over ranks; backward sums the gradients of all ranks too."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Several communicators used in turn, so that the exchange of one bucket of gradients overlaps that of the next.
 
-A communicator is a process group of all ranks: with NCCL a stream of its own, with gloo connections and threads of its
-own. Bucket i of the job uses communicator i mod `nccl_comm_num`. `sync_nccl_allreduce`=True: before a communicator
-starts on a bucket, the previous one it had is waited for (the compute stream waits; with gloo the process does), so
-that at most `nccl_comm_num` exchanges are under way; False: they queue up. The result is that of one communicator.
+A communicator is a process group of all ranks: with NCCL it has its own stream, with gloo its own connections and
+threads. Bucket i of the job uses communicator i mod `nccl_comm_num`. With `sync_nccl_allreduce`=True, the compute
+stream (with gloo, the process) waits for a communicator's previous bucket before the next one starts, so that at most
+`nccl_comm_num` exchanges are in flight; with False they queue up. The result is that of one communicator.
 
-Source: Paddle Fleet (multi-communicator training). Composes with everything but other ways to exchange gradients (dgc,
-fp16_allreduce, use_hierarchical_allreduce, localsgd, sharding from stage 2 on, pipeline, tensor_parallel).
+Source: Paddle Fleet (multi-communicator training). Composes with all strategies except other ways to exchange gradients
+(dgc, fp16_allreduce, use_hierarchical_allreduce, localsgd, sharding from stage 2 on, pipeline, tensor_parallel).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Communicators(Strategy):
         parallel.register_comm_hook(None, lambda _, bucket: self._exchange(bucket.buffer()))
 
     def _exchange(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """The mean over all ranks, in place, through the communicator whose turn it is."""
+        """Average over all ranks in place, with the next communicator in round-robin order."""
         turn = self._num_buckets % len(self._groups)
         self._num_buckets += 1
         last = self._last[turn]

@@ -1,4 +1,4 @@
-"""What torch.compile has done so far, by its own counters: graphs, their breaks, and what went into which kernel."""
+"""What torch.compile has done so far, by its own counters: graphs, graph breaks, and the operations in each kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Counts:
-    """Its counters, which are those of the process, and the kernels it has loaded."""
+    """The compiler's counters, which are per process, and the kernels it has loaded."""
 
     def __init__(self) -> None:
         self.numbers: Counter[str] = Counter()
@@ -50,10 +50,10 @@ class Counts:
 
 
 def _kernels() -> Iterator[str]:
-    """The operations in each kernel, as in `add, native_layer_norm`: the compiler puts them into the kernel's name."""
+    """The operations in each kernel, such as `add, native_layer_norm`, read from the kernel's name."""
     cache = getattr(_module("torch._inductor.codecache"), "PyCodeCache", None)
     for module in getattr(cache, "modules", ()):
-        if hasattr(module, "call"):  # not the files of single kernels that it uses
+        if hasattr(module, "call"):  # skips the files of single kernels
             for name in vars(module):
                 found = re.fullmatch(r"(?:triton_\w+?|cpp)_fused_(\w+?)_\d+", name)
                 if found:
@@ -61,7 +61,7 @@ def _kernels() -> Iterator[str]:
 
 
 def _reason(text: str) -> str:
-    """Of a page of hints, the first line."""
+    """The first line of a text with many hints."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:200]
 
 

@@ -1,4 +1,4 @@
-"""Selection of the largest values of a gradient, and the residuals that are kept for later (dgc.py)."""
+"""Selection of the largest values of a gradient, and the residuals that are kept for later steps (dgc.py)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_SAMPLE = 1 << 14  # values looked at, at least, to guess which are large
-_SAMPLED = 64  # one in so many
+_SAMPLE = 1 << 14  # smallest sample for the estimate of the bound
+_SAMPLED = 64  # largest distance between sampled values
 
 
 def num_sent(num_values: int, sparsity: float) -> int:
-    """How many of a parameter's values are sent; the same on all ranks."""
+    """How many of a parameter's values are sent; equal on all ranks."""
     share = round(num_values * (1.0 - sparsity), 6)  # 1 - 0.999 is not quite 0.001, and must not cost one value more
     return min(num_values, max(1, math.ceil(share)))
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the `count` largest values by size, exactly, in no order; `values` is flat. NaN counts as largest.
+    """The indices of the `count` largest absolute values, exactly, unordered; `values` is flat. NaN counts as largest.
 
-    On a CPU torch.topk goes through all values in one thread, with their indices. Here a sample tells above which bound
-    somewhat more than `count` values should be, and only these are compared; if there are fewer, the sample misled.
+    On a CPU torch.topk passes over all values and their indices in one thread. Here a sample yields a bound that
+    somewhat more than `count` values should exceed, and only these are compared; if there are fewer, the sample was
+    misleading.
     """
     sizes = values.abs()
     if values.is_cuda or count * 4 > sizes.numel() or sizes.numel() < 4 * _SAMPLE:
@@ -41,8 +42,8 @@ def _top(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _bound(sizes: torch.Tensor, count: int) -> float:
-    """A size that, to judge by a sample, somewhat more than `count` reach: four standard deviations more."""
-    step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd: in step with no width of a layer that is a power of 2
+    """A bound that, estimated from a sample, `count` values plus four standard deviations reach."""
+    step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd, to differ from layer widths that are powers of 2
     sample = sizes[::step]
     expected = count / step
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4
@@ -50,7 +51,7 @@ def _bound(sizes: torch.Tensor, count: int) -> float:
 
 
 def _largest_of_few(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """Where most values are 0, as in the gradients of embeddings."""
+    """The case that most values are 0, as in the gradients of embeddings."""
     candidates = _places(sizes.numpy() != 0)
     missing = count - candidates.numel()
     if missing <= 0:
@@ -61,14 +62,14 @@ def _largest_of_few(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places(mask: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Where it is true. By numpy, which is many times faster at it on a CPU than torch."""
+    """The indices where the mask is true. numpy is many times faster at it on a CPU than torch."""
     return torch.from_numpy(np.flatnonzero(mask))
 
 
 class Residual:
-    """What one rank has of a parameter that it did not send: the velocity u and the sum of velocities v.
+    """What one rank has not sent of a parameter: the velocity u and the sum of velocities v.
 
-    In the parameter's shape, and in float32 at least; `flat` views in the order of memory.
+    Both have the parameter's shape, and at least float32; `flat` views them in memory order.
     """
 
     def __init__(self, velocity: torch.Tensor, unsent: torch.Tensor) -> None:
@@ -79,13 +80,13 @@ class Residual:
         return cls(_zeros(parameter), _zeros(parameter))
 
     def add(self, gradient: torch.Tensor, momentum: float) -> None:
-        """u = momentum · u + g and v = v + u: momentum is applied before, not after, values wait to be sent."""
+        """u = momentum · u + g and v = v + u: momentum is applied before values are held back, not after."""
         velocity = flat(self.velocity)
         torch.add(gradient, velocity, alpha=momentum, out=velocity)
         flat(self.unsent).add_(velocity)
 
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` largest values of v, and where they are. They leave v, and u too (momentum factor masking)."""
+        """The `count` largest values of v and their indices; they become 0 in v, and in u (momentum factor masking)."""
         unsent = flat(self.unsent)
         indices = largest(unsent, count)
         values = unsent[indices]
@@ -95,7 +96,7 @@ class Residual:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of all values in the order of memory, which is the one in which they lie in a bucket of gradients."""
+    """A view of all values in memory order, which is their order in a bucket of gradients."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     if not _is_dense(tensor):
@@ -110,5 +111,5 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its values fill their memory, in whatever order."""
+    """Whether its values fill their memory without gaps, in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

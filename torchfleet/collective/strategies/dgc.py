@@ -1,4 +1,4 @@
-"""Deep gradient compression: only the largest gradients are exchanged, the others wait until they are large.
+"""Deep gradient compression: only the largest gradients are exchanged, the others accumulate until they are large.
 
 For every parameter of 16384 values or more, on each rank, with momentum m, weight decay λ and N ranks:
 
@@ -8,11 +8,11 @@ For every parameter of 16384 values or more, on each rank, with momentum m, weig
     sent: the ⌈n·(1 - sparsity)⌉ largest |v|;   u = v = 0 there (momentum factor masking)
     p = p - lr · Σ_ranks sent / N
 
-Nothing is lost: what was sent and what remains in v add up to all velocities. Smaller parameters, and all of them
-while the sparsity is 0 or the step before `rampup_begin_step`, are averaged whole and have ordinary momentum. From that
+Nothing is lost: the values sent and those that remain in v add up to all velocities. Smaller parameters are averaged
+whole, with ordinary momentum; so are all parameters before `rampup_begin_step` and while the sparsity is 0. From that
 step on the sparsity goes through the list in `rampup_step` steps and stays at its last value; u starts as the momentum
 so far. The norm for clipping is that of one parameter, so that a bucket of gradients need not wait for the others.
-Between two steps gradients are exchanged once, a second backward pass is an error: use gradient_merge to gather several
+Gradients are exchanged once per step, and a second backward pass is an error: use gradient_merge to accumulate several
 batches.
 
 Source: Lin et al. 2018, Deep Gradient Compression. Composes with amp in bfloat16, recompute, gradient_merge,
@@ -50,16 +50,16 @@ class DeepGradientCompression(Strategy):
         super().__init__(settings, world)
         _check(settings)
         merge = settings.gradient_merge_configs
-        # Gradients come here as sums over that many batches, and are divided later.
+        # Gradients are sums over this many batches here, and are divided later.
         self._num_merged: int = merge["k_steps"] if settings.gradient_merge and merge["avg"] else 1
         self._num_steps = 0
         self._residuals: dict[str, Residual] = {}
-        self._compressed: set[str] = set()  # whose gradients of this step were exchanged as a few values
+        self._compressed: set[str] = set()  # parameters whose gradients were compressed in this step
         self._under_way: list[Any] = []
 
     @property
     def sparsity(self) -> float:
-        """Of the step that is coming."""
+        """The sparsity of the next step."""
         begin, num_steps = self.settings.dgc_configs.rampup_begin_step, self.settings.dgc_configs.rampup_step
         return sparsity_at(self._num_steps - begin, num_steps, self.settings.dgc_configs.sparsity)
 
@@ -84,7 +84,7 @@ class DeepGradientCompression(Strategy):
         self._num_steps += 1
         self._compressed.clear()
 
-    # A bucket of gradients, as soon as they are there
+    # The exchange of a bucket, as soon as its gradients are computed
 
     def _exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -111,7 +111,7 @@ class DeepGradientCompression(Strategy):
             raise FleetError("dgc=True: a parameter of 2^31 values or more has no room in its indices of 32 bits")
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put this rank's gradient to what it has not sent yet, and take from it what is to be sent now."""
+        """Add this rank's gradient to the residual, and take the values to send from it."""
         if name in self._compressed:
             raise FleetError(
                 f"dgc=True expects one backward pass for each optimizer.step(), found a second one: of '{name}' values "
@@ -119,7 +119,7 @@ class DeepGradientCompression(Strategy):
                 "gradient_merge=True with gradient_merge_configs={'k_steps': ...}."
             )
         residual, (parameter, group) = self._residual(name), self._stepped[name]
-        gradient = gradient.to(residual.unsent.dtype)  # the very same memory, as a rule: it is written anew anyway
+        gradient = gradient.to(residual.unsent.dtype)  # usually the same memory, which is overwritten later anyway
         if self._num_merged > 1:
             gradient.div_(self._num_merged)
         if group["weight_decay"]:
@@ -132,7 +132,7 @@ class DeepGradientCompression(Strategy):
         return residual.take(num_sent(gradient.numel(), self.sparsity))
 
     def _residual(self, name: str) -> Residual:
-        """At first the momentum that the optimizer has gathered, so that it goes on."""
+        """The residual of a parameter; it starts with the optimizer's momentum."""
         if name not in self._residuals:
             parameter, _ = self._stepped[name]
             self._residuals[name] = Residual.of(parameter)
@@ -144,7 +144,7 @@ class DeepGradientCompression(Strategy):
     def _gather(
         self, buffer: torch.Tensor, whole: list[torch.Tensor], values: torch.Tensor, places: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        """The mean over ranks into `buffer`: of `whole`, views of it, as they are; elsewhere of every rank's values."""
+        """Average over ranks into `buffer`: the views `whole` as they are, elsewhere the values that the ranks sent."""
         size = self.world.size
         word = torch.int64 if values.dtype == torch.float64 else torch.int32
         packed = torch.cat([values.view(word), places.to(word)])
@@ -153,7 +153,7 @@ class DeepGradientCompression(Strategy):
         first = dist.all_reduce(summed, group=self._ranks, async_op=True) if whole else None
         second = dist.all_gather(list(received.unbind()), packed, group=self._ranks, async_op=True)
         assert second is not None
-        # On a GPU `unpack` runs in a stream of its own, so that the allocator would not know that these are in use.
+        # On a GPU `unpack` runs on another stream, and the allocator would not know that these tensors are in use.
         self._under_way.append((received, summed))
 
         def unpack(_: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ class DeepGradientCompression(Strategy):
             if whole:
                 means = summed.split([gradient.numel() for gradient in whole])  # type: ignore[no-untyped-call]
                 torch._foreach_copy_(whole, means)
-            for row in received:  # rank by rank: a sum in another order on another rank would let them drift apart
+            for row in received:  # in rank order: sums in different orders would let the ranks drift apart
                 theirs, where = row.split(values.numel())
                 buffer.index_add_(0, where, theirs.view(values.dtype).to(buffer.dtype), alpha=self._num_merged / size)
             return buffer
@@ -196,7 +196,7 @@ class DeepGradientCompression(Strategy):
 
 
 class DgcMomentum(torch.optim.SGD):
-    """Momentum SGD; parameters whose gradients were compressed, which have their momentum in them, move by lr · g."""
+    """Momentum SGD; parameters with compressed gradients, which include the momentum, move by lr · g."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class DgcMomentum(torch.optim.SGD):
 
 
 def sparsity_at(step: int, num_steps: int, values: Sequence[float]) -> float:
-    """`step` is counted from the start of the ramp: 0 before it, then `values` in turn within `num_steps` steps."""
+    """The sparsity at `step`, counted from the start of the ramp: first 0, then `values` in turn over `num_steps`."""
     return 0.0 if step < 0 else float(values[min(step * len(values) // num_steps, len(values) - 1)])
 
 

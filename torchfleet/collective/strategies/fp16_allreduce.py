@@ -2,10 +2,10 @@
 
     mean = Σ_ranks float16(g) / N, back in the gradients' own type
 
-The work is torch's own communication hook. Gradients beyond 65504 become infinite, and what is below 6e-8 is lost; with
-amp in float16 the loss scaling takes care of both. Source: Micikevicius et al. 2018, Mixed Precision Training. Composes
-with everything but other ways to exchange gradients (dgc, use_hierarchical_allreduce, nccl_comm_num, localsgd,
-sharding from stage 2 on, pipeline, tensor_parallel).
+The work is done by torch's own communication hook. Gradients beyond 65504 become infinite, and those below 6e-8 become
+0; with amp in float16, loss scaling takes care of both. Source: Micikevicius et al. 2018, Mixed Precision Training.
+Composes with all strategies except other ways to exchange gradients (dgc, use_hierarchical_allreduce, nccl_comm_num,
+localsgd, sharding from stage 2 on, pipeline, tensor_parallel).
 """
 
 from __future__ import annotations

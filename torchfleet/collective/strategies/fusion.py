@@ -1,17 +1,17 @@
 """Operator fusion by torch.compile and fused optimizers: the flags of build_strategy.
 
 fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
-graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank 0
-prints which after the first step (`Fusion.report`). allow_cuda_graph_capture compiles too, and has torch.compile record
-the kernels of a pass as a CUDA graph: one launch in the place of hundreds. Results equal those of the eager model up to
-the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+graph passes. Here each of them compiles the model with torch.compile, which fuses these and all others that it finds;
+rank 0 prints them after the first step (`Fusion.report`). allow_cuda_graph_capture also compiles, and lets
+torch.compile record the kernels of a pass as a CUDA graph: one launch instead of hundreds. Results equal those of the
+eager model up to the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
 
-fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
-one for the device and the parameters, otherwise `foreach`.
+With fuse_all_optimizer_ops the optimizer uses one kernel for many parameters: its own `fused` variant if it has one for
+the device and the parameters, otherwise `foreach`.
 
-Source: Ansel et al. 2024, PyTorch 2 (TorchDynamo and TorchInductor). Composes with every strategy but pipeline, which
-takes the model apart, and recompute's enable_offload; fuse_all_optimizer_ops not with lars, lamb and dgc, whose step is
-their own.
+Source: Ansel et al. 2024, PyTorch 2 (TorchDynamo and TorchInductor). Composes with every strategy except pipeline,
+which splits the model, and recompute's enable_offload; fuse_all_optimizer_ops does not compose with lars, lamb and dgc,
+which have their own steps.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Fusion(Strategy):
         return inner
 
     def after_load(self) -> None:
-        if self._fuses_optimizer:  # what was saved may have been the groups of an optimizer that was not fused
+        if self._fuses_optimizer:  # the saved groups may be those of an optimizer that was not fused
             fuse_optimizer(self._inner)
 
     def after_step(self) -> None:
@@ -78,7 +78,7 @@ class Fusion(Strategy):
                 print(self.report(), flush=True)
 
     def report(self) -> str:
-        """What was fused so far; numbers that this version of torch does not count are left out."""
+        """What was fused so far; numbers that this version of torch does not count are omitted."""
         lines = []
         if self.compiled_for:
             lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {Counts.now() - self._before}")
@@ -88,7 +88,7 @@ class Fusion(Strategy):
 
 
 def _compile(model: torch.nn.Module, mode: str) -> None:
-    """As Module.compile, which compiles nothing of a Sequential: dynamo passes over frames that are torch.nn's own."""
+    """Like Module.compile, which compiles nothing of a Sequential: dynamo skips the frames of torch.nn itself."""
     if not type(model).forward.__module__.startswith("torch.nn"):
         model.compile(mode=mode)
         return
@@ -120,7 +120,7 @@ def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
 
 
 def _check_graphs(settings: DistributedStrategy, device: torch.device) -> None:
-    """A graph writes gradients and outputs to the same memory every time, and reads parameters from the same."""
+    """Refuse what conflicts with CUDA graphs, which use fixed memory for gradients, outputs and parameters."""
     flag = "build_strategy.allow_cuda_graph_capture"
     if device.type != "cuda":
         raise StrategyError(f"{flag} needs a GPU, and this job computes on the {device.type}: leave it out")
@@ -147,7 +147,7 @@ def _check_rule(settings: DistributedStrategy) -> None:
 
 
 def _check_compiler(device: torch.device, flag: str) -> None:
-    """Before the first step, which is late and whose message is long."""
+    """Check for a compiler now: the error of the first step would be late and long."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise StrategyError(
             f"{flag} compiles the model, which needs Triton on a GPU: pip install triton, or leave it out"
@@ -165,7 +165,7 @@ def _check_compiler(device: torch.device, flag: str) -> None:
 
 
 def fuse_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Have it step by its fused kernels, or else by those for lists of tensors; what it was, in words."""
+    """Switch the optimizer to its fused or else its foreach kernels; returns a description of the choice."""
     name = type(optimizer).__name__
     if "fused" in optimizer.defaults and _is_fusible(optimizer):
         chosen, words = {"fused": True, "foreach": False}, f"{name} steps by its fused kernel"
@@ -187,7 +187,7 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Some are cut over ranks (tensor_parallel), others whole: no kernel takes both."""
+    """Whether some parameters are sharded (tensor_parallel) and others whole: no kernel takes both."""
     return len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1
 
 
@@ -198,13 +198,13 @@ def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     fits = all(parameter.device.type in kinds and parameter.is_floating_point() for parameter in parameters)
-    if any(hasattr(parameter, "placements") for parameter in parameters):  # cut: torch has no other kernels for them
+    if any(hasattr(parameter, "placements") for parameter in parameters):  # sharded: no other kernels exist for them
         fits = fits and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     return fits and not any(group.get("differentiable") for group in groups)
 
 
 def _move_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Fused kernels want their counts of steps beside the parameters; a loaded state may have them on the CPU."""
+    """Move step counts to the parameters' device for fused kernels; a loaded state may have them on the CPU."""
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device)

@@ -1,17 +1,17 @@
-"""Hierarchical all-reduce: gradients are summed inside a node, then among nodes, then spread inside the node.
+"""Hierarchical all-reduce: gradients are summed inside a node, then among nodes, then broadcast inside the node.
 
     reduce to the first rank of each group of `hierarchical_allreduce_inter_nranks` neighbours (1: those of a machine)
     all-reduce among these leaders
     broadcast inside each group
 
-Between nodes only one rank of each node speaks, which helps where the ranks of a node share one slow link. The result
-is the mean over all ranks, as that of a flat all-reduce up to the order of its sums. One rank per machine, or one group
-of all, is a flat all-reduce already. Buckets are worked off in their order beside the backward pass: on GPUs by a
-stream, on CPUs by a thread.
+Only one rank of each node communicates with other nodes, which helps if the ranks of a node share one slow link. The
+result is the mean over all ranks, equal to that of a flat all-reduce up to the order of sums. One rank per machine, or
+one group of all ranks, is a flat all-reduce already. Buckets are processed in order during the backward pass: on GPUs
+by a stream, on CPUs by a thread.
 
-Source: Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision. Composes with everything
-but other ways to exchange gradients (dgc, fp16_allreduce, nccl_comm_num, localsgd, sharding from stage 2 on, pipeline,
-tensor_parallel).
+Source: Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision. Composes with all
+strategies except other ways to exchange gradients (dgc, fp16_allreduce, nccl_comm_num, localsgd, sharding from stage 2
+on, pipeline, tensor_parallel).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HierarchicalAllReduce(Strategy):
 
 
 class Levels:
-    """The two levels of ranks, and the sum over them."""
+    """The two levels of ranks, and the average over them."""
 
     def __init__(self, world: World, node_size: int) -> None:
         self._num_ranks = world.size
@@ -72,7 +72,7 @@ class Levels:
         self._node, self._leaders = world.groups(node_size), world.groups_across(node_size)
 
     def average(self, gradients: torch.Tensor) -> None:
-        """The mean over all ranks, in place; on GPUs in the order of the current stream."""
+        """Average over all ranks in place; on GPUs in the order of the current stream."""
         gradients.div_(self._num_ranks)
         dist.reduce(gradients, self._leader, group=self._node)
         if self._is_leader:
@@ -81,7 +81,7 @@ class Levels:
 
 
 class _Stream:
-    """On a GPU: a stream beside that of the computation, which waits for the result when it needs it."""
+    """Runs on a GPU stream beside the compute stream, which waits for a result when it needs it."""
 
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
@@ -92,7 +92,7 @@ class _Stream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._levels.average(gradients)
-            future.set_result(gradients)  # notes where the stream stands: whoever waits, waits for that
+            future.set_result(gradients)  # records the stream's position, which a wait on the future waits for
         return future
 
 
@@ -102,12 +102,12 @@ class _Pending(NamedTuple):
 
 
 class _Thread:
-    """On a CPU: a thread that works off one bucket after the other; all ranks have them in the same order."""
+    """Runs on a CPU thread that processes one bucket after the other; the order is the same on all ranks."""
 
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
         self._waiting: queue.SimpleQueue[_Pending] = queue.SimpleQueue()
-        # A daemon: waiting for a rank that died must not keep this process from ending.
+        # A daemon: waiting for a dead rank must not keep this process from exiting.
         threading.Thread(target=self._work, name="hierarchical_allreduce", daemon=True).start()
 
     def begin(self, gradients: torch.Tensor) -> Future[torch.Tensor]:

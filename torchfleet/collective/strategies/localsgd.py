@@ -7,12 +7,12 @@
 k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so that the mean of steps is the step of
 the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
 Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat buckets of fuse_grad_size_in_MB;
-buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common). fleet.save averages too,
-momentum and the running statistics of norms included, so that what is saved is one model.
+buffers, such as running statistics, stay each rank's own (sync_batch_norm makes them equal). fleet.save also averages,
+including momentum and the running statistics of norms, so that the save is one model.
 
 Source: Lin et al. 2018, Don't Use Large Mini-Batches, Use Local SGD (post-local SGD); Stich 2018. Composes with amp,
-recompute, gradient_merge, sync_batch_norm and compilation; not with what exchanges gradients in another way, cuts the
-model up or replaces the optimizer's rule.
+recompute, gradient_merge, sync_batch_norm and compilation; not with strategies that exchange gradients in another way,
+shard the model or replace the optimizer's rule.
 """
 
 from __future__ import annotations
@@ -60,44 +60,45 @@ class LocalSGD(Strategy):
             )
         self._groups, self._inner = inner.param_groups, inner
         apart = {name for parameter, name in names.items() if is_local(parameter)}
-        # By name: an optimizer may step on copies in float32, which have no mark.
+        # By name: an optimizer may step on float32 copies, which have no mark.
         self._common = dict.fromkeys(parameter for parameter, name in names.items() if name not in apart)  # in order
         return inner
 
     @property
     def is_local(self) -> bool:
-        """Whether the step that is coming is made alone."""
+        """Whether the next step is made without an exchange."""
         return self._num_steps + 1 >= self._begin_step
 
     def exchanges(self) -> bool:
         return not self.is_local
 
     def after_step(self) -> None:
-        """Also a step that was skipped counts: all ranks must average at the same time."""
+        """Count a step, also a skipped one: all ranks must average at the same time."""
         self._num_alone += int(self.is_local)
         self._num_steps += 1
         if self._num_alone >= self.interval:
             self.average()
 
     def average(self) -> None:
-        """Parameters become their mean over the ranks; all ranks come here together."""
+        """Set parameters to their mean over the ranks. All ranks call it together."""
         self._num_alone = 0
         if self._axis.group is None:
             return
         average(self._parameters(), [self._axis], self._bucket_bytes)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        """Those that are the same on all ranks in data parallelism (all but those of layers sharded over the ranks)."""
+        """The parameters that data parallelism keeps equal on all ranks (not those of layers sharded over ranks)."""
         for group in self._groups:
             yield from (parameter.detach() for parameter in group["params"] if parameter in self._common)
 
     def before_save(self) -> None:
-        """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on.
+        """Average parameters, momentum and running statistics, so that a save is one model; training continues from the
+        mean.
 
-        Other buffers than running statistics are no numbers to be averaged: they are saved as the first rank has them.
+        Other buffers cannot be averaged: the first rank's are saved.
         """
         if self._axis.group is not None and self._num_steps >= self._begin_step:
-            LocalSGD.average(self)  # without finding a new interval
+            LocalSGD.average(self)  # without computing a new interval
             average(self._momenta(), [self._axis], self._bucket_bytes)
             average(self._statistics(), [self._axis], self._bucket_bytes)
 
@@ -107,7 +108,7 @@ class LocalSGD(Strategy):
                 yield from (module.running_mean, module.running_var)
 
     def _momenta(self) -> Iterator[torch.Tensor]:
-        """In the order of the groups, and all of them: zeros where this rank has none yet (amp skipped its steps)."""
+        """All momentum buffers, in the order of the groups; zeros if this rank has none yet (amp skipped its steps)."""
         for group in self._groups:
             for parameter in group["params"]:
                 if group["momentum"] and parameter.requires_grad and parameter in self._common:

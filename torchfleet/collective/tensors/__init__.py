@@ -1,1 +1,1 @@
-"""Tensors and parts of them: what a rank holds of a tensor, and what it says of the whole."""
+"""Tensors and shards: what a rank holds of a tensor, and how it describes the whole."""

@@ -1,4 +1,4 @@
-"""This rank's shards of tensors that are sharded over ranks, and parameters that are each rank's own."""
+"""This rank's shards of sharded tensors, and parameters that belong to each rank alone."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself. Detached; it shares the memory of `tensor`."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:  # hasattr is slow for what is not there
+    """This rank's shard of a DTensor; any other tensor itself. Detached; shares memory with `tensor`."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:  # hasattr is slow for missing attributes
         return tensor.detach()
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
+    """This rank's shard of a DTensor, any other tensor itself; fast, for use without gradients."""
     return tensor.to_local() if type(tensor) is DTensor else tensor
 
 
 def shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`shard` of each: to be changed in place where no gradients are noted."""
+    """`shard` of each tensor, to be changed in place without autograd."""
     return [shard(tensor) for tensor in tensors]
 
 
 def is_local(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is each rank's own (marked `fleet_local` by its layer) and never exchanged."""
+    """Whether the parameter belongs to each rank alone (marked `fleet_local` by its layer) and is never exchanged."""
     return bool(getattr(parameter, "fleet_local", False))
 
 
 def dealt(parameters: Iterable[torch.Tensor], loads: list[int]) -> dict[torch.Tensor, int]:
-    """Who steps on which parameter: the largest first, each goes to who has least. The same on all ranks.
+    """Assign parameters to ranks: largest first, each to the rank with the least. The result is equal on all ranks.
 
-    `loads` are the numbers of elements that each has already; they are brought up to date.
+    `loads` are the numbers of elements that each rank already has; they are updated.
     """
     owners: dict[torch.Tensor, int] = {}
-    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):  # a stable sort
         owners[parameter] = loads.index(min(loads))
         loads[owners[parameter]] += parameter.numel()
     return owners

@@ -1,7 +1,7 @@
 """Param groups whose tensors are all of one kind, for as long as an optimizer steps.
 
-torch's functions for lists of tensors, and its fused optimizers, take plain tensors or DTensors of one mesh, not both.
-A group of a model of which some layers are cut has both.
+torch's foreach functions and fused optimizers take plain tensors or DTensors of one mesh, not both. If only some layers
+of a model are sharded, a group has both.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 
 class OneKindGroups:
-    """`split` puts groups of one kind in the places of mixed ones, `join` puts the users' own groups back.
+    """`split` replaces mixed groups by groups of one kind; `join` puts the user's own groups back.
 
-    In between a group's options are copies: what is changed in them is lost.
+    In between, a group's options are copies: changes to them are lost.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -34,7 +34,7 @@ class OneKindGroups:
 
 
 def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group itself if it is of one kind, or if its optimizer knows no lists of tensors."""
+    """The group itself if it is of one kind, or if its optimizer has no foreach option."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for parameter in group["params"]:
         kind = parameter.device_mesh if isinstance(parameter, DTensor) else None

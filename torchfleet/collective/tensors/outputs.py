@@ -24,7 +24,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], outputs: Any) ->
         made = copy.copy(leaf)
         for name, value in _attributes(leaf):
             object.__setattr__(made, name, tree_map(of_leaf, value))
-        if isinstance(leaf, dict):  # of a kind that torch does not know
+        if isinstance(leaf, dict):  # a type that torch's pytree does not know
             for key, value in leaf.items():
                 dict.__setitem__(made, key, tree_map(of_leaf, value))
         return made
@@ -51,7 +51,7 @@ def _has_parts(leaf: Any) -> bool:
 
 
 def _attributes(leaf: Any) -> list[tuple[str, Any]]:
-    """Of a dataclass with slots its fields."""
+    """The attributes of an object; the fields of a dataclass with slots."""
     if hasattr(leaf, "__dict__"):
         return list(vars(leaf).items())
     return [(field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf)]

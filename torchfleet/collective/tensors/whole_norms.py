@@ -1,4 +1,4 @@
-"""Norms of whole tensors of which ranks hold shards: many at once, on the device, and not waited for."""
+"""Norms of whole tensors from the ranks' shards: many at once, on the device, without waiting."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torchfleet.collective.tensors.local_tensors import shard
 
 
 def whole_norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of whole tensors whose `shards` this rank has, sharded as `parameters` are; a vector.
+    """The norms of whole tensors of which this rank has `shards`, sharded as `parameters` are; a vector.
 
-    Ranks that hold shards of one tensor come here together. In float32, or float64 if a shard is.
+    Ranks with shards of the same tensor call it together. In float32, or float64 if a shard is.
     """
     return summed_over_ranks(shard_norms(shards).square(), parameters).sqrt()
 
 
 def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of each of this rank's tensors; a vector. Each type by itself: torch's fast kernels take one type."""
+    """The norm of each of this rank's tensors; a vector. Each dtype separately: torch's fast kernels take one dtype."""
     types = {shard.dtype for shard in shards}
     kind = torch.float64 if torch.float64 in types else torch.float32
     if len(types) == 1 and all(map(torch.Tensor.numel, shards)):
@@ -38,7 +38,7 @@ def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number of each rank's shard, for each of `parameters`, summed over the shards: one all-reduce per mesh axis."""
+    """Sum a number of each rank's shard, for each of `parameters`, over the shards: one all-reduce per mesh axis."""
     if not are_cut(parameters):
         return squares
     cut: dict[dist.ProcessGroup, list[int]] = {}
@@ -55,10 +55,10 @@ def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor])
 
 
 def cutting_axes(parameter: torch.Tensor) -> Iterator[tuple[DeviceMesh, int]]:
-    """The axes of its mesh along which a DTensor is cut. All that is not replicated: a parameter holds no partial sums.
+    """The axes of its mesh along which a DTensor is sharded: all that are not replicated, as no parameter is partial.
 
-    Not `is_shard()`: tensor_parallel and sharding together cut a dimension twice, which torch calls a strided shard,
-    and that is a shard in some of its versions and none in others.
+    Not `is_shard()`: tensor_parallel and sharding together shard a dimension twice. torch calls that a strided shard,
+    for which `is_shard()` depends on the version.
     """
     if isinstance(parameter, DTensor):
         for dim, placement in enumerate(parameter.placements):
@@ -67,7 +67,7 @@ def cutting_axes(parameter: torch.Tensor) -> Iterator[tuple[DeviceMesh, int]]:
 
 
 def num_shards(parameter: torch.Tensor) -> int:
-    """Into how many a tensor is cut over its mesh."""
+    """The number of shards of a tensor over its mesh."""
     return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter)) if type(parameter) is DTensor else 1
 
 
@@ -77,7 +77,7 @@ def are_cut(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of parameters that all have gradients."""
+    """This rank's shards of the gradients; all parameters must have one."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if are_cut(parameters) or any(gradient.is_sparse for gradient in gradients):
         return [local_gradient(parameter) for parameter in parameters]

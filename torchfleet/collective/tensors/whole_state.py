@@ -1,4 +1,4 @@
-"""The state of a model whose tensors are cut over ranks, whole."""
+"""The whole state of a model with sharded tensors."""
 
 from __future__ import annotations
 

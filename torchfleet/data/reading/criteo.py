@@ -28,7 +28,7 @@ class CriteoFormat:
         return [Slot("dense_input", dtype="float32", dim=NUM_DENSE), *ids, Slot("label", dim=1)]
 
     def parser(self, layout: SampleLayout) -> Parser:
-        """The parser for these slots: those of `slots()`, the ids with `dim=1` or, all of them, without."""
+        """The parser for these slots: those of `slots()`, with all ids of `dim=1` or all without `dim`."""
         ragged = [Slot(slot.name) if slot.name.startswith("C") else slot for slot in self.slots()]
         if list(layout.slots) not in (self.slots(), ragged):
             raise DataError(
@@ -39,7 +39,7 @@ class CriteoFormat:
 
 
 class CriteoParser(Parser):
-    words_per_byte = 3  # an empty field is one tab, and becomes a count and an id of two words
+    words_per_byte = 3  # an empty field is one tab, and yields a count and an id of two words
 
     def __init__(self, options: CriteoFormat, is_ragged: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compressed streams, decompressed a block at a time: what a few bytes stand for is never in memory as a whole."""
+"""Compressed streams, decompressed a block at a time, so that a small file cannot fill the memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BLOCK = 1 << 20  # bytes that are decompressed at a time
+BLOCK = 1 << 20  # bytes decompressed at a time
 _READ = 1 << 16
-_MAX_WINDOW_LOG = 27  # of a zstd window: what zstd itself allows by default, and more than `zstd -19` writes
+_MAX_WINDOW_LOG = 27  # of a zstd window: zstd's own default limit, and more than `zstd -19` writes
 _MAX_MEMORY = 1 << _MAX_WINDOW_LOG  # bytes of xz's dictionary; `xz -9` needs half
 
 
 class Decompressor(Protocol):
-    """One member of a stream, as bz2, lzma and compression.zstd of the standard library do it."""
+    """Decompresses one member of a stream; the interface of bz2, lzma and compression.zstd in the standard library."""
 
     @property
     def needs_input(self) -> bool: ...
@@ -51,7 +51,7 @@ class _Gzip:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         found = self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
-        # A full block may have left some inside zlib, also when all input has been taken.
+        # After a full block zlib may hold more output, even if it has taken all input.
         self.needs_input = not self._inner.unconsumed_tail and len(found) < max_length
         return found
 
@@ -95,7 +95,7 @@ class Decompressed(io.RawIOBase):
         return num
 
     def _begin(self) -> bytes:
-        """The first bytes of the next member; empty at the end. Members may be padded with zeros."""
+        """The first bytes of the next member; empty at the end. Members may be followed by zeros."""
         data, self._unused = self._unused.lstrip(b"\0"), b""
         while not data and (read := self._raw.read(_READ)):
             data = read.lstrip(b"\0")

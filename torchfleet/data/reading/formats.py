@@ -17,7 +17,7 @@ from torchfleet.ps.kernels import numerals, text
 
 _TENS, _FIVES = numerals.powers_of_ten()
 MAX_LINE = 1 << 28
-_PADDING = bytes(8)  # the kernels load words
+_PADDING = bytes(8)  # the kernels read whole words
 _SHOWN = 40
 _END = re.compile(rb"[ \t\r\n]")
 MARK = b"!bad "  # marks a bad line in the output of a generator script: "!bad 17: ValueError: ..."
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Skipped:
-    """Skipped lines of one file: how many, and why the first was."""
+    """The skipped lines of one file: how many, and the reason of the first."""
 
     num: int = 0
     first: str = ""
@@ -39,14 +39,14 @@ class Skipped:
 
 @dataclass
 class LineSource:
-    """The file that lines come from, by its name in messages, and what to do with malformed ones."""
+    """The file that lines come from, with its name for messages, and what to do with malformed lines."""
 
     name: str
     skip: bool = False
     skipped: Skipped = field(default_factory=Skipped)
 
     def refuse(self, line: int, reason: str) -> None:
-        """Raise DataError for a malformed line; or count it, if such lines are skipped."""
+        """Raise DataError for a malformed line, or count it if such lines are skipped."""
         message = f"{self.name}, line {line}{reason}"
         if not self.skip:
             raise DataError(message)
@@ -54,9 +54,9 @@ class LineSource:
 
 
 class Parser(ABC):
-    """Turns chunks of text into rows. For one thread: its scratch memory is reused."""
+    """Turns chunks of text into rows. Used by one thread: its scratch memory is reused."""
 
-    words_per_byte = 1  # at most: 32-bit words of a row per byte of text
+    words_per_byte = 1  # upper bound: 32-bit words of a row per byte of text
 
     def __init__(self) -> None:
         self._words = np.empty(0, np.uint32)
@@ -65,9 +65,9 @@ class Parser(ABC):
         self._line = 1
 
     def read(self, chunks: Iterable[bytes], source: LineSource) -> Iterator[SampleRows]:
-        """Rows of all lines; lines may be cut anywhere between two chunks."""
+        """The rows of all lines; a chunk may end anywhere in a line."""
         self._line = 1
-        rest: list[bytes] = []  # of a line that has not ended
+        rest: list[bytes] = []  # of an incomplete line
         size = 0
         try:
             for chunk in chunks:
@@ -85,13 +85,13 @@ class Parser(ABC):
                     )
             if size:
                 yield from self._parse(b"".join((*rest, b"\n", _PADDING)), source)
-        finally:  # end the command behind the chunks now: a kept error would keep this frame, and the command, alive
+        finally:  # end the command now: a stored error would keep this frame, and the command, alive
             close = getattr(chunks, "close", None)
             if close is not None:
                 close()
 
     def _parse(self, data: bytes, source: LineSource) -> Iterator[SampleRows]:
-        """Rows of whole lines, which the padding follows. Malformed lines are passed to `source.refuse`."""
+        """The rows of whole lines, which are followed by padding. Malformed lines are passed to `source.refuse`."""
         array = np.frombuffer(data, np.uint8)
         end_of_text = len(data) - len(_PADDING)
         self._make_room(end_of_text)
@@ -123,7 +123,7 @@ class Parser(ABC):
 
     @abstractmethod
     def reason(self, line: bytes, begin: int) -> str:
-        """Why the line, which begins at byte `begin`, was refused: ", slot 'a': expected ..., found ..."."""
+        """Why the line that begins at byte `begin` was refused: ", slot 'a': expected ..., found ..."."""
 
 
 class MultiSlotParser(Parser):
@@ -149,7 +149,7 @@ class MultiSlotParser(Parser):
         return self._settle_hard(array, int(num))
 
     def _settle_hard(self, array: Bytes, num: int) -> int:
-        """Convert the numbers that the kernel left to Python. A number outside float32 makes its line malformed."""
+        """Convert the numbers that the kernel left to Python. One out of float32's range makes its line malformed."""
         floats = self._words.view(np.float32)
         for word, byte, row, line, slot in self._hard[: self.result[text.NUM_HARD]].tolist():
             value = float(_token_at(array, byte))

@@ -1,4 +1,4 @@
-"""Data generators: the user's code that turns a line into samples, in a pipe or in this process."""
+"""Data generators: user code that turns a line into samples, in a pipe or in this process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Sample = list[tuple[str, list[Any]]]
 class DataGenerator:
     """The base class of both generators: groups of samples, and the two ways to run."""
 
-    _batch = 1  # class attributes: a subclass need not call our __init__
+    _batch = 1  # class attributes: a subclass need not call __init__
     _names: list[str] | None = None
 
     def set_batch(self, batch_size: int) -> None:
-        """How many samples `generate_batch` gets at a time."""
+        """Set how many samples `generate_batch` gets at a time."""
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(f"set_batch: expected a number of at least 1, found {batch_size!r}")
         self._batch = batch_size
 
     def generate_sample(self, line: str | None) -> Callable[[], Iterable[Any]]:
-        """A function whose iterator yields the line's samples: lists of (name, values). To be written by the user."""
+        """Returns a function whose iterator yields the line's samples: lists of (name, values). Users implement it."""
         raise NotImplementedError(f"{type(self).__name__}.generate_sample(line) is to return a function that yields")
 
     def generate_batch(self, samples: list[Any]) -> Callable[[], Iterable[Any]]:
-        """A function whose iterator yields the samples to write for a group; by default the group itself."""
+        """Returns a function whose iterator yields the samples to write for a group; by default the group itself."""
 
         def same() -> Iterator[Any]:
             yield from samples
@@ -38,7 +38,7 @@ class DataGenerator:
         return same
 
     def run_from_stdin(self) -> None:
-        """Print the samples of every line of stdin. A line that fails ends it, or is reported if skipping was asked."""
+        """Print the samples of every line of stdin. A failing line ends it, or is reported if bad lines are skipped."""
         skip = os.environ.get("FLEET_ON_BAD_LINE") == "skip"
         out = sys.stdout
         for stream in (sys.stdin, out):
@@ -70,7 +70,7 @@ class DataGenerator:
         for number, line in enumerate(source, 1):
             try:
                 waiting += [_listed(sample) for sample in self.generate_sample(line)() if sample is not None]
-            except Exception as error:  # the user's code: whatever it raises
+            except Exception as error:  # the user's code may raise anything
                 complain(number, error)
             while len(waiting) >= self._batch:
                 group, waiting = waiting[: self._batch], waiting[self._batch :]
@@ -79,7 +79,7 @@ class DataGenerator:
             yield self._text(waiting, number, complain)
 
     def _text(self, group: list[Any], number: int, complain: Callable[[int, Exception], None]) -> str:
-        """The group's text; if it fails, none of it, and a complaint for each of its samples."""
+        """The group's text; if it fails, no text, and a complaint for each of its samples."""
         try:
             return "".join(self._line(sample) for sample in self.generate_batch(group)() if sample is not None)
         except Exception as error:

@@ -19,17 +19,17 @@ from torchfleet.data.sample_rows import SampleRows
 from torchfleet.data.slots import SampleLayout, Slot
 from torchfleet.ps.kernels import batches
 
-ROWS = 1 << 15  # of a piece, about
+ROWS = 1 << 15  # approximate number in a piece
 
 
 @dataclass(frozen=True)
 class ParquetFormat:
     """Files are Parquet, and every slot is a column of its name, or what `columns` says.
 
-    columns     slot → its column, or the columns that stand side by side in it
-    fill_null   the number that a null is read as; None: a null is an error. A null list is always an empty one
-    shuffle     of a QueueDataset: so many samples are gathered and put into a random order; 0: as in the files
-    seed        of that order; the same one in every run
+    columns     slot → its column, or the columns that it joins side by side
+    fill_null   the number that replaces a null; None: a null is an error. A null list always becomes an empty one
+    shuffle     for a QueueDataset: number of samples that are collected and shuffled; 0: the order of the files
+    seed        of the shuffle; with it, every run has the same order
     """
 
     columns: Mapping[str, str | Sequence[str]] | None = None
@@ -44,24 +44,24 @@ class ParquetFormat:
             raise DataError(f"fill_null: expected a finite number, found {self.fill_null!r}")
 
     def columns_for(self, slots: Sequence[Slot]) -> ColumnReader:
-        """What fills these slots. Raises DataError if they do not fit."""
+        """The reader that fills these slots. Raises DataError if they do not fit."""
         return ColumnReader(slots, self.columns or {}, self.fill_null)
 
 
 class ParquetReader:
-    """Reads one file after another. For one thread."""
+    """Reads one file after another. Used by one thread."""
 
     def __init__(self, options: ParquetFormat, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
-        pyarrow()  # raises now if it is not there
+        pyarrow()  # raises now if it is missing
         self._layout, self._is_over = layout, is_over
         self._columns = options.columns_for(layout.slots)
 
     def source(self, path: str) -> LineSource:
-        """For errors; nothing is skipped."""
+        """The source of a file, for errors; nothing is skipped."""
         return LineSource(path, skip=False)
 
     def samples(self, path: str, batch_size: int = 1) -> Iterator[ColumnSamples]:
-        """The file's samples, some at a time: a number of whole batches, wherever the file allows it."""
+        """The file's samples, some at a time: a multiple of the batch size, wherever the file allows it."""
         num_rows = 0
         with _Opened(path) as file:
             self._columns.check_names(file.schema_arrow.names, path)
@@ -73,7 +73,7 @@ class ParquetReader:
                 num_rows += batch.num_rows
 
     def read(self, path: str, source: LineSource) -> Iterator[SampleRows]:
-        """The same as rows of words, as an InMemoryDataset keeps them."""
+        """The same samples as rows of words, as an InMemoryDataset keeps them."""
         for samples in self.samples(path):
             yield _rows_of(samples, self._layout)
 
@@ -85,13 +85,13 @@ def parquet_slots(path: str) -> list[Slot]:
 
 
 class _Opened:
-    """A file as pyarrow has it; closed at the end."""
+    """A file opened for pyarrow; closed at the end."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def __enter__(self) -> Any:
-        # A local file is opened by Arrow itself, whose reads hold no lock of Python's.
+        # Arrow opens local files itself, and reads them without holding the GIL.
         self._stream = None if is_local(self._path) else open_raw(self._path)
         try:
             self._file = pyarrow().parquet.ParquetFile(self._stream or self._path)
@@ -117,7 +117,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _rows_of(samples: ColumnSamples, layout: SampleLayout) -> SampleRows:
-    """A copy of the samples as rows of words, each of its slots behind the other."""
+    """A copy of the samples as rows of words, slot after slot."""
     columns = [_words(samples.columns[slot.name]) for slot in layout.slots]
     lengths = np.zeros(samples.num, np.int64)
     for (_, bounds), dim in zip(columns, layout.dims, strict=True):
@@ -130,7 +130,7 @@ def _rows_of(samples: ColumnSamples, layout: SampleLayout) -> SampleRows:
 
 
 def _words(column: Column) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """A slot's values as words, and where those of each sample begin; one bound more than there are samples."""
+    """A slot's values as words, and the offsets of the samples; one offset more than there are samples."""
     values, offsets = column if isinstance(column, Lists) else (column, None)
     words = np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint32)
     size = values.element_size() // 4

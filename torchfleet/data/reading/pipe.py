@@ -1,4 +1,4 @@
-"""Passes a file through a command of the user, yields its output, and checks its exit status."""
+"""Passes a file through a user's command, yields its output, and checks its exit status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _POLL_MS = 100  # between two calls of `is_over`
 def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
     """The output of `command` with the file's contents as its input.
 
-    `skip`: a generator script skips bad lines. `is_over`: whether to end the command early; asked while it is silent.
+    `skip`: a generator script skips bad lines. `is_over`: whether to end the command early; checked while it has no
+    output.
     """
     is_plain = streams.is_local(path) and not streams.compression(path)
     stdin: Any = streams.open_file(path) if is_plain else subprocess.PIPE
@@ -81,7 +82,7 @@ def _wait(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int:
 
 
 class _Feeder:
-    """Writes a decompressed or remote file to the command, in a thread beside the one that reads its output."""
+    """Writes a decompressed or remote file to the command, in a separate thread from the one that reads its output."""
 
     def __init__(self, path: str, process: subprocess.Popen[bytes]) -> None:
         self._path, self._process = path, process
@@ -103,7 +104,7 @@ class _Feeder:
                 self._process.stdin.write(data)
         except BrokenPipeError:
             pass  # the command needs no more input, as `head` does
-        except Exception as error:  # raised by `finish`: the command takes what it got for the whole file
+        except Exception as error:  # raised by `finish`: the command takes its partial input for the whole file
             self._error = error
         finally:
             with contextlib.suppress(BrokenPipeError):
@@ -111,7 +112,7 @@ class _Feeder:
 
 
 def _widen(pipe: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):  # a limit of the system: the pipe stays as it is
+    with contextlib.suppress(OSError):  # a system limit: the pipe keeps its size
         fcntl.fcntl(pipe.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
@@ -125,8 +126,8 @@ def _failure(path: str, command: str, status: int, complaints: IO[bytes]) -> str
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command, and the processes that it has started."""
-    if process.returncode is None:  # not waited for, so its id is still its own
+    """End the command and the processes that it has started."""
+    if process.returncode is None:  # not waited for yet, so its process id is still valid
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     if process.stdout is not None:

@@ -18,7 +18,7 @@ from torchfleet.data.reading.pipe import piped
 from torchfleet.data.sample_rows import SampleRows
 from torchfleet.data.slots import SampleLayout, Slot
 
-_GROUP = 1 << 16  # bytes of text that a generator makes before they are parsed
+_GROUP = 1 << 16  # bytes of text from a generator before they are parsed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ReadOptions:
         self.reader(SampleLayout(self.use_var))  # raises for slots that do not fit the format
 
     def reader(self, layout: SampleLayout, is_over: Callable[[], bool] = lambda: False) -> FileReader | ParquetReader:
-        """A reader for one thread. `is_over`: whether to stop reading; asked while a pipe command is silent."""
+        """A reader for one thread. `is_over`: whether to stop reading; checked while a pipe command has no output."""
         if isinstance(self.data_format, ParquetFormat):
             return ParquetReader(self.data_format, layout, is_over)
         return FileReader(self, self._parser(layout), layout, is_over)
@@ -60,14 +60,14 @@ class ReadOptions:
 
 
 class FileReader:
-    """Reads one file after another. For one thread."""
+    """Reads one file after another. Used by one thread."""
 
     def __init__(self, options: ReadOptions, parser: Parser, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
         self._options, self._parser, self._layout, self._is_over = options, parser, layout, is_over
         self._skip = options.on_bad_line == "skip"
 
     def source(self, path: str) -> LineSource:
-        """Where the lines of this file come from, for `read`; it counts those that are skipped."""
+        """The source of this file's lines, for `read`; it counts skipped lines."""
         command = self._options.pipe_command
         name = f"{path} (output of `{command}`)" if isinstance(command, str) else path
         return LineSource(name, self._skip)
@@ -105,7 +105,7 @@ class FileReader:
 
 
 def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
-    """The lines, of which none may be too long to be kept."""
+    """The lines; one that is too long to be kept is an error."""
     for number in itertools.count(1):
         line = lines.readline(MAX_LINE)
         if len(line) == MAX_LINE and not line.endswith("\n"):
@@ -116,7 +116,7 @@ def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
 
 
 class _Chunked(io.RawIOBase):
-    """A file's chunks as a stream, so that damaged files raise the same DataError here."""
+    """A file's chunks as a stream, so that damaged files raise DataError here too."""
 
     def __init__(self, path: str) -> None:
         self._chunks = streams.chunks(streams.open_file(path), path)

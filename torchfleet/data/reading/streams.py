@@ -1,4 +1,4 @@
-"""Files as streams of bytes: plain or compressed, local or anywhere that fsspec reaches."""
+"""Files as streams of bytes: plain or compressed, local or in any file system of fsspec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.data.reading.decompression import FORMATS, Decompressed
 CHUNK = 1 << 20
 _MAGIC = {
     ".gz": re.compile(rb"\x1f\x8b"),
-    ".zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # or a skippable frame, with which pzstd begins
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # or a skippable frame, as pzstd writes first
     ".xz": re.compile(rb"\xfd7zXZ\x00"),
     ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),  # "BZh" alone may begin a text
 }
@@ -27,7 +27,7 @@ def is_local(path: str) -> bool:
 
 
 def check_files(files: Sequence[str]) -> list[str]:
-    """The paths as strings. Raises DataError unless `files` is a list of different files that exist."""
+    """The paths as strings. Raises DataError unless `files` is a list of distinct, existing files."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"set_filelist: expected a list of paths, found the single {files!r}; write [{files!r}]")
     if not isinstance(files, Iterable):

@@ -10,7 +10,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @lru_cache(1 << 16)
 def hash_string(text: str | bytes, seed: int = 0) -> int:
-    """64 bits for a string, the same on every machine, in every process and release. docs/data.md has the formula."""
+    """A 64-bit hash of a string, equal on every machine, in every process and release. docs/data.md has the formula."""
     data = text.encode(errors="surrogateescape") if isinstance(text, str) else text
     h = _mix((seed + _GOLDEN * (len(data) + 1)) & _MASK)
     for at in range(0, len(data), 8):

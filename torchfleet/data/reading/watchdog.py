@@ -1,7 +1,7 @@
-"""Ends pipe commands whose worker has died, however it died: a process that waits for the worker's end of a pipe.
+"""Ends pipe commands whose worker has died, for whatever reason: a process that waits for the worker's end of a pipe.
 
-The commands of a worker carry its mark in their environment, and so does whatever they start. When the worker is gone,
-the system closes its end of the pipe; the watchdog then kills every process with the mark and ends.
+A worker's commands, and all processes that they start, carry its mark in their environment. When the worker dies, the
+system closes its end of the pipe; the watchdog then kills every process with the mark and exits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import uuid
 
 MARK = "FLEET_PIPE_OWNER"
 
-# Runs in a bare interpreter (-I -S), which starts in some ten milliseconds. A command that was just being started shows
-# its parent's environment until it has begun: hence it looks again until it finds nothing twice.
+# Runs in a bare interpreter (-I -S), which starts in some ten milliseconds. A command that is just being started shows
+# its parent's environment until exec: so the watchdog repeats the search until it finds nothing twice.
 _WATCH = """
 import os, sys, time
 if os.fork():
@@ -42,7 +42,7 @@ _watched: tuple[str, int] | None = None  # (the mark of this process, its end of
 
 
 def marked_environment() -> dict[str, str]:
-    """The environment for a command of this process: its mark is in it, and a watchdog looks after it."""
+    """The environment for a command of this process: it carries the mark that the watchdog looks for."""
     global _watched
     with _lock:
         if _watched is None:
@@ -55,7 +55,7 @@ def _start() -> tuple[str, int]:
     theirs, own = os.pipe()
     os.set_inheritable(own, False)  # a command must not hold it open
     try:
-        subprocess.run(  # it goes on in a process that is nobody's child, which nobody has to wait for
+        subprocess.run(  # returns once the watchdog has detached: it is not our child to wait for
             [sys.executable, "-I", "-S", "-c", _WATCH, f"{MARK}={mark}"],
             stdin=theirs,
             stdout=subprocess.DEVNULL,
@@ -69,7 +69,7 @@ def _start() -> tuple[str, int]:
 
 
 def _forget_in_child() -> None:
-    """A forked process has commands of its own, and must not keep its parent's watchdog waiting."""
+    """Start anew in a forked process: it has its own commands, and must not keep its parent's watchdog waiting."""
     global _watched, _lock
     _lock = threading.Lock()
     if _watched is not None:

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose steps are, layer by layer, as long as the weights: for very large batches.
+"""LAMB: Adam with steps scaled, layer by layer, to the norm of the weights, for very large batches.
 
     m = β1 · m + (1 - β1) · g            m̂ = m / (1 - β1^t)
     v = β2 · v + (1 - β2) · g²           v̂ = v / (1 - β2^t)
@@ -12,8 +12,8 @@ Parameters whose names contain one of `exclude_from_weight_decay` have wd = 0 an
 rate, betas and eps are those of the user's torch.optim.Adam; its kernels (foreach, fused) are not used.
 
 Source: You et al. 2019, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes. Composes with every
-strategy but lars, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (sharding) the norm of the whole
-is taken.
+strategy except lars, dgc, localsgd and adaptive_localsgd; for parameters sharded over ranks (sharding) the norm is that
+of the whole.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Lamb(Strategy):
 
 
 class LambAdam(ReplacingOptimizer):
-    """The rule. State, as Adam's: exp_avg, exp_avg_sq, step."""
+    """The LAMB update rule. State as in Adam: exp_avg, exp_avg_sq, step."""
 
     def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: set[int]) -> None:
         super().__init__(inner)
         self._decay, self._excluded = decay, excluded
-        self._counts: dict[torch.Tensor, StepCounts] = {}  # by the first of some parameters
+        self._counts: dict[torch.Tensor, StepCounts] = {}  # by the first parameter of each part
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         weights = [shard(parameter) for parameter in parameters]
@@ -90,15 +90,15 @@ class LambAdam(ReplacingOptimizer):
 
 
 class StepCounts:
-    """Adam's counts of steps of some parameters, on the host. Views of one tensor, so that all are raised at once."""
+    """Adam's step counts of some parameters, on the host. They are views of one tensor, which is incremented once."""
 
     def __init__(self) -> None:
         self._every, self._views = torch.empty(0), [torch.empty(0)]
 
     def next(self, states: list[dict[str, torch.Tensor]]) -> list[float]:
-        """Each one's steps, this one included."""
+        """The step count of each, this step included."""
         if len(states) != len(self._views) or not all(map(is_, (s.get("step") for s in states), self._views)):
-            self._every = torch.tensor([float(state.get("step", 0.0)) for state in states])  # at first, or loaded
+            self._every = torch.tensor([float(state.get("step", 0.0)) for state in states])  # at first, or after a load
             self._views = list(self._every.unbind())
             for state, view in zip(states, self._views, strict=True):
                 state["step"] = view
@@ -120,7 +120,7 @@ def _adam(
     below: tuple[list[float], list[float]],
     group: dict[str, Any],
 ) -> list[torch.Tensor]:
-    """m̂ / (√v̂ + eps), new tensors; m and v are brought up to date."""
+    """m̂ / (√v̂ + eps) as new tensors; updates m and v."""
     first_beta, second_beta = group["betas"]
     torch._foreach_lerp_(means, directions, 1 - first_beta)
     torch._foreach_mul_(variances, second_beta)

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD whose step size follows, layer by layer, how large the weights are beside their gradients.
+"""LARS: momentum SGD whose step size follows, layer by layer, the ratio of the norms of weights and gradients.
 
     local_lr = lr · coeff · ‖p‖ / (‖g‖ + wd · ‖p‖ + eps)      where ‖p‖ > 0 and ‖g‖ > 0; else lr
     v = momentum · v + local_lr · (g + wd · p)
@@ -12,7 +12,7 @@ Norms and rates stay on the device. On a GPU with Triton a step is a few kernels
 functions for lists of tensors.
 
 Source: You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. Composes with every strategy but
-lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (sharding) the norm of the whole is taken.
+lamb, dgc, localsgd and adaptive_localsgd; for parameters sharded over ranks (sharding) the norm is that of the whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lars(Strategy):
 
 
 class LarsMomentum(ReplacingOptimizer):
-    """The rule. State: momentum_buffer, the v above."""
+    """The LARS update rule. State: momentum_buffer, the v above."""
 
     def __init__(self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: set[int]) -> None:
         super().__init__(inner)
@@ -79,14 +79,14 @@ class LarsMomentum(ReplacingOptimizer):
         torch._foreach_sub_(weights, velocities)
 
     def _rates(self, group: dict[str, Any], squares: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
-        """Each one's local_lr, from this rank's ‖p‖² and ‖g‖²; lr of those that are excluded."""
+        """The local_lr of each, from this rank's ‖p‖² and ‖g‖²; lr for those that are excluded."""
         of_weights, of_gradients = summed_over_ranks(squares.flatten(), [*parameters, *parameters]).sqrt().view(2, -1)
         rates = group["lr"] * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
         is_scaled = (of_weights > 0) & (of_gradients > 0) & self._scaled(parameters, rates.device)
         return torch.where(is_scaled, rates, group["lr"])
 
     def _scaled(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Which of them are not excluded; on the device, brought there once."""
+        """Which parameters are not excluded; on the device, uploaded once."""
         key = (device, *map(id, parameters))
         if key not in self._flags:
             self._flags[key] = torch.tensor([each not in self._excluded for each in key[1:]], device=device)

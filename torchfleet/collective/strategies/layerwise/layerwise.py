@@ -12,13 +12,13 @@ from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
 from torchfleet.collective.tensors.whole_norms import are_cut
 
-_AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
+_AT_ONCE = 1 << 26  # elements of whole tensors per part: a step needs two float32 of extra memory for each
 
 
 def check_inner(
     field: str, inner: torch.optim.Optimizer, expected: type[torch.optim.Optimizer], settings: Mapping[str, Any]
 ) -> None:
-    """The user's optimizer is exactly an `expected` one, with these settings in every group; else an error."""
+    """Raise an error unless the user's optimizer is exactly of class `expected`, with these settings in every group."""
     if type(inner) is not expected:
         raise StrategyError(
             f"{field}=True needs a torch.optim.{expected.__name__}, found {type(inner).__name__}: use "
@@ -34,7 +34,7 @@ def check_inner(
 
 
 def check_momentum(field: str, inner: torch.optim.Optimizer) -> None:
-    """Every group of an SGD has momentum."""
+    """Raise an error unless every group of an SGD has momentum."""
     if any(not group["momentum"] > 0 for group in inner.param_groups):
         raise StrategyError(f"{field}=True needs torch.optim.SGD with momentum, found momentum=0: set it, 0.9 say")
 
@@ -47,7 +47,7 @@ def excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> set
 
 
 class ReplacingOptimizer(torch.optim.Optimizer):
-    """Steps in the place of `inner` on the very same groups, so that a scheduler of either changes both."""
+    """Steps in place of `inner` on the same groups, so that a scheduler of either changes both."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -64,11 +64,11 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """One step of some parameters of the group, all of which have gradients."""
+        """One step for some parameters of the group, all of which have gradients."""
         raise NotImplementedError
 
     def states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, torch.Tensor]]:
-        """Each one's state, with tensors of these names like the parameter; zeros at first."""
+        """The state of each, with tensors of these names shaped like the parameter, initially 0."""
         found = [self.state[parameter] for parameter in parameters]
         for name in names:
             for place in [place for place, state in enumerate(found) if name not in state]:
@@ -76,7 +76,7 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         return found
 
     def decays(self, parameters: Sequence[torch.Tensor], decay: float, excluded: set[int]) -> list[float]:
-        """Each one's weight decay: none of those that are excluded. The same list every time."""
+        """The weight decay of each; 0 for those that are excluded. Returns the same list every time."""
         key = tuple(map(id, parameters))
         if key not in self._decays:
             self._decays[key] = [0.0 if each in excluded else decay for each in key]
@@ -84,9 +84,10 @@ class ReplacingOptimizer(torch.optim.Optimizer):
 
 
 def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in turn, some at once; all of them where kernels need nothing beside them.
+    """Split the parameters into parts; one part if kernels need no extra memory.
 
-    By the sizes of whole tensors: ranks with shards of the same ones, which exchange norms, get the same parts.
+    Parts depend on the sizes of whole tensors: ranks with shards of the same tensors, which exchange norms, get the
+    same parts.
     """
     if parameters and not are_cut(parameters) and are_for_kernels(parameters):
         yield parameters

@@ -1,8 +1,8 @@
-"""One step of LARS or LAMB on many tensors by a few kernels: which there are, and what they are given.
+"""One step of LARS or LAMB on many tensors with a few kernels: the launches and their arguments.
 
-torch's functions for lists of tensors go over memory once for every operation. These kernels go over it twice: once for
-the norms, once for the step, which needs them. Bytes that are moved for each value: LAMB 40 (torch's fused Adam: 28),
-LARS 28 (torch's fused SGD with momentum: 20).
+torch's foreach functions pass over memory once per operation. These kernels pass over it twice: once for the norms, and
+once for the step, which needs them. Bytes moved per value: LAMB 40 (torch's fused Adam: 28), LARS 28 (torch's fused SGD
+with momentum: 20).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK, BLOCK, WARPS = 16384, 1024, 4  # values of a program, of these at a time, by so many threads of 32
+CHUNK, BLOCK, WARPS = 16384, 1024, 4  # values per program, values at a time, warps
 _ALIGNMENT = 16  # bytes that a thread reads at once
 _MOST_PLANS = 64
 
@@ -26,19 +26,19 @@ def _has_triton() -> bool:
 
 
 def are_for_kernels(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels may work on such parameters, as far as one can tell before their gradients are looked at."""
+    """Whether the kernels support such parameters, as far as can be told without their gradients."""
     device = parameters[0].device
     return device.type == "cuda" and _has_triton() and {each.dtype for each in parameters} == {torch.float32}
 
 
 class Plan(NamedTuple):
-    """Which program works on what, for tensors of given sizes; on the device."""
+    """Which program processes which values, for tensors of given sizes; on the device."""
 
     sizes: torch.Tensor  # of each tensor
     firsts: torch.Tensor  # of each tensor: its first program
-    counts: torch.Tensor  # of each tensor: how many programs it has
+    counts: torch.Tensor  # of each tensor: its number of programs
     owners: torch.Tensor  # of each program: its tensor
-    starts: torch.Tensor  # of each program: the how manieth of its tensor's it is
+    starts: torch.Tensor  # of each program: its index among its tensor's programs
     partials: torch.Tensor  # (2, programs)
     states: list[list[int]]  # addresses that were checked
 
@@ -55,14 +55,14 @@ class Plan(NamedTuple):
 
 
 class MultiTensor:
-    """Launches of one optimizer. What does not change from step to step is made, looked at and uploaded once."""
+    """The launches of one optimizer. What does not change between steps is made, checked and uploaded once."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
-        self._launches: dict[Any, Launch] = {}  # the last of each plan
+        self._launches: dict[Any, Launch] = {}  # the last launch of each plan
 
     def launch(self, rows: Sequence[Sequence[torch.Tensor]]) -> Launch | None:
-        """For rows of tensors: weights, gradients, states. None: not all are float32 on one GPU, without gaps."""
+        """A launch for rows of tensors: weights, gradients, states. None unless all are dense float32 on one GPU."""
         weights, gradients, *states = rows
         if not are_for_kernels(gradients) or not all(map(torch.Tensor.is_contiguous, gradients)):
             return None
@@ -72,7 +72,7 @@ class MultiTensor:
             device = gradients[0].device
             if not all(_is_plain(tensor, device) for tensor in itertools.chain(weights, *states)):
                 return None
-            if len(self._plans) >= _MOST_PLANS:  # of weights that are somewhere else in every step
+            if len(self._plans) >= _MOST_PLANS:  # weights whose addresses change in every step
                 self._plans.clear()
                 self._launches.clear()
             self._plans[key] = Plan.of(key[len(weights) :], device, addresses[2:])
@@ -88,7 +88,8 @@ def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
 class Launch:
     """Kernels on rows of tensors: weights, gradients, states. `settings` are rows of numbers, one for each tensor.
 
-    Nothing is waited for. The tensors must stay until the device has come so far, as with all of torch's functions.
+    The host does not wait. The tensors must stay alive until the device has used them, as with all of torch's
+    functions.
     """
 
     def __init__(self, plan: Plan, addresses: list[list[int]], device: torch.device) -> None:
@@ -106,7 +107,7 @@ class Launch:
             self._settings = _uploaded(list(itertools.chain(*settings)), torch.float32, self._device)
 
     def lamb_moments(self, betas: tuple[float, float], eps: float) -> torch.Tensor:
-        """m and v anew; ‖p‖² and ‖r‖², (2, tensors)."""
+        """Update m and v; returns ‖p‖² and ‖r‖², (2, tensors)."""
         from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import lamb_moments
 
         plan, (first, second) = self._plan, betas
@@ -164,5 +165,5 @@ class Launch:
 
 
 def _uploaded(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """By way of pinned memory, which is not waited for."""
+    """Upload through pinned memory, without waiting."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

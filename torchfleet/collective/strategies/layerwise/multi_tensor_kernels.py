@@ -1,8 +1,8 @@
-"""LARS and LAMB for many tensors at once on a GPU, in Triton: what reads every value once, and what writes it once.
+"""LARS and LAMB for many tensors at once on a GPU, in Triton: a pass for the norms, and a pass for the step.
 
 A program works on CHUNK values of one tensor. `addresses` are rows of pointers (weights, gradients, states), one column
-for each of `num` tensors; `owners` and `starts` say which tensor a program works on and from which value on. Sums are
-made in a fixed order, so that ranks with the same values get the same sums.
+for each of `num` tensors; `owners` and `starts` say which tensor a program works on and from which value. Sums have a
+fixed order, so that ranks with the same values get the same sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _write(pointer, at, values, size, FULL: tl.constexpr):
 
 @triton.jit
 def total_squares(partials, firsts, counts, squares, num, num_programs, BLOCK: tl.constexpr):
-    """squares[k, tensor] = Σ of the tensor's own programs' partials[k], k = 0 and 1."""
+    """squares[k, tensor] = Σ of partials[k] over the tensor's own programs, for k = 0 and 1."""
     tensor = tl.program_id(0)
     first, count = tl.load(firsts + tensor), tl.load(counts + tensor)
     left = tl.zeros([BLOCK], tl.float32)
@@ -76,7 +76,7 @@ def lamb_moments(
     beta1, rest1, beta2, rest2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """m and v anew; partial sums of p² and r²."""
+    """Update m and v; partial sums of p² and r²."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     start, size = tl.load(starts + program) * CHUNK, tl.load(sizes + tensor)
@@ -118,7 +118,7 @@ def lamb_step(
     eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """p = p - rate · r; r is made again from m and v, which costs less than to keep it."""
+    """p = p - rate · r; r is recomputed from m and v, which costs less than storing it."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     start, size = tl.load(starts + program) * CHUNK, tl.load(sizes + tensor)

@@ -2,12 +2,12 @@
 
 The model runs under torch.autocast; custom_white_list and custom_black_list change what it does for single functions
 (op_lists.py). In float16 the model returns float32, and the backward pass from its outputs to its parameters is scaled
-(loss_scaling.py, scaled_backward.py): .grad is what it would be without, and clipping or merging see true gradients.
-bfloat16 has float32's range and needs no scale.
+(loss_scaling.py, scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16 has
+float32's range and needs no scale.
 
-use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (those of norms excepted) and a copy in
-float32 in the optimizer, which steps (masters.py); norms compute in half precision too, so that activations have two
-bytes throughout. There the gradients of a float16 model stay scaled until the step.
+use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (except those of norms), and the
+optimizer steps on a float32 copy (masters.py); norms compute in half precision too, so that all activations have two
+bytes. The gradients of a pure float16 model stay scaled until the step.
 
 With Ψ parameters, and Adam, bytes beside activations, from forward to backward (the half-precision casts of weights,
 which autograd keeps) and while gradients exist:
@@ -16,7 +16,7 @@ which autograd keeps) and while gradients exist:
     amp        4Ψ + 8Ψ + 2Ψ    + 4Ψ of gradients
     pure       2Ψ + 4Ψ + 8Ψ    + 2Ψ of gradients, 4Ψ while it steps
 
-Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every strategy but, in float16, dgc.
+Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every strategy; in float16, except dgc.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchfleet.collective.tensors.local_tensors import shards
 from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
 
-_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are so anyway
+_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are anyway
 
 
 class Amp(Strategy):
@@ -60,12 +60,12 @@ class Amp(Strategy):
         self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
         self.has_own_backward = self.scaling is not None
         self._backward = ScaledBackward(self.row_scale, self.end_backward)
-        self._is_sharded = False  # one rank's gradients may overflow and another's not
-        self._returns_outputs = True  # forward returns the model's outputs, not those of a stage before the last
-        self._is_scaled = False  # the gradients, right now
+        self._is_sharded = False  # gradients may overflow on one rank and not on another
+        self._returns_outputs = True  # forward returns the model's outputs, not those of an earlier stage
+        self._is_scaled = False  # whether the gradients are scaled at present
         self._num_backwards = 0  # since the last step
         self._masters = Masters(*_shares(settings, world))
-        self._left: dict[torch.nn.Parameter, tuple[int, int]] = {}  # gradients that are scaled, and their versions
+        self._left: dict[torch.nn.Parameter, tuple[int, int]] = {}  # scaled gradients and their versions
 
     # The model
 
@@ -94,7 +94,7 @@ class Amp(Strategy):
                 outputs = forward(*args, **kwargs)
             if self.scaling is None or not self._returns_outputs:
                 return outputs
-            return map_tensors(_float32, outputs)  # a gradient is scaled before it is rounded to half precision
+            return map_tensors(_float32, outputs)  # gradients are scaled before they are rounded to half precision
 
         return with_amp
 
@@ -118,10 +118,10 @@ class Amp(Strategy):
         return view
 
     def begin_forward(self, exchanging: bool) -> None:
-        self._is_scaled = False  # also after a backward pass that was broken off
+        self._is_scaled = False  # also after an aborted backward pass
 
     def begin_backward(self) -> None:
-        """Gradients of earlier passes that are being accumulated must have the scale of those to come."""
+        """Scale the gradients accumulated in earlier passes like those of the coming pass."""
         if self.scaling is not None and not self._is_scaled:
             if self.is_pure:
                 self._check_scaled()
@@ -130,7 +130,7 @@ class Amp(Strategy):
             self._is_scaled = True
 
     def end_backward(self) -> None:
-        """The gradients are complete, exchanged where they are to be: back to their true size."""
+        """Unscale the gradients, which are complete and exchanged."""
         self._num_backwards += 1
         if self.scaling is not None and not self.is_pure:
             self.scaling.unscale(self._gradients(), self.scaling.value)
@@ -140,12 +140,12 @@ class Amp(Strategy):
         self._is_scaled = False
 
     def _check_scaled(self) -> None:
-        """Pure float16: what is in .grad is what the scaled passes left there."""
+        """Pure float16: check that .grad was written only by scaled backward passes."""
         for parameter in self._parameters():
             gradient = parameter.grad
             if gradient is None or self._left.get(parameter) == (id(gradient), gradient._version):
                 continue
-            if bool(gradient.any()):  # zeros are of any scale
+            if bool(gradient.any()):  # zeros have any scale
                 raise ModelError(
                     "amp with use_pure_fp16: .grad, which is scaled until the step, was changed outside of the model's "
                     "backward pass. Compute a term of the loss that uses parameters directly inside the model, clip "
@@ -156,7 +156,7 @@ class Amp(Strategy):
         return shards(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Found once, if they stay; sharding puts others in their place, for a while."""
+        """The model's parameters; listed once, unless sharding temporarily replaces them."""
         return self._model.parameters() if self._fixed is None else self._fixed
 
     # The optimizer
@@ -217,14 +217,14 @@ def _is_norm(module: torch.nn.Module) -> bool:
 
 
 def _cast_own(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """The parameters of this very module, not of those in it. They stay the same objects: tied ones stay tied."""
+    """Cast the module's own parameters, not its children's. They stay the same objects, so that ties stay."""
     for parameter in module.parameters(recurse=False):
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
 
 
 def _shares(settings: DistributedStrategy, world: World) -> tuple[int, int]:
-    """(among how many ranks steps are dealt out, which of them this one is)."""
+    """(the number of ranks that share out the steps, this rank's index among them)."""
     if not settings.sharding or settings.sharding_configs.stage != 1:
         return 1, 0
     axis = world.axis("sharding")

@@ -1,4 +1,4 @@
-"""Whether this processor computes in bfloat16 by itself. One that does not takes many times as long as in float32."""
+"""Whether this CPU has bfloat16 instructions. Without them bfloat16 takes many times as long as float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class SlowBfloat16(UserWarning):
-    """amp computes in bfloat16 on a processor that has no instructions for it."""
+    """amp computes in bfloat16 on a CPU without instructions for it."""
 
 
 def warn_if_slow() -> None:
-    """A warning, if the processor says what it can do and bfloat16 is not among it."""
+    """Warn if the CPU lists its features and bfloat16 is not among them."""
     if _CPUINFO.exists() and not has_instructions(_CPUINFO.read_text()):
         warnings.warn(
             "amp computes in bfloat16, and this CPU has no bfloat16 instructions (/proc/cpuinfo lists none of "
@@ -26,7 +26,7 @@ def warn_if_slow() -> None:
 
 
 def has_instructions(cpuinfo: str) -> bool:
-    """By the flags of the first processor; True for a text without flags: nothing is known."""
+    """Whether the flags of the first processor include bfloat16; True for a text without flags, as nothing is known."""
     for line in cpuinfo.splitlines():
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):

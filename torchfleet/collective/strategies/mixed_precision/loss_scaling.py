@@ -3,7 +3,7 @@
     overflow:  bad += 1, good = 0;  at decr_every_n_nan_or_inf:  scale = max(1, scale · decr_ratio), bad = 0
     else:      good += 1, bad = 0;  at incr_every_n_steps:       scale = scale · incr_ratio,         good = 0
 
-A step whose gradients overflowed is skipped, whether the scale changes then or not.
+A step whose gradients overflowed is always skipped, whether or not the scale changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchfleet.collective.buckets import buckets
 
 
 class LossScaling:
-    """The scale, and what the gradients of the steps so far mean for it."""
+    """The scale, updated by whether the gradients of steps overflow."""
 
     def __init__(self, configs: AmpConfigs, device: torch.device) -> None:
         self._configs = configs
@@ -28,18 +28,18 @@ class LossScaling:
         self._factor = torch.ones((), device=device)
 
     def unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
-        """Divide in place, and remember if any of them is not finite."""
+        """Divide in place, and record whether any value is not finite."""
         self._factor.fill_(1.0 / scale)
         for bucket in buckets(gradients):
             torch._amp_foreach_non_finite_check_and_unscale_(bucket, self._overflow, self._factor)
 
     @property
     def overflow(self) -> torch.Tensor:
-        """0 or 1: whether a gradient since the last `update` was not finite; ranks may reduce it among themselves."""
+        """1 if a gradient since the last `update` was not finite, else 0; ranks may reduce it."""
         return self._overflow
 
     def update(self) -> bool:
-        """A step is about to be made: whether it may be."""
+        """Update the scale before a step; returns whether the step may be made."""
         is_finite = not bool(self._overflow.item())
         self._overflow.zero_()
         if not self._configs.use_dynamic_loss_scaling:

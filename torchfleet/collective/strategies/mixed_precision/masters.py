@@ -1,7 +1,7 @@
-"""Float32 copies of half-precision parameters: what the optimizer of a pure half-precision model steps on.
+"""Float32 copies of half-precision parameters, on which the optimizer of a pure half-precision model steps.
 
-Under stage 1 of sharding a rank has copies of the parameters that are its own to step on. In the optimizer's groups the
-others are themselves; other ranks step on them, and their gradients are let go.
+Under stage 1 of sharding a rank has copies of only the parameters that it steps on. The optimizer's groups contain the
+other parameters themselves; other ranks step on those, and their gradients are freed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 from torchfleet.base.errors import StrategyError
 from torchfleet.collective.tensors.local_tensors import dealt, is_local, local, shards
 
-_CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at a time
+_CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at the same time
 _MARKS = ("fleet_piece", "fleet_local", "fleet_copies")
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
 class Masters:
-    """The pairs (parameter of the model, its copy in the optimizer). `num_shares` ranks deal the copies out."""
+    """Pairs of a model's parameter and its copy in the optimizer. `num_shares` ranks share out the copies."""
 
     def __init__(self, num_shares: int, share: int) -> None:
         self.num_shares, self._share = num_shares, share
         self._of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._others: list[torch.nn.Parameter] = []  # which another rank steps on
+        self._others: list[torch.nn.Parameter] = []  # parameters that another rank steps on
 
     def take_over(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
-        """Put copies in the places of this rank's half-precision parameters. They get the names of those."""
+        """Replace this rank's half-precision parameters by copies with the same names."""
         if optimizer.state:
             raise StrategyError("amp with pure parameters: the optimizer has made steps already; make a new one")
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -57,7 +57,7 @@ class Masters:
         return master
 
     def take_gradients(self) -> None:
-        """Move the gradients to the copies, in float32; the parameters of the model have none afterwards."""
+        """Move the gradients to the copies, in float32; the model's parameters have none afterwards."""
         for parameter in self._others:
             parameter.grad = None
         for master in self._of.values():
@@ -74,7 +74,7 @@ class Masters:
                 master.grad, parameter.grad = gradient, None
 
     def give_values(self) -> None:
-        """Round the copies into the parameters of the model, and let their gradients go."""
+        """Round the copies into the model's parameters, and free the copies' gradients."""
         if self._of:
             with torch.no_grad():
                 torch._foreach_copy_(shards(self._of), shards(self._of.values()))
@@ -82,12 +82,12 @@ class Masters:
             master.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of those that the copies have."""
+        """This rank's shards of the copies' gradients."""
         return shards(master.grad for master in self._of.values() if master.grad is not None)
 
 
 def _chunks(pairs: list[Pair]) -> Iterator[list[Pair]]:
-    """Of about _CHUNK_BYTES of gradients each."""
+    """Chunks of pairs with about _CHUNK_BYTES of gradients each."""
     chunk: list[Pair] = []
     num_bytes = 0
     for pair in pairs:

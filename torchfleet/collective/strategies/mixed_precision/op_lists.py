@@ -1,11 +1,12 @@
-"""custom_white_list and custom_black_list of amp: functions that compute in another precision than torch chooses.
+"""custom_white_list and custom_black_list of amp: functions that compute in a different precision than autocast
+chooses.
 
-torch.autocast chooses by operation, in the dispatcher. A name in a list becomes such a choice: wherever the operation
-is called from, also inside nn.MultiheadAttention, its inputs are cast first. A name that is a function of Python only
-(`interpolate`) is caught where Python calls it. Operations that are computed inside another one by a kernel for the
-whole (softmax in scaled_dot_product_attention) cannot be told apart there: that is an error.
+torch.autocast chooses per operation, in the dispatcher. A name in a list overrides that choice: the operation's inputs
+are cast first, wherever it is called, also inside nn.MultiheadAttention. A name of a Python function (`interpolate`) is
+intercepted where Python calls it. An operation that is part of a fused kernel (softmax in scaled_dot_product_attention)
+has no precision of its own there: that is an error.
 
-The choices hold for torch.autocast in this process, until the job is gone or another one has amp.
+The overrides apply to torch.autocast in this process, until the job is gone or another job uses amp.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch.utils._pytree import tree_map
 
 from torchfleet.base.errors import ModelError, StrategyError
 
-# What Paddle calls by another name.
+# Paddle's names that differ from torch's.
 PADDLE = {"matmul_v2": "matmul", "elementwise_add": "add", "elementwise_mul": "mul",
            "elementwise_sub": "sub", "elementwise_div": "div", "reduce_sum": "sum", "reduce_mean": "mean",
            "softmax_with_cross_entropy": "cross_entropy", "lookup_table_v2": "embedding"}  # fmt: skip
 
-# Functions whose operations have other names.
+# Functions whose operations have different names.
 _OPERATIONS = {"cross_entropy": ("cross_entropy_loss",), "nll_loss": ("nll_loss_nd",), "grid_sample": ("grid_sampler",),
                "unfold": ("unfold", "im2col"), "fold": ("col2im",), "affine_grid": ("affine_grid_generator",),
                "norm": ("norm", "linalg_vector_norm")}  # fmt: skip
 
-# What one kernel may compute as a whole, and what it then has inside.
+# Operations that one fused kernel may compute, and the operations inside.
 _RECURRENT = ("linear", "matmul", "mm", "addmm", "sigmoid", "tanh", "relu")
 _WHOLE = {
     "scaled_dot_product_attention": ("softmax", "matmul", "bmm", "baddbmm"),
@@ -43,7 +44,7 @@ _KINDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class OpLists:
-    """The lists of a job, in force from now on. `mode` is entered around forward, if a name needs it.
+    """The lists of a job, in force from now on. Enter `mode`, if there is one, around forward.
 
     Names are those of torch, torch.nn.functional and torch.Tensor ("softmax", "linear", "conv2d", "matmul").
     """
@@ -65,7 +66,7 @@ class OpLists:
 
 
 class _Choices:
-    """What was changed in torch, until it is undone."""
+    """The changes to torch's dispatcher, until `undo`."""
 
     def __init__(self, kinds: dict[str, torch.dtype], device: str) -> None:
         global _installed
@@ -73,12 +74,12 @@ class _Choices:
         _installed = self
         if kinds:
             self._register(kinds, f"Autocast{device.upper()}", device)
-            if torch.backends.mha.get_fastpath_enabled():  # one kernel for a whole layer, in predictions
+            if torch.backends.mha.get_fastpath_enabled():  # one kernel for a whole layer, in inference
                 torch.backends.mha.set_fastpath_enabled(False)
                 self._undo.append(partial(torch.backends.mha.set_fastpath_enabled, True))
 
     def undo(self) -> None:
-        """torch chooses again."""
+        """Restore torch's own choices."""
         while self._undo:
             self._undo.pop()()
 
@@ -101,7 +102,7 @@ _installed = _Choices({}, "cpu")  # those of the last job
 
 
 def _operations(name: str) -> list[Any]:
-    """The operation's variants that return new tensors; none, if it is a function of Python."""
+    """The operation's variants that return new tensors; none for a Python function."""
     packets = [getattr(torch.ops.aten, found, None) for found in _OPERATIONS.get(name, (name,))]
     every = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
     return [operation for operation in every if not operation._schema.is_mutable and _takes_tensors(operation)]
@@ -135,7 +136,7 @@ def _refusal(whole: str, name: str) -> Callable[..., Any]:
 
 
 class _Functions(TorchFunctionMode):
-    """While it is entered, functions of Python named in `kinds` get floating inputs of that type."""
+    """A context in which Python functions named in `kinds` get floating-point inputs of that dtype."""
 
     def __init__(self, kinds: dict[str, torch.dtype], device: str) -> None:
         super().__init__()

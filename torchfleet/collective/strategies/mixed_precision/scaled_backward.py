@@ -1,4 +1,4 @@
-"""The backward pass of a model whose gradients are scaled: one by itself, inside the one that the user begins.
+"""The backward pass of a model with scaled gradients: a separate pass inside the one that the user starts.
 
     loss.backward()                      true gradients: of the loss, of a penalty on weights, of what made the inputs
     └ _Boundary.backward                 the true gradients of the model's outputs, in float32
@@ -7,8 +7,8 @@
       └ end                              .grad / scale
       gradients of the inputs / scale    go on to whatever made them
 
-Nothing outside of the model ever sees the scale. torch.autograd.grad with respect to inputs is right too. A graph of
-the gradients (create_graph) would hold the scale, and is refused.
+Nothing outside of the model ever sees the scale. torch.autograd.grad with respect to inputs is correct too. A graph of
+the gradients (create_graph) would contain the scale, and raises an error.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Pass(NamedTuple):
-    """A call of the model, until its backward pass."""
+    """A call of the model, up to its backward pass."""
 
-    outputs: list[torch.Tensor]  # as the model returned them; emptied when the graph is let go
-    inputs: list[torch.Tensor]  # leaves in the place of those that need gradients
-    exchanging: bool  # the backward pass is to exchange gradients
+    outputs: list[torch.Tensor]  # as the model returned them; cleared when the graph is freed
+    inputs: list[torch.Tensor]  # leaves that replace the inputs that need gradients
+    exchanging: bool  # whether the backward pass exchanges gradients
 
 
 class ScaledBackward:
-    """Calls a model so that its backward pass is one by itself, scaled by `scale()`, between `begin` and `end`.
+    """Calls a model so that its backward pass is separate and scaled by `scale()`, between `begin` and `end`.
 
-    `parallel`, if there is one, learns of a backward pass right before it: what other terms of the loss have added to
-    .grad by then is averaged with the rest. What they add later in the user's backward pass is averaged at its end.
+    `parallel`, if set, is prepared right before the backward pass: what other terms of the loss have added to .grad by
+    then is averaged with the rest. What they add later in the user's backward pass is averaged at its end.
     """
 
     def __init__(self, scale: Callable[[], float], end: Callable[[], None]) -> None:
@@ -49,15 +49,15 @@ class ScaledBackward:
         self.begin: Callable[[], None] = lambda: None
         self.parallel: DistributedDataParallel | None = None
         self._averaged: list[torch.nn.Parameter] = []
-        self._versions: list[int | None] = []  # of their gradients, behind the model's backward pass
+        self._versions: list[int | None] = []  # versions of the gradients after the model's backward pass
 
     def use(self, parallel: DistributedDataParallel) -> None:
-        """Gradients are averaged over ranks."""
+        """Average gradients over ranks."""
         self.parallel = parallel
         self._averaged = [p for p in parallel.parameters() if p.requires_grad and not is_local(p)]
 
     def call(self, call: Forward, args: Any, kwargs: Any) -> Any:
-        """What `call` returns, with gradients that go through the boundary."""
+        """Call the model; its outputs get gradients through the boundary."""
         given = _needing_gradients([args, kwargs])
         leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in given}
         if given:
@@ -74,15 +74,15 @@ class ScaledBackward:
         inner = _needing_gradients(outputs)
         begun = Pass(inner, list(leaves.values()), exchanging)
         if not inner:
-            self._expect_exchange(begun)  # as ever: what needs gradients is not among the outputs
+            self._expect_exchange(begun)  # the usual exchange: no output needs gradients
             return outputs
-        anchor = torch.empty(0, requires_grad=True)  # the function has outputs that need gradients, whatever goes in
+        anchor = torch.empty(0, requires_grad=True)  # makes the outputs need gradients, for all inputs
         outer = _Boundary.apply(anchor, self, begun, *given)  # type: ignore[no-untyped-call]
         seen = {id(tensor): made for tensor, made in zip(inner, outer, strict=True)}
         return map_tensors(lambda tensor: seen.get(id(tensor), tensor), outputs)
 
     def backward(self, begun: Pass, gradients: Gradients) -> Gradients:
-        """The gradients of the inputs; parameters have theirs in .grad, unless only inputs were asked for."""
+        """The gradients of the inputs; those of parameters are in .grad, unless only inputs were requested."""
         if torch.is_grad_enabled():
             raise ModelError(
                 "amp in float16: create_graph=True through the model's outputs, and a graph of scaled gradients would "
@@ -120,25 +120,25 @@ class ScaledBackward:
 
     @torch.no_grad()
     def _average_changed(self) -> None:
-        """At the end of the user's backward pass: gradients that have changed after the model's are averaged once more.
+        """At the end of the user's backward pass, average gradients that have changed since the model's pass.
 
-        The mean of means and of what each rank has added to them is the mean of all.
+        The mean of the averaged gradients and of each rank's additions to them is the mean of everything.
         """
         assert self.parallel is not None
         group, pairs = self.parallel.process_group, zip(self._averaged, self._versions, strict=False)
         for gradient in [p.grad for p, version in pairs if p.grad is not None and p.grad._version != version]:
             dist.all_reduce(gradient.div_(group.size()), group=group)
-        self._versions = []  # several calls of the model are done at once
+        self._versions = []  # one callback serves several calls of the model
 
     def _expect_exchange(self, begun: Pass) -> None:
-        """What DistributedDataParallel does at the end of its forward."""
+        """Prepare the exchange, as DistributedDataParallel does at the end of its forward."""
         if begun.exchanging and self.parallel is not None:
             looked_at = begun.outputs if self.parallel.find_unused_parameters else []
             self.parallel.reducer.prepare_for_backward(list(looked_at))
 
 
 class _Boundary(Function):
-    """The model's outputs, apart from the graph that leads to them. Its inputs are those of the model."""
+    """The model's outputs, detached from the graph that computes them. Its inputs are the model's."""
 
     @staticmethod
     def forward(
@@ -159,7 +159,7 @@ class _Boundary(Function):
 
 
 def _needing_gradients(tree: Any) -> list[torch.Tensor]:
-    """Each once."""
+    """The tensors that need gradients, each once."""
     return list({id(tensor): tensor for tensor in tensors(tree) if tensor.requires_grad}.values())
 
 

@@ -1,7 +1,7 @@
-"""In which precision amp uses the weights of a layer: what sharding need gather of them.
+"""The precision in which amp uses the weights of a layer, so that sharding can gather them in it.
 
 autocast casts the weights of linear and convolutional layers, and autograd keeps the casts until backward. Weights that
-are gathered in half precision need no cast, and are let go after forward. The values are the same.
+are gathered in half precision need no cast, and are freed after forward. The values are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.op_lists import PADDLE
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 
-# Layers whose parameters are all inputs of functions that autocast computes in half precision, and those functions.
+# Layers whose parameters are only inputs of functions that autocast runs in half precision, and those functions.
 _CAST: tuple[tuple[type[torch.nn.Module], tuple[str, ...]], ...] = (
     (torch.nn.Linear, ("linear", "matmul", "addmm", "mm")),
     (torch.nn.modules.conv._ConvNd, ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
@@ -22,7 +22,7 @@ _CAST: tuple[tuple[type[torch.nn.Module], tuple[str, ...]], ...] = (
 
 
 class WeightTypes:
-    """Tells the type of a module's very own parameters in forward, from that in which they are kept."""
+    """Returns the dtype of a module's own parameters in forward, given the dtype in which they are kept."""
 
     def __init__(self, settings: DistributedStrategy) -> None:
         self._dtype = precision(settings.amp_configs)[0] if settings.amp else None

@@ -1,16 +1,16 @@
 """Activation offloading: inputs of recomputed modules leave the GPU between forward and backward.
 
-Forward: the input of a block is copied out on a stream of its own while the block computes. The GPU's copy is dropped
-when two further blocks have begun; the compute stream waits for the outgoing copy first, in case it is late. Backward:
-when the input of block i is asked for, that of block i-1 starts to come back, beside the recomputation of block i. So
-of all kept inputs at most two are on the GPU at a time, whatever the depth: that in use and that on its way.
+Forward: the input of a block is copied to the host on a side stream while the block computes. The GPU's copy is dropped
+when two further blocks have begun; the compute stream first waits for the copy, in case it is late. Backward: when the
+input of block i is needed, the copy of that of block i-1 back to the GPU starts, during the recomputation of block i.
+So at any depth at most two of the kept inputs are on the GPU: the one in use and the one being copied.
 
 Memory on the GPU belongs to the compute stream throughout, and every buffer that the side stream touches is held until
-the compute stream has waited for it. That is why Tensor.record_stream is not used: it would hold a buffer back until
-the GPU has really come that far, and with the CPU far ahead of the GPU all buffers of a pass would pile up.
+the compute stream has waited for it. That is why Tensor.record_stream is not used: it would hold a buffer until the GPU
+reaches that point, and with the CPU far ahead of the GPU all buffers of a pass would pile up.
 
-Source: Rajbhandari et al. 2021, ZeRO-Infinity (activation checkpoints in CPU memory). On the CPU there is nothing to
-gain: the copies are made all the same, so that a script behaves alike there.
+Source: Rajbhandari et al. 2021, ZeRO-Infinity (activation checkpoints in CPU memory). On the CPU offloading saves
+nothing; the copies are still made, so that a script behaves the same there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchfleet.base.errors import ModelError
 
-NUM_LEAVING = 2  # blocks whose inputs are still on the device, while they are copied out
-PIECE_BYTES = 1 << 24  # of pinned memory: pieces of one size serve batches of all sizes again, and waste little
+NUM_LEAVING = 2  # blocks whose inputs are still on the device while they are copied out
+PIECE_BYTES = 1 << 24  # of pinned memory: pieces of one size are reused for batches of all sizes
 
 
 class _Kept:
-    """One input of a block. It belongs to the graph: when that is gone, so is this."""
+    """One input of a block. The graph owns it, and frees it."""
 
     def __init__(self, tensor: torch.Tensor, block: _Block) -> None:
         self.block = block
@@ -39,7 +39,7 @@ class _Kept:
         self.on_device: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
         self.host: list[torch.Tensor] = []
-        self.event: torch.cuda.Event | None = None  # the copy under way has arrived
+        self.event: torch.cuda.Event | None = None  # when the copy in flight has completed
 
     def check_unchanged(self) -> None:
         if self.on_device is not None and self.on_device._version != self.version:
@@ -51,7 +51,7 @@ class _Kept:
 
 
 class _Block:
-    """One call of a recomputed module: its inputs, and the call before it, whose inputs are needed next."""
+    """One call of a recomputed module: its inputs, and the previous call, whose inputs are needed next."""
 
     def __init__(self, before: _Block | None) -> None:
         self._inputs: list[weakref.ref[_Kept]] = []
@@ -62,7 +62,7 @@ class _Block:
 
     @property
     def inputs(self) -> list[_Kept]:
-        """Those that are still needed."""
+        """The inputs that are still needed."""
         return [kept for kept in (ref() for ref in self._inputs) if kept is not None]
 
     @property
@@ -80,13 +80,13 @@ class Offload:
         self._device = torch.empty(0, device=device).device  # with its number
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._leaving: deque[weakref.ref[_Block]] = deque()
-        self._coming: list[_Kept] = []  # held here: their memory must stay while the side stream writes to it
+        self._coming: list[_Kept] = []  # kept alive: the side stream still writes to their memory
         self._last: weakref.ref[_Block] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """To be entered around one call of a module: what it then saves are its inputs."""
+        """Hooks to enter around one call of a module: the tensors it saves are its inputs."""
         before = self._last() if self._last is not None else None
-        if before is None:  # the graph before is gone; if its backward pass was broken off, some inputs are still here
+        if before is None:  # a new graph; an aborted backward pass may have left inputs on the device
             for coming in self._coming:
                 self._release(coming)
             self._coming = []
@@ -96,7 +96,7 @@ class Offload:
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, block), self._unpack)
 
     def _pack(self, tensor: torch.Tensor, block: _Block) -> _Kept | torch.Tensor:
-        """Forward: `tensor` is an input of a block that is about to run."""
+        """Forward: offload `tensor`, an input of a block that is about to run."""
         if not tensor.requires_grad or tensor.device != self._device or not tensor.numel():
             return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -114,7 +114,7 @@ class Offload:
         return kept
 
     def _unpack(self, kept: _Kept | torch.Tensor) -> torch.Tensor:
-        """Backward: an input is needed. It may be asked for again, if the graph is retained."""
+        """Backward: return an input. It may be requested again, if the graph is retained."""
         if isinstance(kept, torch.Tensor):
             return kept
         if kept.on_device is None:
@@ -128,7 +128,7 @@ class Offload:
         return tensor
 
     def _prefetch(self, block: _Block, current: _Block) -> None:
-        """What was brought for other blocks than these goes: it can be had again."""
+        """Start copying a block's inputs back. Drops prefetched inputs of other blocks, which can be copied again."""
         for coming in self._coming:
             if coming.block not in (block, current):
                 self._release(coming)
@@ -144,7 +144,7 @@ class Offload:
         self._coming.append(kept)
 
     def _release(self, kept: _Kept) -> None:
-        """Whatever the compute stream does from now on comes after the copy, so the memory may be used again."""
+        """Make the compute stream wait for the copy, so that the memory can be reused afterwards."""
         kept.check_unchanged()
         if kept.event is not None:
             torch.cuda.current_stream(self._device).wait_event(kept.event)
@@ -157,7 +157,7 @@ class Offload:
         kept.event = self._copy(kept.host, pieces)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-        """On the side stream, behind all that the compute stream was given: it made the source, and used the memory."""
+        """Copy on the side stream, after the work queued on the compute stream, which made the source."""
         if self._side is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)

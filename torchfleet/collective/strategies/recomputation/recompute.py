@@ -1,20 +1,20 @@
-"""Recomputation: of the modules named in `checkpoints` only the inputs are kept; backward runs them forward again.
+"""Recomputation: the modules named in `checkpoints` keep only their inputs; backward runs them forward again.
 
-With n modules of equal size the activations of n inputs and of one module are in memory, instead of those of n modules,
-for one more forward pass: about a third more computation. Random numbers are those of the first run, so that dropout
-masks, results and gradients are the same, bit for bit where the kernels are deterministic. Running statistics of norms
-are changed by the first run only. With `enable_offload` the inputs live in host memory meanwhile (offload.py). With
+With n modules of equal size, memory holds n inputs and the activations of one module, instead of those of n modules.
+The price is one more forward pass: about a third more computation. Random numbers are those of the first run, so that
+dropout masks, results and gradients are the same, bit for bit where the kernels are deterministic. Running statistics
+of norms are updated by the first run only. With `enable_offload` the inputs are kept in host memory (offload.py). With
 `half_inputs` they are rounded to amp's precision, before the first run, so that both runs compute the same. With
-`slices` a module runs with some samples at a time, forward and again (slices.py).
+`slices` a module runs on a few samples at a time, in both runs (slices.py).
 
     recompute_configs={"checkpoints": ["encoder.layer.*"], "enable_offload": True}
 
 `*` stands for one component of a module's name, or a fragment of one, `**` for any number of components, none included.
-A module inside one that is recomputed is not recomputed once more by itself.
+A module inside a recomputed one is not recomputed separately.
 
 Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; the work is done by torch.utils.checkpoint.
-Composes with every strategy; `enable_offload` not with build_strategy's fusion. A module whose forward changes other
-state of its own (a counter, a cache) changes it twice.
+Composes with every strategy; `enable_offload` does not compose with build_strategy's fusion. A module whose forward
+changes other state of its own (a counter, a cache) changes it twice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Recompute(Strategy):
         self.offload = Offload(world.device) if configs.enable_offload else None
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """In place; names and state_dict stay what they are."""
+        """Set up the modules in place; names and state_dict do not change."""
         for module in chosen(model, self._patterns):
             recompute(
                 module,
@@ -84,11 +84,11 @@ class Recompute(Strategy):
 def recompute(
     module: torch.nn.Module, offload: Offload | None = None, half_inputs: bool = False, slices: int = 1
 ) -> None:
-    """From now on `module` keeps its inputs alone for backward. A deep copy of it does likewise."""
+    """From now on `module` keeps only its inputs for backward. The same holds for a deep copy of it."""
     inner: Any = module.forward
     if getattr(inner, "__self__", None) is module:
         body = inner.__func__
-    else:  # somebody has put a function in the place of the method
+    else:  # the user has replaced the method by a function
 
         def body(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             return inner(*args, **kwargs)
@@ -112,24 +112,24 @@ def recompute(
 def _checkpointed(
     body: Callable[..., Any], module: torch.nn.Module, offload: Offload | None, *args: Any, **kwargs: Any
 ) -> Any:
-    if torch.compiler.is_compiling():  # the compiler sees to random numbers and statistics itself
+    if torch.compiler.is_compiling():  # the compiler handles random numbers and statistics itself
         return checkpoint(body, module, *args, use_reentrant=False, **kwargs)
     contexts = _contexts(module)
     if offload is None:
         return checkpoint(body, module, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    # Flat, because checkpoint saves tensors among the positional arguments and just holds on to all others.
+    # Flat, because checkpoint saves only tensors among the positional arguments and holds references to all others.
     leaves, structure = tree_flatten((args, kwargs))
 
     def of_leaves(*leaves: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, structure)
         return body(module, *args, **kwargs)
 
-    with offload.hooks():  # seen by the inputs: inside, checkpoint has its own
+    with offload.hooks():  # applies to the inputs: inside, checkpoint has its own hooks
         return checkpoint(of_leaves, *leaves, use_reentrant=False, context_fn=contexts)
 
 
 def _in_half(value: Any) -> Any:
-    """A tensor that is kept, in the precision that products have under amp; all else as it is."""
+    """A kept tensor in amp's half precision; everything else unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or not value.requires_grad:
         return value
     kind = value.device.type
@@ -140,9 +140,9 @@ Context = contextlib.AbstractContextManager[None]
 
 
 def _contexts(module: torch.nn.Module) -> Callable[[], tuple[Context, Context]]:
-    """Around the first run: nothing. Around the second: the first one's function modes, statistics that are lost."""
+    """The contexts of both runs. The second has the first one's function modes, and discards statistics."""
     active = _function_modes()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if not isinstance(mode, DeviceContext)]  # which checkpoint sees to itself
+    modes = [mode for mode in active if not isinstance(mode, DeviceContext)]  # checkpoint handles it itself
     norms = [
         inside
         for inside in module.modules()
@@ -175,7 +175,7 @@ class _Again(Context):
 
 
 def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Module]:
-    """The modules that the patterns name, each once, none of them inside another."""
+    """The modules that the patterns match, each once, none of them inside another."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     matched: set[str] = set()
     for pattern in patterns:
@@ -197,7 +197,7 @@ def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Mod
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Of a name with a dot before it, so that every component has one."""
+    """Matches a name with a leading dot, so that every component has one."""
     regexes = (r"(?:\.[^.]+)*" if name == "**" else r"\." + _component(name) for name in pattern.split("."))
     return re.compile("".join(regexes))
 
@@ -207,7 +207,7 @@ def _component(name: str) -> str:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Lists of modules have none, and are never called."""
+    """Whether it can be called; lists of modules cannot."""
     return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward and not isinstance(
         module, (torch.nn.ModuleList, torch.nn.ModuleDict)
     )
@@ -219,7 +219,7 @@ def _is_inside(name: str, matched: set[str]) -> bool:
 
 
 def _nothing(pattern: str, names: list[str]) -> str:
-    """Names that differ in numbers alone are listed as one pattern."""
+    """The error for a pattern without a match. Names that differ only in numbers are listed as one pattern."""
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
     near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5) or patterns[:5]
     return (

@@ -1,9 +1,8 @@
 """A module run in slices of its batch, so that backward has the activations of one slice at a time.
 
-Recomputation of a block brings back all activations of that block for the whole batch: the larger the batch, the more
-of the memory that they take, and not the inputs that were kept. In slices the block's inputs stay whole, and its
-activations are those of a few samples. Samples must not depend on each other inside the module: batch norms are
-refused.
+Recomputation of a block restores all its activations for the whole batch: in large batches these take most of the
+memory, not the kept inputs. With slices the block's inputs stay whole, and its activations are those of a few samples.
+Samples must not depend on each other inside the module: batch norms are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _WAY_OUT = "Set recompute_configs['slices']=1, or leave the module out of 'check
 
 
 def check_sliceable(module: torch.nn.Module) -> None:
-    """A batch norm computes with all samples together."""
+    """Refuse batch norms, which compute with all samples together."""
     norm = next((inside for inside in module.modules() if isinstance(inside, _BatchNorm)), None)
     if norm is not None:
         raise ModelError(
@@ -32,9 +31,9 @@ def check_sliceable(module: torch.nn.Module) -> None:
 
 
 def in_slices(call: Callable[..., Any], num: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `call` returns for the whole batch, put together from `num` calls, or fewer if there are fewer samples.
+    """What `call` returns for the whole batch, joined from `num` calls, or fewer if there are fewer samples.
 
-    Tensors whose first size is that of the first tensor are cut there; single numbers and tensors of size 1 go whole.
+    Tensors with the first tensor's first size are split along it; scalars and tensors of size 1 are passed whole.
     """
     leaves, structure = tree_flatten((args, kwargs))
     pieces = [_cut(leaf, _batch_size(leaves), num) for leaf in leaves]
@@ -57,7 +56,7 @@ def _batch_size(leaves: Sequence[Any]) -> int:
 
 
 def _cut(leaf: Any, size: int, num: int) -> Sequence[torch.Tensor] | None:
-    """None: it goes to every call as it is."""
+    """The slices of an argument; None: every call gets it as it is."""
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or (leaf.shape[0] == 1 and size > 1):
         return None
     if leaf.shape[0] != size:
@@ -84,7 +83,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _casts_of_their_own() -> Iterator[None]:
-    """Under amp every slice casts the weights: from one cast for all, gradients would be summed in half precision."""
+    """Let every slice cast the weights under amp: with one shared cast, gradients would be summed in half precision."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

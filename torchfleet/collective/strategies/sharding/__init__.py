@@ -1,1 +1,1 @@
-"""sharding: optimizer state, gradients and parameters cut over ranks."""
+"""sharding: optimizer state, gradients and parameters sharded over ranks."""

@@ -1,4 +1,4 @@
-"""Sharding (ZeRO): parameters, gradients and optimizer state cut over the ranks of a group.
+"""Sharding (ZeRO): parameters, gradients and optimizer state sharded over the ranks of a group.
 
 With Ψ parameters, N ranks in a group and K bytes of optimizer state per parameter (12 for Adam in mixed precision), a
 rank holds in bytes, beside activations, for parameters and gradients of b bytes each:
@@ -7,15 +7,15 @@ rank holds in bytes, beside activations, for parameters and gradients of b bytes
     stage 2    bΨ + (2b + K)Ψ/N   gradients too: reduce-scattered; parameters are whole from forward to backward
     stage 3    (2b + K)Ψ/N        parameters too: gathered unit by unit when they are needed, and let go
 
-Stage 1 deals whole parameters out (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every parameter
-is cut along its first dimension; units.py finds what is gathered at once. `segment_broadcast_MB` is about how much is
-sent or gathered at a time. `sharding_degree` ranks form a group; with `hybrid_dp` there are several groups, among which
-gradients are averaged too. With `offload` parameters, gradients and optimizer state of stage 3 are in host memory, also
-those of one rank alone.
+Stage 1 assigns whole parameters to ranks (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every
+parameter is sharded along its first dimension; units.py finds the modules that are gathered together.
+`segment_broadcast_MB` is the approximate amount that is sent or gathered at a time. `sharding_degree` ranks form a
+group; with `hybrid_dp` there are several groups, among which gradients are averaged too. With `offload`, parameters,
+gradients and optimizer state of stage 3 are in host memory, also on a single rank.
 
 Sources: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP. Composes with amp, recompute, gradient_merge,
-lars, lamb, tensor_parallel, pipeline; stage 1 with every way to exchange gradients too. Stage 1 equals plain training
-bit for bit. Stages 2 and 3 may add gradients in another order than an all-reduce does: the last bits may differ.
+lars, lamb, tensor_parallel, pipeline; stage 1 also with every way to exchange gradients. Stage 1 equals plain training
+bit for bit. Stages 2 and 3 may sum gradients in a different order than an all-reduce: the last bits may differ.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sharding(Strategy):
         self.keeps_parameters_in_host = settings.sharding_configs.offload
         if self.keeps_parameters_in_host:
             _check_offload(settings)
-        is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # alone there is nothing to cut
+        is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # with one rank there is nothing to shard
         self.stage = settings.sharding_configs.stage if is_cut else 0
         self.owns_gradients = self.replaces_parameters = self.stage > 1
         self._segment_bytes = int(self.settings.sharding_configs.segment_broadcast_MB * (1 << 20))
@@ -63,7 +63,7 @@ class Sharding(Strategy):
         if self.stage != 1:
             return inner
         apart = {name for parameter, name in names.items() if is_local(parameter)}
-        # By name: copies in float32 have the name, not the mark.
+        # By name: float32 copies have the name, but not the mark.
         others = [parameter for parameter, name in names.items() if name in apart]
         first = {name: parameter for parameter, name in reversed(names.items())}  # the model's own come before copies
         stepped = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -95,7 +95,7 @@ class Sharding(Strategy):
                     "parameters are of several types (amp with pure precision keeps norms in float32), and are "
                     "gathered at once. Use sharding_configs={'stage': 1}, or make the model a torch.nn.Sequential."
                 )
-            # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
+            # Backward needs the model's own remaining parameters first: they stay gathered, as in torch.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
             settings["mp_policy"] = _policy(kind)
             fully_shard(unit if len(unit) > 1 else unit[0], **settings)
@@ -112,7 +112,7 @@ class Sharding(Strategy):
 
         def sharded(*args: Any, **kwargs: Any) -> Any:
             outputs = forward(*args, **kwargs)
-            if not torch.is_grad_enabled():  # no backward pass will let the parameters go
+            if not torch.is_grad_enabled():  # no backward pass will free the parameters
                 self._reshard()
             return outputs
 
@@ -123,7 +123,7 @@ class Sharding(Strategy):
             self._model.set_requires_gradient_sync(exchanging)
 
     def after_step(self) -> None:
-        """What an evaluation between backward and step has gathered is of before the step."""
+        """Free parameters that an evaluation between backward and step has gathered: they are from before the step."""
         self._reshard()
 
     def _reshard(self) -> None:
@@ -149,19 +149,19 @@ def _check_offload(settings: DistributedStrategy) -> None:
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own shards of them."""
+    """The modules whose parameters are gathered and freed; `reshard` of each leaves this rank its own shards."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _policy(kind: Kind | None) -> MixedPrecisionPolicy:
-    """Parameters gathered in half precision, where amp would cast them; gradients are summed in float32."""
+    """Gather parameters in half precision where amp would cast them; sum gradients in float32."""
     if kind is None or kind.kept == kind.gathered:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=kind.gathered, reduce_dtype=kind.kept, cast_forward_inputs=False)
 
 
 def _leaving_out(parameters: set[torch.nn.Parameter]) -> dict[str, Any]:
-    """Parameters that are each rank's own."""
+    """The option that excludes parameters that belong to each rank alone."""
     if not parameters:
         return {}
     if "ignored_params" not in inspect.signature(fully_shard).parameters:

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered together when its parameters are cut over ranks."""
+"""Finds the modules of a model that are gathered together when its parameters are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Kind(NamedTuple):
     """What the parameters of a unit have in common."""
 
     kept: torch.dtype
-    gathered: torch.dtype  # what their values are rounded to when they are gathered
+    gathered: torch.dtype  # dtype to which values are rounded when they are gathered
 
 
 def _as_kept(module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
@@ -25,16 +25,16 @@ def _as_kept(module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
 
 
 def _is_traced(model: torch.nn.Module) -> bool:
-    """Its modules are never called themselves."""
+    """Whether the model is traced, so that its modules are never called themselves."""
     return bool(getattr(model, "fleet_traced", False))
 
 
 class Units:
-    """The modules in the ModuleLists and Sequentials of a model, neighbours together up to `max_bytes` of parameters.
+    """The modules in the ModuleLists and Sequentials of a model, neighbours grouped up to `max_bytes` of parameters.
 
-    A module larger than that is looked into for more. A module is no unit if a parameter of it is used outside of it
-    too, or if it is never called itself; its parameters are then those of what is around it, in the end of the model.
-    `gathered` tells the type that the very own parameters of a module are gathered in.
+    A larger module is searched for units inside. A module is not a unit if one of its parameters is also used outside
+    of it, or if it is never called itself; its parameters then belong to the enclosing module, ultimately to the model.
+    `gathered` returns the dtype in which a module's own parameters are gathered.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Units:
         self._gathered = _as_kept if _is_traced(model) else gathered
         self._uses, self._users = _uses(model), _users(model)
         self._left_out = set(left_out)
-        self._taken = set(left_out)  # parameters that belong to a unit already, or to none ever
+        self._taken = set(left_out)  # parameters that already belong to a unit, or never will
 
     def find(self) -> Iterator[list[torch.nn.Module]]:
-        """Innermost first, the model itself last. All parameters of a unit are of one kind."""
+        """The units, innermost first, the model itself last. All parameters of a unit are of one kind."""
         yield from (unit for unit, _ in self.find_with_kinds())
 
     def find_with_kinds(self) -> Iterator[tuple[list[torch.nn.Module], Kind | None]]:
-        """None: the unit has no parameters that are in no other."""
+        """The units with their kinds; None if all parameters of a unit belong to other units."""
         inside = [] if _is_traced(self._model) else self._inside(self._model)
         for unit in [*inside, [self._model]]:
             yield from self._one_kind_each(unit)
@@ -87,7 +87,7 @@ class Units:
         )
 
     def _one_kind_each(self, unit: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], Kind | None]]:
-        """Modules of another kind than what is around them (norms in float32 in a model of half precision) apart."""
+        """Separate modules of another kind than the enclosing one (norms in float32 in a half-precision model)."""
         kinds = {module: kind for member in unit for module in member.modules() if (kind := self._kind(module))}
         if len(set(kinds.values())) <= 1:
             yield self._take(unit), next(iter(kinds.values()), None)
@@ -106,7 +106,7 @@ class Units:
             yield self._take([member]), around
 
     def _kind(self, module: torch.nn.Module) -> Kind | None:
-        """That of the module's very own parameters, as far as they are in no unit yet."""
+        """The kind of the module's own parameters that are in no unit yet."""
         free = [parameter for parameter in module.parameters(recurse=False) if parameter not in self._taken]
         kept = {parameter.dtype for parameter in free}
         if len(kept) > 1:
@@ -118,7 +118,7 @@ class Units:
             return None
         dtype = kept.pop()
         types = {self._gathered(user, dtype) for parameter in free for user in self._users[parameter]}
-        return Kind(dtype, next(iter(types - {dtype}), dtype))  # of a tied one the narrower
+        return Kind(dtype, next(iter(types - {dtype}), dtype))  # for a tied parameter the narrower
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
         self._taken.update(parameter for module in unit for parameter in module.parameters())
@@ -126,7 +126,7 @@ class Units:
 
 
 def _uses(module: torch.nn.Module) -> Counter[torch.Tensor]:
-    """How many modules have each parameter; a module that stands at two places counts twice."""
+    """The number of modules that have each parameter; a module that occurs twice counts twice."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 

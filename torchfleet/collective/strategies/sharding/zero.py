@@ -1,4 +1,4 @@
-"""Stage 1 of sharding: every rank of a group keeps the optimizer's state of its own share of the parameters."""
+"""Stage 1 of sharding: every rank of a group keeps the optimizer state of its own share of the parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torchfleet.collective.closures import run_closure
 from torchfleet.collective.tensors.local_tensors import dealt, local, shards
 from torchfleet.collective.world import Axis
 
-_UNDER_WAY = 2  # buffers that travel while the next is filled
-_LARGE = 4  # a tensor of a fourth of a bucket or more travels alone: another message costs less than two copies
+_UNDER_WAY = 2  # buffers in flight while the next is filled
+_LARGE = 4  # a tensor of 1/4 of a bucket or more is sent alone: another message costs less than two copies
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps `inner` on this rank's own parameters, then takes the others from the ranks that stepped on them.
+    """Steps `inner` on this rank's own parameters, then receives the others from the ranks that stepped on them.
 
-    The param groups are the inner optimizer's and stay whole, for schedulers and zero_grad; while it steps they are cut
-    down to the own parameters. All ranks of the axis call `step` together. Parameters in `apart` are of layers that are
-    cut over the ranks: a rank steps on all of those that it has. `models` has the model's parameters of copies that the
-    optimizer steps on: those are what travels.
+    The param groups are the inner optimizer's and stay whole, for schedulers and zero_grad; during a step they are
+    reduced to the rank's own parameters. All ranks of the axis call `step` together. Parameters in `apart` belong to
+    layers that are sharded over the ranks: a rank steps on all of those that it has. `models` maps copies that the
+    optimizer steps on to the model's parameters, which are sent instead.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.defaults = defaults
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank steps on it, and has its state."""
+        """Whether this rank steps on the parameter and has its state."""
         self._deal()
         return self._owners[parameter] == self._axis.rank
 
@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """With the state of this rank's own parameters."""
+        """The state dict, with the state of this rank's own parameters."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def _deal(self) -> None:
-        """Parameters without an owner get one."""
+        """Assign an owner to parameters that have none."""
         every = (parameter for group in self.inner.param_groups for parameter in group["params"])
         self._owners.update(dealt([parameter for parameter in every if parameter not in self._owners], self._loads))
 
@@ -126,10 +126,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
-    """(place in the axis, tensors): all ranks take the values that the rank at that place has.
+    """`shares`: (rank on the axis, tensors). Every rank takes the values of that rank.
 
-    Small tensors travel together in buckets of up to `segment_bytes`, which are copied on both sides; large ones as
-    they are. All ranks pass the same shares.
+    Small tensors are sent in buckets of up to `segment_bytes`, which are copied on both sides; large ones are sent
+    directly. All ranks pass the same shares.
     """
     if axis.size == 1:
         return
