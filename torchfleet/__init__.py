@@ -1,7 +1,7 @@
 """Fleet for PyTorch: parameter-server and collective training. `import torchfleet as fleet`.
 
-`__init__.pyi` lists the public names and where each is defined. A name is imported when it is first used, so that a
-bare server (python -m torchfleet.server) never imports torch.
+`__init__.pyi` lists the public names and the modules that define them. A name is imported on first use, so that a bare
+server (python -m torchfleet.server) never imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fleet.callbacks: what is told of training as it goes; see `fleet.add_callback`."""
+"""fleet.callbacks: callbacks that follow a training; see `fleet.add_callback`."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Everything torchfleet raises on purpose; torchfleet.base.errors defines the classes."""
+"""The exceptions of torchfleet; torchfleet.base.errors defines them."""
 
 from torchfleet.base.errors import *  # noqa: F403

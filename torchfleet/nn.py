@@ -1,8 +1,8 @@
-"""Layers: embeddings whose rows live on the servers, first values of their rows, and layers of collective training.
+"""Layers: embeddings whose rows live on the servers, initializers of their rows, and layers for collective training.
 
 ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelDropout, ParallelRandom, parallel_random:
-docs/collective/tensor_parallel.md. MarginSoftmax: docs/collective/classification.md. `nn.pyi` lists the names; those of
-collective training import 550 modules of torch, which jobs with servers do without.
+docs/collective/tensor_parallel.md. MarginSoftmax: docs/collective/classification.md. `nn.pyi` lists the names. The
+layers for collective training import 550 modules of torch, which jobs with servers do not need.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fleets from a cell of a notebook: `fleet.notebook.run(train, server_num=2, worker_num=2)`.
+"""Jobs from a notebook cell: `fleet.notebook.run(train, server_num=2, worker_num=2)`.
 
-What `fleetrun` does on this machine, without a script: the function of a cell runs in every process of the job.
+Does what `fleetrun` does on this machine, without a script: every process of the job runs the given function.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Jobs on Ray from Python, in a notebook too: `fleet.ray.run(train, server_num=2, worker_num=4)`.
+"""Jobs on Ray from Python, including notebooks: `fleet.ray.run(train, server_num=2, worker_num=4)`.
 
-What `fleetrun --cluster ray` does, without a command line. Options are those of fleetrun, by the same names.
+Does what `fleetrun --cluster ray` does, without a command line. The options have the same names as those of fleetrun.
 """
 
 from __future__ import annotations

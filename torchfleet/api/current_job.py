@@ -1,4 +1,4 @@
-"""The job of this process and its callbacks, and what to call before there is one."""
+"""The current job of this process and its callbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_JOB = "call fleet.init() first"
 
 
 class CurrentJob:
-    """What this process has of a job; held here and nowhere else."""
+    """The job and the callbacks of this process. No other module stores them."""
 
     def __init__(self) -> None:
         self.job: Job | None = None
@@ -26,7 +26,7 @@ current = CurrentJob()
 
 
 def any_job(missing: str = NO_JOB) -> Job:
-    """This process's job, of either kind; `missing` says what to call before there is one."""
+    """This process's job, of either kind. Raises an error with `missing`, which says what to call first."""
     if current.job is None:
         raise FleetError(missing)
     return current.job
@@ -44,7 +44,7 @@ def get_worker() -> WorkerRole:
 
 
 def run_info(job: Job) -> dict[str, Any]:
-    """What callbacks learn of a job at its start."""
+    """The `info` that callbacks receive at the start of a job."""
     info = job.info
     numbers = {"worker_index": info.worker_index, "num_workers": info.num_workers}
     servers = {} if info.is_collective else {"num_servers": info.num_servers}

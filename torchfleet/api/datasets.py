@@ -1,4 +1,4 @@
-"""The datasets of a fleet: those of torchfleet.data, with the job's other workers at hand."""
+"""Datasets of a job: those of torchfleet.data, connected to the job's other workers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Columns = Mapping[str, str | Sequence[str]]
 
 
 class InMemoryDataset(_InMemoryDataset):
-    """All samples loaded first, then shuffled, exchanged and gone through any number of times: docs/data.md."""
+    """Loads all samples first; then shuffles, exchanges and iterates over them any number of times: docs/data.md."""
 
     def workers(self) -> WorkerGroup:
         return process_role.workers()
 
 
 class QueueDataset(_QueueDataset):
-    """Batches straight from files, while training goes on: docs/data.md."""
+    """Reads batches directly from files during training: docs/data.md."""
 
     def workers(self) -> WorkerGroup:
         return process_role.workers()
@@ -63,7 +63,7 @@ def from_parquet(
 ) -> QueueDataset:
     """A QueueDataset over Parquet files: a file, a folder, a URL, or a list of them. docs/data.md explains the rest.
 
-    `dynamic`: `source` is that of all workers, who take one file after another. Else it is this worker's own.
+    `dynamic`: `source` is shared by all workers, which take one file after another. Otherwise it is this worker's own.
     """
     files = _parquet_files(source)
     dataset = QueueDataset()
@@ -89,7 +89,7 @@ def from_arrow(
     seed: int | None = None,
     drop_last: bool = False,
 ) -> ArrowDataset:
-    """A dataset over record batches of pyarrow: any iterable of them, a function that makes one, a Dataset, a Table."""
+    """A dataset over pyarrow record batches: any iterable of them, a function that returns one, a Dataset, a Table."""
     dataset = ArrowDataset()
     form = ParquetFormat(columns, fill_null, shuffle, seed)
     dataset.set_stream(stream_of(source), batch_size, use_var, form, drop_last, "the record batches")
@@ -107,9 +107,9 @@ def from_ray(
     seed: int | None = None,
     drop_last: bool = False,
 ) -> ArrowDataset:
-    """A dataset over a ray.data.Dataset, of which every worker of the job gets its share, as it is read.
+    """A dataset over a ray.data.Dataset. Every worker of the job gets its share while the dataset is read.
 
-    All workers call it, after fleet.init_worker(), and go through it equally often.
+    All workers must call it, after fleet.init_worker(), and iterate over it equally often.
     """
     workers = process_role.workers()
     try:
@@ -124,7 +124,7 @@ def from_ray(
 
 
 class RayDataset(ArrowDataset):
-    """Keeps what deals out the shares for as long as this worker reads."""
+    """Keeps the actor that splits the dataset alive while this worker reads."""
 
     def __init__(self, keeper: Any) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class RayDataset(ArrowDataset):
 
 
 def _parquet_files(source: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """The files that are meant. Those of a folder in the order of their names; hidden ones are not data."""
+    """The files of `source`. Those of a folder are sorted by name, without hidden files."""
     if not isinstance(source, (str, os.PathLike)):
         found = list(source)
     elif is_local(path := os.fspath(source)):

@@ -1,4 +1,4 @@
-"""Model, optimizer and scheduler of a script, made those of its job."""
+"""Converts the model, optimizer and scheduler of a script to those of its job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 def distributed_model(
     model: torch.nn.Module, strategy: DistributedStrategy | None = None, sparse: str | int | None = None
 ) -> torch.nn.Module:
-    """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run.
+    """Put the sparse embeddings of the model on the servers; in collective training, wrap it for all ranks.
 
-    Sparse are those of fleet.nn, and torch's with sparse=True. With `sparse`, also others of torch's: those with at
-    least so many rows, or with "auto" those whose trained weights have 1 MiB or more. Worker 0 prints which they are.
-    On the servers a row is updated in the steps that look it up: docs/modes/README.md. `strategy`: as in init.
+    Sparse embeddings are those of fleet.nn, and torch's with sparse=True. `sparse` adds others of torch's: an int
+    selects those with at least that many rows, "auto" those whose trained weights have 1 MiB or more. Worker 0 prints
+    which they are. The servers update a row only in steps that look it up: docs/modes/README.md. `strategy`: as in
+    init.
     """
     job = any_job()
     check_model(model)
@@ -44,12 +45,12 @@ def distributed_optimizer(
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], strategy: DistributedStrategy | None = None
 ) -> AdoptedOptimizer | list[AdoptedOptimizer]:
-    """The optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the collective
-    strategies around its step.
+    """Return the optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the
+    collective strategies around its step.
 
-    With servers there may be several, given as a list or one after another, each with parameters of its own: say
-    SparseAdam for the embeddings and Adam for the rest. Each makes its own steps. Not in geo and hybrid training.
-    `strategy`: as in init.
+    With servers there may be several optimizers, passed as a list or in several calls, each with its own parameters:
+    for example SparseAdam for the embeddings and Adam for the rest. Each makes its own steps. Geo and hybrid mode allow
+    only one. `strategy`: as in init.
     """
     if isinstance(optimizer, (list, tuple)) and optimizer:
         return [distributed_optimizer(one, strategy) for one in optimizer]
@@ -65,9 +66,9 @@ def distributed_optimizer(
 
 
 def distributed_scheduler(scheduler: Any) -> Any:
-    """The same scheduler, counting global steps: in geo training each of its steps stands for one of every worker.
+    """Return the same scheduler, which then counts global steps: in geo mode, each of its steps counts once per worker.
 
-    For schedules that advance once per batch. One that advances per epoch needs no change.
+    Use it for schedules that advance once per batch. A scheduler that advances per epoch needs no change.
     """
     job = any_job()
     check_scheduler(scheduler)

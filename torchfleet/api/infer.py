@@ -1,4 +1,4 @@
-"""Prediction: from a saved model in a plain process, or with the tables left on the servers."""
+"""Prediction from a saved model in a single process, or with the tables on the servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchfleet.ps.worker.row_state.table_rows import without_rows
 
 
 class LocalTables:
-    """Rows from tables in this process, for prediction: ids without a row read as zeros."""
+    """Rows from tables in this process, for prediction. Ids without a row read as zeros."""
 
     pulls_ahead = False
 
@@ -42,7 +42,7 @@ class LocalTables:
         return Ready(Pulled(rows, {name: [] for name in keys}))
 
     def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        """As RowSource.walk."""
+        """Like RowSource.walk."""
         rows = self._tables[table]
         for keys, values, _ in rows.chunks():
             yield keys, values[:, : rows.spec.dim]
@@ -55,10 +55,10 @@ class LocalTables:
 
 
 def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Module:
-    """The model with its saved parameters and tables, in eval mode, in this process; it needs no server.
+    """Load the saved parameters and tables into `model`, in eval mode, in this process. Needs no server.
 
-    `dirname` is a folder of save_inference_model or save_persistables, by any number of servers, or of a collective
-    job's save, by any number of ranks.
+    `dirname` is a folder of save_inference_model or save_persistables, written by any number of servers, or of a
+    collective job's save, written by any number of ranks.
     """
     if is_collective(dirname):
         from torchfleet.collective.checkpoint.loading import load_parameters
@@ -78,12 +78,12 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
         for module in embeddings:
             module.bind(engine)
             module.table_rows.source = local
-    engine.follow(model, records=False)  # the rows are here: a pull more costs nothing
+    engine.follow(model, records=False)  # the rows are local: an additional pull costs nothing
     return model.eval()
 
 
 def _table(storage: Storage, manifest: Manifest, module: SparseEmbedding) -> SparseTable:
-    """Rows of any kind of table, in memory, for reading."""
+    """A read-only in-memory table with the rows of any kind of table."""
     kind, size = default_kind(is_dense=False, has_size=module.num_embeddings is not None), module.num_embeddings or 0
     table = SparseTable(TableSpec(module.name or "", kind, module.dim, size, Rule(lr=0.0)), max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
@@ -91,7 +91,7 @@ def _table(storage: Storage, manifest: Manifest, module: SparseEmbedding) -> Spa
 
 
 def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
-    """Parameters and buffers by their names; every one of the model must be there, as it was saved."""
+    """Load parameters and buffers by name. The save must contain every one of the model, with the same shape."""
     saved: dict[str, tuple[Parameter, npt.NDArray[np.float32]]] = {}
     for table in manifest.tables:
         if table.is_dense:
@@ -113,7 +113,7 @@ def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Modul
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a save has: all that a state_dict has, and float32 buffers that it does not."""
+    """The tensors that a save contains: all of a state_dict, and float32 buffers that it omits."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with without_rows():
         kept = model.state_dict()
@@ -129,9 +129,9 @@ def _write(tensor: torch.Tensor, values: npt.NDArray[np.float32], name: str) -> 
 
 
 class DistributedInfer:
-    """Prediction with the tables left on the servers; it only pulls, and creates no rows.
+    """Prediction with the tables on the servers. It only pulls, and creates no rows.
 
-    After training in the same job, or as a job of its own that loads a saved model first:
+    Use it after training in the same job, or in a separate job that loads a saved model first:
 
         infer = fleet.DistributedInfer(model)
         infer.init_distributed_infer_env(dirname="model")    # servers serve here until the workers have stopped
@@ -144,7 +144,7 @@ class DistributedInfer:
         self._model = model
 
     def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
-        """Make ready. On a server of a prediction job this returns when all workers have stopped."""
+        """Prepare for prediction. On a server of a prediction job, this returns when all workers have stopped."""
         job_life.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
         self._model.eval()
 

@@ -1,4 +1,4 @@
-"""A job from its first call to its last: the role, server or worker, callbacks, the end."""
+"""The life cycle of a job: init, server or worker, callbacks, stop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RoleMaker(Protocol):
 def init(
     role_maker: RoleMaker | None = None, is_collective: bool = False, strategy: DistributedStrategy | None = None
 ) -> None:
-    """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker.
+    """Determine this process's role, from the environment or from `role_maker`. Without either: one local worker.
 
     With is_collective=True there are no servers: all processes train together (docs/collective/README.md). `strategy`:
-    the settings of the job; distributed_model and distributed_optimizer take it, too, and one of the three is enough.
-    It may be called again as long as nothing is under way: before a worker or server has started, or after it stopped.
+    the settings of the job. distributed_model and distributed_optimizer also accept it; pass it to one of the three.
+    init may be called again while no worker or server is running: before it has started, or after it has stopped.
     """
     if is_under_way():
         raise FleetError(
@@ -49,17 +49,17 @@ def init(
 
 
 def _collective_job(info: RoleInfo, strategy: DistributedStrategy | None) -> Job:
-    # Imported when it is needed: jobs with servers start in half the time without.
+    # Imported on demand: without it, jobs with servers start in half the time.
     from torchfleet.collective.collective_job import CollectiveJob
 
     return CollectiveJob(info, strategy)
 
 
 def init_server(dirname: str | None = None, var_names: list[str] | None = None) -> None:
-    """Make this server's tables; from a saved model if `dirname` is given: all of it, or what `var_names` names.
+    """Create this server's tables. `dirname`: a saved model to load, completely or only what `var_names` names.
 
-    Names are those of sparse tables and of dense parameters. The model may have been saved by any number of servers.
-    In one process, whose servers are within the worker, init_worker then loads it.
+    Names are those of sparse tables and dense parameters. The model may have been saved by any number of servers. In a
+    job of one process, with the servers inside the worker, init_worker loads the model.
     """
     get_job().init_server(dirname, var_names)
 
@@ -70,10 +70,11 @@ def run_server() -> None:
 
 
 def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:
-    """Connect to the servers; all workers start from worker 0's parameters.
+    """Connect to the servers. All workers start from worker 0's parameters.
 
-    `dirname` is for scripts that also run in one process: there the saved model is loaded here. With servers it is
-    they who load (init_server), and it is checked that they did. `var_names`: as in init_server, what of it is loaded.
+    `dirname` is for scripts that also run in one process, where the saved model is loaded here. With servers, the
+    servers load it (init_server), and this call checks that they did. `var_names`: the part of it to load, as in
+    init_server.
     """
     job = get_job()
     job.init_worker(dirname, var_names)
@@ -81,15 +82,15 @@ def init_worker(dirname: str | None = None, var_names: list[str] | None = None) 
 
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
-    """For DistributedInfer: after training, or as a job of its own, whose servers serve here."""
+    """Used by DistributedInfer: after training, or as a separate job, whose servers serve here."""
     get_job().begin_prediction(model, dirname, var_names)
 
 
 def add_callback(callback: object, every_worker: bool = False) -> None:
-    """Tell `callback` of this training: an object with some of the methods of fleet.callbacks.Callback.
+    """Add a callback: an object with some of the methods of fleet.callbacks.Callback.
 
-    After fleet.init(), on every process: worker 0 (rank 0) calls it, the others only with `every_worker`, servers
-    never. An error in it is printed, and training goes on; one in on_start is raised.
+    Call it after fleet.init(), on every process. Worker 0 (rank 0) uses `callback`, other workers only with
+    `every_worker`, servers never. An error in it is printed and training continues; an error in on_start is raised.
     """
     job = any_job()
     if job.info.role != SERVER and (every_worker or job.info.worker_index == 0):
@@ -97,9 +98,9 @@ def add_callback(callback: object, every_worker: bool = False) -> None:
 
 
 def stop_worker() -> None:
-    """Send what is queued and tell the servers; they end when the last worker has stopped.
+    """Send queued gradients and leave the servers. The servers end when the last worker has stopped.
 
-    The first worker prints how old the rows were that its fleet learned from.
+    Worker 0 prints the staleness of the rows over all workers.
     """
     stats = any_job(NO_WORKER).stop()
     current.job = None
@@ -107,11 +108,11 @@ def stop_worker() -> None:
 
 
 def reset() -> None:
-    """End whatever this process has of a job, so that fleet.init can begin a new one; without a job, do nothing.
+    """End this process's part in a job, so that fleet.init can begin a new one. Without a job, do nothing.
 
-    A worker sends what is queued and leaves its servers, or lets go of them if they do not answer. A server gives its
-    address back. The process group of a collective job is left if it was fleet that made it. Other processes are not
-    waited for: in a job of several, `stop_worker` is the way to end.
+    A worker sends queued gradients and leaves its servers, or abandons them if they do not respond. A server releases
+    its address. The process group of a collective job is destroyed if fleet created it. This does not wait for other
+    processes: in a job of several processes, end with `stop_worker`.
     """
     job, current.job = current.job, None
     if job is not None:

@@ -1,4 +1,4 @@
-"""A torch DataLoader shared among workers: every worker draws the same order, and takes its share of each round."""
+"""Shards a torch DataLoader over workers: every worker draws the same order and takes its share of each round."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Item = TypeVar("Item")
 
 
 def shared_loader(loader: DataLoader[Any], index: int, num: int, agree: Callable[[bytes], bytes]) -> DataLoader[Any]:
-    """The loader of worker `index` of `num`: the same batch size, order, collate function and processes.
+    """The loader of worker `index` of `num`, with the same batch size, order, collate function and worker processes.
 
-    `agree` returns what worker 0 gives to it: the state of the random numbers by which samples are shuffled. All
-    workers call this together. A loader with torch's DistributedSampler is shared already and stays as it is.
+    `agree` returns the bytes of worker 0: the state of the random generator that shuffles samples. All workers must
+    call this together. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
     """
     if type(loader) is not DataLoader:
         raise FleetError(
@@ -38,11 +38,11 @@ def shared_loader(loader: DataLoader[Any], index: int, num: int, agree: Callable
 
 
 class BatchShard(Sampler[list[Any]]):
-    """Of every `num` batches one after the other, that at place `index`.
+    """Yields the batch at position `index` of every `num` consecutive batches.
 
-    Those left at the end are dealt out anew, sample by sample, so that all workers have as many batches: the last one
-    may be shorter. If there are fewer samples left than workers, some of them are given twice. With drop_last batches
-    that are left go to nobody.
+    The remaining batches at the end are redistributed by sample, so that all workers have the same number of batches;
+    the last one may be shorter. If fewer samples than workers remain, some samples are used twice. With drop_last,
+    remaining batches are dropped.
     """
 
     def __init__(self, batches: Any, index: int, num: int) -> None:
@@ -66,9 +66,9 @@ class BatchShard(Sampler[list[Any]]):
 
 
 class _OneOfEvery:
-    """Of every `num` items one after the other, that at place `index`; as many for every worker.
+    """Yields the item at position `index` of every `num` consecutive items, the same number for every worker.
 
-    Of a last round that is short some are given twice.
+    If the last round is short, some of its items are used twice.
     """
 
     def __init__(self, items: Any, index: int, num: int) -> None:
@@ -91,7 +91,7 @@ class SampleShard(_OneOfEvery, IterableDataset[Any]):
 
 
 def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:
-    """Lists of `num`, the last one perhaps shorter."""
+    """Lists of `num` items; the last one may be shorter."""
     taken: list[Item] = []
     for item in items:
         taken.append(item)
@@ -103,7 +103,7 @@ def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:
 
 
 def _agree_on_order(loader: DataLoader[Any], agree: Callable[[bytes], bytes]) -> None:
-    """Give the sampler worker 0's random numbers; one that has none must give the same order everywhere by itself."""
+    """Give the sampler worker 0's random state. A sampler without one must yield the same order on all workers."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if not hasattr(sampler, "generator"):
         return

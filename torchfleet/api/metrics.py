@@ -1,4 +1,4 @@
-"""Metrics over all workers, from each worker's own statistics; and a streaming AUC that makes such statistics."""
+"""Metrics over all workers, from each worker's own statistics, and a streaming AUC that produces such statistics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def auc(stat_pos: Any, stat_neg: Any) -> float:
 
 
 def acc(correct: Any, total: Any) -> float:
-    """The share of right answers."""
+    """The accuracy over all workers, from numbers of correct answers and of samples."""
     return _ratio("acc", correct, total)
 
 
@@ -61,15 +61,15 @@ def mse(sqrerr: Any, total: Any) -> float:
 
 
 def rmse(sqrerr: Any, total: Any) -> float:
-    """The root of the mean squared error."""
+    """The root mean squared error, from sums of squared errors and numbers of samples."""
     return math.sqrt(_ratio("rmse", sqrerr, total))
 
 
 class AUC:
     """A streaming AUC of this worker's samples: over all of them, and over the last `slide_steps` updates.
 
-    Scores are counted in `num_thresholds` + 1 bins. `update` takes logits: of shape (n, 2), of which a softmax is
-    taken, or (n,) or (n, 1), of which a sigmoid is taken; with from_logits=False, probabilities of the same shapes.
+    Scores are counted in `num_thresholds` + 1 bins. `update` takes logits: with shape (n, 2) it applies a softmax, with
+    shape (n,) or (n, 1) a sigmoid. With from_logits=False it takes probabilities of the same shapes.
     """
 
     def __init__(self, num_thresholds: int = 4095, slide_steps: int = 20, from_logits: bool = True) -> None:
@@ -84,13 +84,13 @@ class AUC:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all samples: before prediction begins, for instance."""
+        """Discard all samples, for example before prediction begins."""
         with self._lock:
             self._counts: Counts = np.zeros((2, self._num + 1))
             self._slides.clear()
 
     def update(self, scores: Any, labels: Any) -> float:
-        """Count a batch; returns the AUC so far."""
+        """Add a batch. Returns the AUC so far."""
         probabilities, positive = self._probabilities(scores), as_array(labels).reshape(-1)
         if len(probabilities) != len(positive):
             raise FleetError(f"AUC: {len(probabilities)} scores and {len(positive)} labels")
@@ -140,7 +140,7 @@ def _ratio(name: str, numerator: Any, total: Any) -> float:
 
 
 def _reduced(name: str, value: Any) -> Any:
-    """The same kind of thing as `value`, combined over all workers in their order: equal bits everywhere."""
+    """Combine `value` over all workers, in their order, so that the result is bitwise equal on all. Keeps its type."""
     array = _numbers(f"fleet.metrics.{name}", value)
     brought = process_role.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
     parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
@@ -156,7 +156,7 @@ def _reduced(name: str, value: Any) -> Any:
 
 
 def _numbers(what: str, value: Any) -> Counts:
-    """As an array; its shape stays, also that of a single number."""
+    """Convert to an array of the same shape, also for a single number."""
     try:
         array = as_array(value)
     except (TypeError, ValueError) as error:

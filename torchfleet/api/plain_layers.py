@@ -1,6 +1,7 @@
-"""What stands in the place of a SparseEmbedding in a plain model: called as it was, with its rows as a parameter.
+"""Layers that replace a SparseEmbedding in a plain model: same calls, with the rows as a parameter.
 
-Only operations that torch.export and ONNX know, and no loop over data: what is traced once holds for other batches.
+They use only operations that torch.export and ONNX support, and no loops over data, so that a trace is valid for other
+batches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 
 
 class SlotLayer(torch.nn.Module):
-    """Ids of any shape to their rows; with offsets, a slot (values, offsets) or a list of slots, to one row per bag."""
+    """Maps ids of any shape to their rows; with offsets, a slot (values, offsets) or a list of slots, to one row per
+    bag.
+    """
 
     def __init__(self, weight: torch.nn.Parameter, padding_idx: int | None, pooling: str) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class SlotLayer(torch.nn.Module):
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """One row per id: shape (*ids.shape, dim). Padding is zeros."""
+        """One row per id: shape (*ids.shape, dim). Padding ids give zeros."""
 
     def _slot(self, slot: Any) -> torch.Tensor:
         if not isinstance(slot, torch.Tensor):
@@ -46,7 +49,7 @@ class SlotLayer(torch.nn.Module):
         return self._pooled(rows.sum(dim=1), real.sum(dim=1))
 
     def _ragged(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Which bag an id is in follows from how many bags begin at it or before it."""
+        """The bag of an id is the number of bags that begin at or before it, minus one."""
         ids = ids.reshape(-1)
         begins = torch.zeros(ids.shape[0] + 1, dtype=torch.int64, device=ids.device)
         begins = begins.scatter_add(0, offsets.long(), torch.ones_like(offsets, dtype=torch.int64))
@@ -66,7 +69,7 @@ class SlotLayer(torch.nn.Module):
         return sums if self.pooling == "sum" else sums / counts.clamp(min=1).unsqueeze(1)
 
     def _is_real(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which ids are no padding."""
+        """Which ids are not padding."""
         return torch.ones_like(ids, dtype=torch.bool) if self.padding_idx is None else ids != self.padding_idx
 
     def extra_repr(self) -> str:
@@ -74,12 +77,12 @@ class SlotLayer(torch.nn.Module):
 
 
 def _or_zeros(largest: torch.Tensor) -> torch.Tensor:
-    """Bags without an id are zeros."""
+    """Replace the result of empty bags by zeros."""
     return torch.where(largest == -torch.inf, 0.0, largest)
 
 
 class SizedEmbedding(SlotLayer):
-    """Rows of the ids from 0 up to a size."""
+    """Rows of the ids from 0 up to a fixed size."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         rows = F.embedding(ids.long(), self.weight)
@@ -87,9 +90,10 @@ class SizedEmbedding(SlotLayer):
 
 
 class KeyedEmbedding(SlotLayer):
-    """Rows of any ids: `ids`, in rising order, has those that have a row, at its index. Others read as zeros.
+    """Rows of arbitrary ids. `ids`, in ascending order, has the ids with a row, at the row's index. Other ids read as
+    zeros.
 
-    A table without rows has one, of zeros, for the id 0.
+    A table without rows gets one row of zeros, for id 0.
     """
 
     ids: torch.Tensor
@@ -101,7 +105,9 @@ class KeyedEmbedding(SlotLayer):
         self.register_buffer("ids", ids)
 
     def index(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the index of each id, whether it has a row). ONNX has no searchsorted: by halves, for all ids at once."""
+        """(index of each id, whether it has a row). A binary search for all ids at once, since ONNX has no
+        searchsorted.
+        """
         num = self.ids.shape[0]
         at = torch.zeros_like(ids)
         for bit in reversed(range(num.bit_length())):

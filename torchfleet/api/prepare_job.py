@@ -1,4 +1,4 @@
-"""fleet.prepare: an ordinary script's model, optimizer and loaders, made those of a job by one call."""
+"""fleet.prepare: one call that prepares the model, optimizer and loaders of an ordinary script for a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchfleet.collective.tensors.outputs import map_tensors
 
 
 class PreparedLoader:
-    """This worker's batches: on the model's device, through fleet.prefetch. `loader` is the DataLoader behind it."""
+    """This worker's batches, on the model's device, through fleet.prefetch. `loader` is the underlying DataLoader."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
         self.loader, self._device = loader, device
@@ -41,7 +41,7 @@ class PreparedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Of one worker."""
+        """The batch size of one worker."""
         return self.loader.batch_size
 
 
@@ -66,15 +66,16 @@ def prepare(
     is_collective: bool | None = None,
     dirname: str | None = None,
 ) -> tuple[Any, ...]:
-    """`objects`, in the same order, as parts of this process's job: a model, the optimizers that were made of its
+    """Prepare `objects` for this process's job and return them in the same order: a model, the optimizers of its
     parameters, DataLoaders, schedulers.
 
-    It calls fleet.init unless that was done, distributed_model, distributed_optimizer and init_worker. Every worker
-    gets its share of each loader's samples. A server serves here until all workers have stopped, and then ends the
-    script (SystemExit). A script that ends without an error stops its worker; one that goes on calls fleet.stop_worker.
+    Calls fleet.init unless it was called, distributed_model, distributed_optimizer and init_worker. Every worker gets
+    its share of each loader's samples. A server serves here until all workers have stopped, and then ends the script
+    (SystemExit). When a script ends without an error, its worker is stopped; a script that continues must call
+    fleet.stop_worker.
 
-    `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None for what the environment
-    says. `sparse`: as in distributed_model. `dirname`: a saved model to go on from. docs/prepare.md tells more.
+    `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None to follow the environment.
+    `sparse`: as in distributed_model. `dirname`: a saved model to continue from. See docs/prepare.md.
     """
     model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
     if not optimizers:
@@ -106,15 +107,15 @@ _KINDS = (torch.nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
 
 
 def stop_at_exit() -> None:
-    """At the end of a script: stop the worker, unless an error has ended the script. If that fails, so does the script.
+    """At the end of a script: stop the worker, unless an error ended the script. If stopping fails, the script fails.
 
-    What an error leaves behind is not told to be well done: others learn that this worker has ended.
+    After an error the worker is not reported as stopped: the others learn that it has ended.
     """
     if not process_role.is_under_way() or hasattr(sys, "last_value"):
         return
     try:
         job_life.stop_worker()
-    except BaseException:  # at the end of a process an error has no other way into its exit status
+    except BaseException:  # at the end of a process, an error affects the exit status only this way
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,8 +141,9 @@ def _begin(is_collective: bool | None) -> None:
 
 
 def start(dirname: str | None) -> None:
-    """Begin with a saved model, or anew: once model and optimizer are distributed. A worker is stopped when the script
-    ends. A server serves here, and then ends the script (SystemExit)."""
+    """Begin with a saved model or a new one, once model and optimizer are distributed. A worker is stopped when the
+    script ends. A server serves here, and then ends the script (SystemExit).
+    """
     if process_role.is_collective():
         if dirname is not None:
             saves.load(dirname)
@@ -158,7 +160,7 @@ def start(dirname: str | None) -> None:
 def follow(
     optimizer: torch.optim.Optimizer, before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]
 ) -> None:
-    """Put the parameters that the model has now in the place of those of the same name that it had."""
+    """Replace the optimizer's parameters by the model's current parameters of the same names."""
     moved: dict[int, list[torch.nn.Parameter]] = {}
     for name, parameter in before.items():
         now = moved.setdefault(id(parameter), [])
@@ -168,8 +170,8 @@ def follow(
         for parameter in group["params"]:
             is_here = any(now is parameter for now in moved.get(id(parameter), [parameter]))
             state = optimizer.state.get(parameter, {}) if is_here else optimizer.state.pop(parameter, {})
-            is_kept = is_here and process_role.is_collective()  # servers have a state of their own
-            if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad makes its own before any step
+            is_kept = is_here and process_role.is_collective()  # servers have their own state
+            if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad creates its state before any step
                 raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 

@@ -1,4 +1,4 @@
-"""Which process of the job this is, who the others are, and how it meets them."""
+"""The role of this process in the job, the other processes, and barriers and gathers among them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_under_way() -> bool:
 
 
 def is_server() -> bool:
-    """Whether this process is a server. In one process, whose servers are within the worker, it is False."""
+    """Whether this process is a server. False in a job of one process, whose servers are inside the worker."""
     return any_job().info.role == SERVER
 
 
@@ -34,52 +34,53 @@ def is_worker() -> bool:
 
 
 def is_first_worker() -> bool:
-    """Whether this is worker 0, or rank 0: the one that saves and prints for all."""
+    """Whether this is worker 0 or rank 0, which saves and prints for all."""
     return is_worker() and worker_index() == 0
 
 
 def worker_index() -> int:
-    """This worker's number, or this rank's, from 0. On a server 0."""
+    """The index of this worker or rank, from 0. On a server, 0."""
     return any_job().info.worker_index
 
 
 def worker_num() -> int:
-    """Workers of the job; of an elastic one, those that are there now."""
+    """Workers of the job; of an elastic job, the present ones."""
     return any_job().num_workers
 
 
 def first_step() -> int:
-    """The number of the step with which this worker begins: 0, or in sync mode, if it was started again, as many as the
-    job had made. Its loop goes on with that batch: docs/faults.md."""
+    """The first step of this worker: 0 or, after a restart in sync mode, the number of steps that the job has made. The
+    loop must continue with that batch: docs/faults.md.
+    """
     return get_worker().first_step
 
 
 def data_shard() -> tuple[int, int]:
-    """(index, number): which of how many equal shares of the samples this worker trains on.
+    """(index, number): this worker trains on the share `index` of `number` equal shares of the samples.
 
-    In collective training the ranks of one pipeline, and those among which layers are cut, work on the same samples.
+    In collective training, the ranks of a pipeline or a tensor-parallel group train on the same samples.
     """
     return any_job().data_shard
 
 
 def server_index() -> int:
-    """This server's number, from 0. On a worker 0."""
+    """The index of this server, from 0. On a worker, 0."""
     return any_job().info.server_index
 
 
 def server_num() -> int:
-    """Servers of the job. In one process, whose servers are within the worker, 1."""
+    """Servers of the job. 1 in a job of one process, whose servers are inside the worker."""
     return any_job().info.num_servers
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    """host:port of every worker, if the environment has them, in their order; with `to_string` joined by commas."""
+    """host:port of every worker, in order, if the environment defines them; joined by commas with `to_string`."""
     endpoints = list(any_job().info.worker_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
-    """host:port of every server, in their order; with `to_string` joined by commas."""
+    """host:port of every server, in order; joined by commas with `to_string`."""
     endpoints = list(any_job().info.server_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
@@ -90,18 +91,18 @@ def mode() -> str:
 
 
 def barrier_worker() -> None:
-    """Wait until all other workers have called it, too."""
+    """Wait until all other workers have called it."""
     any_job(NO_WORKER).barrier()
 
 
 def gather(name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
-    """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first).
+    """Gather `data` of all processes in `comm_world`, in their order: worker, server, or all (workers first).
 
-    In a process without a fleet, just this.
+    All of them call it with the same `name`. In a process without a job, returns only its own data.
     """
     return [data] if current.job is None else current.job.gather(name, data, comm_world)
 
 
 def workers() -> Workers:
-    """All workers of the job, over connections of their own; close it."""
+    """All workers of the job, over separate connections. The caller must close it."""
     return get_worker().workers()

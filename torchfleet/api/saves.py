@@ -1,4 +1,4 @@
-"""Models in folders: saved to train on or to predict with, and loaded again."""
+"""Saves models to folders, for training or prediction, and loads them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchfleet.ps.checkpoint.manifest_file import has_manifest
 
 
 def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
-    """Save tables, parameters and optimizer state, to go on training from: docs/checkpoints.md. On worker 0 only.
+    """Save tables, parameters and optimizer state, to continue training from: docs/checkpoints.md. Worker 0 only.
 
-    `dirname`: a folder or URL; servers write there, so it must be the same place for all of them. `mode`: 0 for all
-    of it, 1 for what changed since the last save there (a delta). `extra`, which JSON must be able to hold, is kept
-    with the model: `saved_extra` gives it back. Returns the number of the save.
+    `dirname`: a folder or URL. All servers write there, so it must be the same place for all of them. `mode`: 0 for a
+    full save, 1 for a delta, with the changes since the last save there. `extra`: values that can be stored as JSON;
+    `saved_extra` returns them. Returns the number of the save.
     """
     if mode not in (0, 1):
         raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
@@ -31,12 +31,12 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
 
 
 def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> int:
-    """Save model, optimizer and strategies, to go on training from, and `extra`, which JSON must be able to hold.
+    """Save model, optimizer and strategies, to continue training from, and `extra`, which must be storable as JSON.
 
     `dirname`: a folder or URL that all processes reach. In collective training all ranks call it together; with
-    parameter servers it is save_persistables, on worker 0 only. `asynchronous`, in collective training: return as
-    soon as all is copied, and write it while training goes on. The next save, a load and stop_worker wait for it,
-    and raise what went wrong. Returns the number of the save.
+    parameter servers it is save_persistables, on worker 0 only. `asynchronous`, in collective training: return as soon
+    as everything is copied, and write it during training. The next save, a load and stop_worker wait for the write and
+    raise its error. Returns the number of the save.
     """
     number = any_job(NO_WORKER).save(dirname, extra, asynchronous)
     current.callbacks.save(dirname)
@@ -44,7 +44,7 @@ def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: boo
 
 
 def save_inference_model(dirname: str) -> None:
-    """Save what prediction needs into `dirname`: tables and parameters without optimizer state. On worker 0 only.
+    """Save what prediction needs into `dirname`: tables and parameters without optimizer state. Worker 0 only.
 
     load_inference_model and DistributedInfer read it.
     """
@@ -53,15 +53,15 @@ def save_inference_model(dirname: str) -> None:
 
 
 def load(dirname: str) -> dict[str, Any]:
-    """Collective training: go on from what `save` left in `dirname`, on any number of ranks and under any strategies.
+    """Collective training: continue from a `save` in `dirname`, on any number of ranks and with any strategies.
 
-    All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
+    All ranks call it together, after distributed_model and distributed_optimizer. Returns the `extra` of the save.
     """
     return any_job().load(dirname)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:
-    """What a save's `extra` kept with the model in `dirname`; None if there is no complete model."""
+    """The `extra` that was saved with the model in `dirname`; None if there is no complete model."""
     storage = Storage(dirname)
     if not has_manifest(storage):
         return None
@@ -75,9 +75,9 @@ def saved_extra(dirname: str) -> dict[str, Any] | None:
 
 
 def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
-    """If this job was asked to end: save to `dirname`, with `extra`, and end this process with status 75.
+    """If the job was asked to end, save to `dirname`, with `extra`, and exit this process with status 75.
 
-    It saves as `save` does; the status means "start me again".
+    It saves as `save` does. The status means "start me again".
 
     Schedulers ask with SIGUSR1, some time before a limit: docs/cluster/slurm.md. Call it after a step. With parameter
     servers all workers may call it, and worker 0 acts; the scheduler ends the others. In collective training all ranks

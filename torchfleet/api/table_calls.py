@@ -1,4 +1,4 @@
-"""What a worker sees of its servers: gradients on their way, tables, counters; and how rows are dropped."""
+"""A worker's view of its servers: gradients in flight, tables and counters; and the eviction of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchfleet.ps.worker.modes.whole_tables import WholeTables
 
 
 def settle() -> None:
-    """Wait until every gradient handed over so far has been applied."""
+    """Wait until every gradient that was handed over so far has been applied."""
     get_worker().communicator.settle()
 
 
@@ -23,12 +23,12 @@ def flush() -> None:
 
 
 def stats() -> dict[str, Any]:
-    """Counters and times of this worker and of all servers, staleness histograms among them."""
+    """Counters and times of this worker and of all servers, including staleness histograms."""
     return get_worker().stats()
 
 
 def describe() -> str:
-    """The tables, which parameter goes to which, and what each server holds."""
+    """The tables, the parameters of each, and the contents of each server."""
     return get_job().describe()
 
 
@@ -44,12 +44,13 @@ def shrink(
     where: str | None = None,
     max_share: float | None = None,
 ) -> dict[str, int]:
-    """Drop rows, of one table or of all: those for which any of these holds; without any, each table's own policy acts.
+    """Drop the rows of one table, or of all, that match any of the criteria; without criteria, each table's own policy
+    applies.
 
     `delete_after_unseen_days`, `delete_threshold`, `ttl_days`, `max_rows`, `max_bytes`, `min_norm` and `where` are
-    those of fleet.Shrink. On worker 0 only; training goes on meanwhile. Returns how many rows of which table were
-    dropped: docs/online.md. `max_share`: of a server's rows; a shrink that would drop more drops none and raises
-    TableError. None: the table's own, else 0.5.
+    those of fleet.Shrink. Worker 0 only; training continues meanwhile. `max_share`: the largest share of a server's
+    rows that may be dropped; a shrink that would drop more drops none and raises TableError. None: the table's own,
+    else 0.5. Returns the number of dropped rows by table: docs/online.md.
     """
     policy = Shrink(delete_after_unseen_days, delete_threshold, ttl_days, max_rows, max_bytes, min_norm, where)
     if max_share is not None:
@@ -58,9 +59,9 @@ def shrink(
 
 
 def set_time(seconds: float) -> dict[str, int]:
-    """Set the time of all tables, in seconds since 1970 (UTC), until the next call; else they go by the wall clock.
+    """Set the time of all tables, in seconds since 1970 (UTC), until the next call. By default they use the wall clock.
 
-    On worker 0 only. Returns when the shrinks that this makes due are done: how many rows of which table they dropped.
+    Worker 0 only. Waits for the shrinks that become due. Returns the number of rows that they dropped, by table.
     """
     return get_job(NO_WORKER).first_worker("set_time").set_time(seconds)
 
@@ -68,9 +69,9 @@ def set_time(seconds: float) -> dict[str, int]:
 def whole_tables(share: float | None = None, shared: bool = False) -> WholeTables:
     """Whole copies of the tables, as arrays to be trained in place: docs/modes/geo.md.
 
-    In one process, or in geo training: then differences are exchanged every k_steps calls of `step_done`. `share` is
-    the part of a difference that an exchange sends; unless given, it goes by how often a row was changed. With
-    `shared` the workers of one machine train one copy together (Linux; elsewhere each has its own). All workers must
+    Available in one process or in geo mode, where differences are exchanged every k_steps calls of `step_done`.
+    `share`: the part of a difference that an exchange sends; by default it depends on how often a row was changed.
+    `shared`: the workers of one machine train one copy together (Linux; elsewhere each has its own). All workers must
     then call this, and wait for each other here.
     """
     return get_worker().whole_tables(share, shared)

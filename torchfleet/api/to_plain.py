@@ -1,4 +1,4 @@
-"""A plain module from a distributed one: rows in ordinary parameters, and nothing that leads to servers."""
+"""Converts a distributed module to a plain one: rows become ordinary parameters, without connections to servers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 def to_plain(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model in plain torch, with today's values: it needs no servers, trains and exports as any module.
+    """A copy of the model in plain torch, with the current values. It needs no servers, trains and exports like any
+    module.
 
-    What was torch.nn.Embedding or EmbeddingBag is that again, with dense gradients. A SparseEmbedding with a declared
-    size becomes a layer with all of its rows; one without, a layer over the ids that have a row, in whose `ids` the
-    index of each is found. Ids without a row read as zeros, as in a prediction. Tables that were shared are shared.
-    Rows come in slices to this process, any worker's; a table that does not fit its memory is an error before that.
+    A former torch.nn.Embedding or EmbeddingBag becomes one again, with dense gradients. A SparseEmbedding with a
+    declared size becomes a layer with all of its rows. One without becomes a layer over the ids that have a row; its
+    `ids` gives the index of each. Ids without a row read as zeros, as in prediction. Shared tables stay shared. Any
+    worker may call it. It pulls the rows in slices; a table that does not fit into memory raises an error first.
     """
     if process_role.is_collective():
         raise FleetError("fleet.to_plain is for models with rows on servers; a collective model has its own in .module")
     with without_rows():
-        model.state_dict()  # brings the dense values up to date
-    memo: dict[int, Any] = {}  # what the copy has in the place of what the model has
+        model.state_dict()  # refreshes the dense values
+    memo: dict[int, Any] = {}  # replacements of the model's objects in the copy
     for modules in sparse_embeddings(model).values():
         first = modules[0]
         rows = _without_empty(first.table_rows.whole(first._spec, as_read=True))
@@ -52,7 +53,7 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _without_empty(rows: WholeRows) -> WholeRows:
-    """A search needs an id to look at."""
+    """Add a row to an empty table: the search needs at least one id."""
     if rows.keys is None or len(rows.keys):
         return rows
     return WholeRows(torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows.values.shape[1]))
@@ -83,10 +84,10 @@ def _layer(module: SparseEmbedding, rows: WholeRows, weight: torch.nn.Parameter)
 
 
 def _drop_hooks(module: torch.nn.Module) -> None:
-    """Those of torchfleet, which the copy has from the model."""
+    """Remove torchfleet's hooks, which the copy inherited from the model."""
     for hooks in (getattr(module, name) for name in _HOOKS):
         for number, hook in list(hooks.items()):
-            function = getattr(hook, "hook", hook)  # torch wraps some
+            function = getattr(hook, "hook", hook)  # torch wraps some hooks
             if getattr(function, "__module__", "").startswith("torchfleet."):
                 del hooks[number]
                 for marks in (getattr(module, name) for name in _MARKS):

@@ -1,4 +1,4 @@
-"""Training and prediction over a dataset, in one or several threads, with progress printed as it goes."""
+"""Training and prediction over a dataset, in one or several threads, with printed progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Step = Callable[[Batch], Values]
 
 @dataclass
 class Result:
-    """What a pass has come to."""
+    """The result of a pass."""
 
     steps: int = 0
     samples: int = 0
@@ -41,10 +41,10 @@ class Result:
 
 
 class Report:
-    """Counts steps, prints a line now and then, and passes the latest values on to the handler."""
+    """Counts steps, prints a line periodically, and passes the latest values to the handler."""
 
-    epoch: Epoch | None = None  # what the launcher learns of this pass
-    on_print: Callable[[dict[str, float]], None] | None = None  # gets the numbers of every line that is printed
+    epoch: Epoch | None = None  # the launcher's view of this pass
+    on_print: Callable[[dict[str, float]], None] | None = None  # called with the numbers of every printed line
 
     def __init__(self, what: str, fetch_list: Sequence[str] | None, print_period: int, handler: Any) -> None:
         if type(print_period) is not int or print_period < 0:
@@ -109,7 +109,7 @@ class Report:
 
 
 def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch.Tensor] | None) -> Step:
-    """From what the user gives to a function from a batch to its values."""
+    """Convert the user's model and loss to a function from a batch to its values."""
     if not callable(model):
         raise FleetError(f"expected a function step(batch), or a model and loss_fn; found {model!r}")
     if loss_fn is not None and not callable(loss_fn):
@@ -132,7 +132,7 @@ def train(
     num_threads: int,
     report: Report,
 ) -> Result:
-    """One pass; `num_threads` threads train on batches of their own."""
+    """Train for one pass. Each of `num_threads` threads trains on its own batches."""
     _check_threads(num_threads)
     communicator = optimizers[0].communicator
     if num_threads > 1 and len(optimizers) > 1:
@@ -150,7 +150,7 @@ def train(
 
     def run(batches: Iterator[Batch]) -> None:
         for batch in engine.prefetch(batches):
-            communicator.freshen()  # also where parts of the model are called by themselves
+            communicator.freshen()  # needed if only parts of the model are called
             values = step(batch)
             loss = _loss(values)
             if num_threads > 1:
@@ -179,13 +179,13 @@ def infer(
     report: Report,
     leave_thread: Callable[[], None],
 ) -> Result:
-    """One pass without gradients, the model in eval mode; no row is created."""
+    """Run one pass without gradients, with the model in eval mode. Creates no rows."""
     _check_threads(num_threads)
     sums: dict[str, tuple[float, int]] = {}
     lock = threading.Lock()
 
     def run(batches: Iterator[Batch]) -> None:
-        with torch.no_grad():  # of this thread
+        with torch.no_grad():  # applies to this thread only
             for batch in engine.prefetch(batches):
                 values = step(batch)
                 with lock:
@@ -212,7 +212,7 @@ def _run_pass(
     report: Report,
     leave_thread: Callable[[], None],
 ) -> Result:
-    """One thread: here. Several: the first error of any of them ends all, and is raised here."""
+    """Run a pass. One thread: the calling one. Several: the first error in any of them ends all, and is raised here."""
     if not isinstance(dataset, Dataset):
         raise FleetError(
             f"expected a fleet.InMemoryDataset or fleet.QueueDataset, found {type(dataset).__name__}; for a DataLoader "
@@ -242,7 +242,7 @@ def _run_in_threads(
 
     def on_end() -> None:
         if threads.error is not None:
-            batches.close()  # the others come to their end
+            batches.close()  # ends the other threads
 
     works = [partial(work, batches.fork()) for _ in range(num_threads)]
     threads = BackgroundThreads(works, on_end=on_end, daemon=False)

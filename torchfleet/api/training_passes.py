@@ -29,9 +29,9 @@ def split_files(files: Sequence[str]) -> list[str]:
 
 
 def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
-    """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes.
+    """Iterate over the loader's batches. If the mode allows it, pull rows of the next batch while this one computes.
 
-    In collective training it ends on all ranks together, when the first has no batch left: nobody waits for ever.
+    In collective training it ends on all ranks together, when the first rank has no batch left, so that no rank hangs.
     """
     job = any_job(NO_WORKER)
     check_loader(loader)
@@ -39,9 +39,10 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
 
 
 def epochs(num: int, start: int = 0) -> Iterator[int]:
-    """`start` to num - 1, for the loop over epochs: whoever watches the job then knows when all of them will be over.
+    """Yield `start` to num - 1, for the loop over epochs. The job's displays can then predict when all epochs will end.
 
-    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: where a job goes on.
+    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: the epoch at which a job
+    continues.
     """
     if type(num) is not int or type(start) is not int or not 0 <= start <= num:
         raise FleetError(f"fleet.epochs: expected a number of epochs and a start of at most that, found {num}, {start}")
@@ -62,8 +63,8 @@ def train_from_dataset(
     """One pass over a dataset with reading, pulling, computing and pushing overlapped: docs/data.md.
 
     `model` is a function step(batch) that returns the loss, or a dict with "loss" and other numbers to watch; or the
-    model itself, with a `loss_fn(output, batch)`. `optimizer`: what distributed_optimizer returned. `thread`: threads
-    that train on batches of their own; sync mode allows one.
+    model itself, with a `loss_fn(output, batch)`. `optimizer`: as returned by distributed_optimizer. `thread`: the
+    number of threads, each of which trains on its own batches; sync mode allows one.
 
     Every `print_period` steps (0: never) a line shows step, samples per second and the entries of the dict that
     `fetch_list` names (default: all that are single numbers). `fetch_handler` gets values from a thread of its own:
@@ -94,7 +95,8 @@ def infer_from_dataset(
     print_period: int = 100,
     fetch_handler: FetchHandler | None = None,
 ) -> Result:
-    """One pass over `dataset` without gradients, the model in eval mode: ids without a row read as zeros and get none.
+    """One pass over `dataset` without gradients, with the model in eval mode. Ids without a row read as zeros; no rows
+    are created.
 
     `model`, `loss_fn`, `thread`, `fetch_list`, `print_period` and `fetch_handler` are as in train_from_dataset. The
     Result also has `mean`: the mean of every number over all samples.
@@ -107,9 +109,9 @@ def infer_from_dataset(
 
 
 def report(**metrics: float) -> None:
-    """Show numbers, report(loss=0.3, auc=0.8), on all that watches the job, from the launcher's display to callbacks.
+    """Report numbers, report(loss=0.3, auc=0.8), to the launcher's display, callbacks and other monitors of the job.
 
-    `metrics` are numbers by names of your own. The newest of each name is shown.
+    `metrics` are numbers by names of your choice. The latest value of each name is shown.
     """
     job, found = any_job(NO_WORKER), {name: metric(name, value) for name, value in metrics.items()}
     job.report(found)

@@ -1,7 +1,8 @@
 """fleet.util: reductions, gathers and barriers among workers, servers or all, file shards, printing on one worker.
 
 `comm_world` says who takes part: "worker" (after fleet.init_worker), "server" (between fleet.init_server and
-fleet.run_server), or "all" (each at its place; in what is gathered, workers come first). All of them must call it.
+fleet.run_server), or "all" (both, under these conditions; workers come first in gathered results). All of them must
+call the function.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
-    """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    """This worker's files. Each file goes to exactly one worker; the numbers of files differ by at most one."""
     return training_passes.split_files(files)
 
 
 def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
-    """The elementwise sum, maximum or minimum over `comm_world`: a number, an array or a tensor, as it was given."""
+    """The elementwise sum, maximum or minimum over `comm_world`. `input`: a number, an array or a tensor, as is the
+    result.
+    """
     _check_world(comm_world)
     if mode not in _MODES:
         raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
@@ -52,7 +55,7 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
 
 
 def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
-    """What everyone in `comm_world` gave, in their order: numbers, text, lists and dicts of them."""
+    """The inputs of all processes in `comm_world`, in their order: numbers, text, lists and dicts of them."""
     _check_world(comm_world)
     try:
         _check_plain(input)
@@ -63,7 +66,7 @@ def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
 
 
 def barrier(comm_world: str = "worker") -> None:
-    """Wait for all others in `comm_world`."""
+    """Wait for all other processes in `comm_world`."""
     _check_world(comm_world)
     if comm_world == "worker":
         process_role.barrier_worker()
@@ -72,7 +75,7 @@ def barrier(comm_world: str = "worker") -> None:
 
 
 def print_on_rank(message: str, rank_id: int) -> None:
-    """Print on one worker."""
+    """Print `message` on worker `rank_id` only."""
     if process_role.is_worker() and process_role.worker_index() == rank_id:
         print(message, flush=True)
 
@@ -83,7 +86,7 @@ def _check_world(comm_world: str) -> None:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """Numbers, arrays and tensors of any kind as a numpy array."""
+    """Convert numbers, arrays and tensors of any kind to a numpy array."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16
@@ -91,7 +94,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
 
 
 def _check_plain(value: Any) -> None:
-    """Only what arrives as it was given; a tuple arrives as a list."""
+    """Accept only values that arrive unchanged; a tuple would arrive as a list."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(key)

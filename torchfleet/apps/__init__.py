@@ -1,1 +1,1 @@
-"""What is built on the public functions: word vectors, online learning, classification, trainers of other libraries."""
+"""Applications of the public API: word vectors, online learning, classification, trainers of other libraries."""

@@ -1,12 +1,12 @@
-"""Large-scale classification from end to end, in the manner of Paddle's PLSC.
+"""Large-scale classification from end to end, modelled on Paddle's PLSC.
 
     entry = Entry().set_class_num(1_000_000).set_model(backbone, emb_dim=512).set_dataset(train, test)
     entry.set_loss_type("arcface").set_train_batch_size(128).set_train_epochs(20).set_checkpoint_dir("checkpoints")
     entry.train()
     print(entry.test())
 
-Run by one process or by `fleetrun --nproc_per_node N`: classes are sharded over the ranks, samples too. For a loop of
-one's own there is fleet.nn.MarginSoftmax (docs/collective/classification.md).
+Run it in one process or with `fleetrun --nproc_per_node N`: classes and samples are sharded over the ranks. To write
+your own loop, use fleet.nn.MarginSoftmax (docs/collective/classification.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchfleet.collective.layers.margin_softmax import MarginSoftmax
 
 
 class Trained(NamedTuple):
-    """How the last epoch went."""
+    """The result of the last epoch."""
 
     num_steps: int
     loss: float
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Classifier(torch.nn.Module):
-    """A backbone that makes features and a last layer that is cut by classes. Without labels: (classes, scores)."""
+    """A backbone that computes features and a last layer sharded by classes. Without labels: (classes, scores)."""
 
     def __init__(self, backbone: torch.nn.Module, head: MarginSoftmax) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Classifier(torch.nn.Module):
 
 
 class Entry(Settings):
-    """Settings (set_class_num, ...: settings.py), then train(), test(), predict(), which all ranks call."""
+    """Settings (set_class_num, ...: settings.py), then train(), test() and predict(), which all ranks call together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Entry(Settings):
         self._first_epoch = 0
 
     def train(self) -> Trained:
-        """All epochs that are not done yet; prints the loss and the speed on the first rank."""
+        """Train the remaining epochs. The first rank prints the loss and the speed."""
         self._begin()
         if self.train_samples is None and self.reader is None:
             raise FleetError("call set_dataset or set_train_reader before train()")
@@ -73,7 +73,7 @@ class Entry(Settings):
         return result
 
     def test(self) -> float:
-        """The accuracy on the test dataset, over all ranks."""
+        """The accuracy on the test dataset over all ranks."""
         self._begin()
         if self.test_samples is None:
             raise FleetError("call set_dataset(train, test) before test(): there are no samples to test with")
@@ -88,14 +88,14 @@ class Entry(Settings):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Class and score of each input of this rank, which may have none; all ranks call it together."""
+        """The class and score of each input of this rank, which may have none. All ranks call it together."""
         self._begin()
         self._model.eval()
         classes, scores = self._model(_to(inputs, self._device))
         return classes, scores
 
     def stop(self) -> None:
-        """Leave the job; a process can have another then."""
+        """Leave the job. The process can then start another one."""
         fleet.stop_worker()
         self._model = self._optimizer = self._scheduler = None
         self._first_epoch = 0
@@ -103,7 +103,7 @@ class Entry(Settings):
     # Inside
 
     def _begin(self) -> None:
-        """Model and optimizer, as they were saved if they were."""
+        """Create model and optimizer, and load them from a checkpoint if there is one."""
         if self._model is not None:
             return
         for name, value in (("set_class_num", self.class_num), ("set_emb_dim", self.emb_dim)):
@@ -153,7 +153,7 @@ class Entry(Settings):
             num_samples += len(labels)
             if self.log_period and num_steps % self.log_period == 0:
                 self._log(epoch, num_steps, float(loss.detach()), num_samples / (time.monotonic() - started))
-        last = float(loss.detach())  # waits for the device, so that the time is the whole time
+        last = float(loss.detach())  # waits for the device, so that the measured time is complete
         seconds = time.monotonic() - started
         rate = float(fleet.metrics.sum(num_samples)) / max(seconds, 1e-9)
         self._print(f"epoch {epoch + 1} of {self.num_epochs}: loss {last:.4f}, {rate:.0f} samples/s in all")
@@ -181,7 +181,7 @@ class Entry(Settings):
 
 
 def _rank_batches(samples: Samples, batch_size: int) -> Iterator[tuple[Any, torch.Tensor]]:
-    """This rank's share in as many batches as all ranks have, of which the last may be empty; nobody gets one twice."""
+    """This rank's share, in the same number of batches on all ranks; the last may be empty. No sample is used twice."""
     index, number = fleet.data_shard()
     num: int = len(samples)  # type: ignore[arg-type]
     own = range(index, num, number)

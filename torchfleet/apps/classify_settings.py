@@ -1,4 +1,4 @@
-"""The settings of torchfleet.apps.Entry, each checked when it is set."""
+"""The settings of torchfleet.apps.Entry, checked on assignment."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 Samples = Dataset[tuple[Any, int]]  # (input, label) each
 Batches = Iterable[tuple[Any, torch.Tensor]]
-Reader = Callable[[int], Batches]  # of an epoch: this rank's batches
+Reader = Callable[[int], Batches]  # from an epoch to this rank's batches
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Own = TypeVar("Own", bound="Settings")
 _LOSS_TYPES = ("arcface", "cosface", "softmax")
 
 
 class Settings:
-    """Setters that return the object, so that they can be written one after the other."""
+    """Setters that return the object, so that calls can be chained."""
 
     def __init__(self) -> None:
         self.class_num = self.emb_dim = 0
@@ -42,7 +42,7 @@ class Settings:
         return self
 
     def set_model(self: Own, backbone: torch.nn.Module, emb_dim: int | None = None) -> Own:
-        """What makes features (n, emb_dim) of a batch of inputs."""
+        """The model that computes features (n, emb_dim) from a batch of inputs."""
         if not isinstance(backbone, torch.nn.Module):
             raise FleetError(f"set_model expects a torch.nn.Module, found {type(backbone).__name__}")
         self.backbone = backbone
@@ -53,7 +53,7 @@ class Settings:
         return self
 
     def set_dataset(self: Own, train: Samples, test: Samples | None = None) -> Own:
-        """Datasets of (input, label), the whole of them on every rank, which takes its share."""
+        """Datasets of (input, label). Every rank gets the whole dataset and takes its share."""
         for name, dataset in (("train", train), ("test", test)):
             if dataset is not None and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
                 raise FleetError(
@@ -63,12 +63,12 @@ class Settings:
         return self
 
     def set_train_reader(self: Own, reader: Reader) -> Own:
-        """In the place of a dataset: `reader(epoch)` gives batches (inputs, labels) of fleet.data_shard()'s share."""
+        """Use instead of a dataset: `reader(epoch)` returns batches (inputs, labels) of fleet.data_shard()'s share."""
         self.reader = _callable("set_train_reader", reader)
         return self
 
     def set_train_batch_size(self: Own, num: int) -> Own:
-        """Samples of one rank in a step."""
+        """The number of samples per rank and step."""
         self.batch_size = _whole("set_train_batch_size", num, 1)
         return self
 
@@ -87,17 +87,17 @@ class Settings:
         return self
 
     def set_learning_rate(self: Own, rate: float) -> Own:
-        """Of momentum SGD (0.9, weight decay 0.0005), the optimizer if none is set."""
+        """The learning rate of the default optimizer, SGD with momentum 0.9 and weight decay 0.0005."""
         self.learning_rate = _positive("set_learning_rate", rate)
         return self
 
     def set_optimizer(self: Own, make: MakeOptimizer) -> Own:
-        """For example lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."""
+        """A function from parameters to an optimizer: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."""
         self.make_optimizer = _callable("set_optimizer", make)
         return self
 
     def set_lr_steps(self: Own, steps: Sequence[int]) -> Own:
-        """Steps after which the learning rate is multiplied by set_lr_decay_factor's number (0.1)."""
+        """Steps after which the learning rate is multiplied by the factor of set_lr_decay_factor (0.1)."""
         self.lr_steps = tuple(_whole("set_lr_steps", step, 1) for step in steps)
         return self
 
@@ -106,12 +106,12 @@ class Settings:
         return self
 
     def set_checkpoint_dir(self: Own, dirname: str) -> Own:
-        """Where every epoch is saved, and where training, testing and prediction go on from if there is a save."""
+        """The folder where every epoch is saved. Training, testing and prediction continue from a save there."""
         self.checkpoint_dir = _text("set_checkpoint_dir", dirname)
         return self
 
     def set_model_save_dir(self: Own, dirname: str) -> Own:
-        """Where the trained model is saved."""
+        """The folder where the trained model is saved."""
         self.model_save_dir = _text("set_model_save_dir", dirname)
         return self
 
@@ -122,12 +122,12 @@ class Settings:
         return self
 
     def set_log_period(self: Own, num: int) -> Own:
-        """Steps between two lines about the loss; 0: none."""
+        """Steps between two lines about the loss; 0: no lines."""
         self.log_period = _whole("set_log_period", num, 0)
         return self
 
     def set_seed(self: Own, seed: int) -> Own:
-        """Of the classes' first weights and of the order of samples."""
+        """The seed of the classes' initial weights and of the order of samples."""
         self.seed = _whole("set_seed", seed, 0)
         return self
 

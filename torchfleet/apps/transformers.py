@@ -21,14 +21,14 @@ from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.whole_state import whole_state
 
-_FOLDER = "fleet"  # of a checkpoint: what fleet.save leaves
-_OWN_LOOPS = ("pipeline", "tensor_parallel")  # whose ranks work on the same samples, or call the model otherwise
+_FOLDER = "fleet"  # within a checkpoint: the output of fleet.save
+_OWN_LOOPS = ("pipeline", "tensor_parallel")  # their ranks train on the same samples, or call the model differently
 
 
 class FleetTrainerMixin:
-    """In front of a class of Trainers: `class Mine(FleetTrainerMixin, Seq2SeqTrainer)`. As FleetTrainer."""
+    """Mixin for other Trainer classes: `class Mine(FleetTrainerMixin, Seq2SeqTrainer)`. See FleetTrainer."""
 
-    # Of the Trainer behind it.
+    # Attributes of the Trainer class.
     args: TrainingArguments
     model: Any
     optimizer: Any
@@ -58,7 +58,7 @@ class FleetTrainerMixin:
             super().__init__(wrapped, args, *more, optimizers=(optimizer, schedule), **options)  # type: ignore[call-arg]
             self._read_class(type(model), args)
         except BaseException:
-            fleet.reset()  # a cell of a notebook can be run again
+            fleet.reset()  # so that a notebook cell can be run again
             raise
 
     def _distributed(
@@ -73,7 +73,7 @@ class FleetTrainerMixin:
         return wrapped, self._distribute(optimizer)
 
     def _read_class(self, kind: type[torch.nn.Module], args: TrainingArguments) -> None:
-        """What the Trainer reads off a model's class, and found to be ours."""
+        """Restore what the Trainer reads from the model's class, which was the wrapper's class."""
         if args.label_names is None:
             self.label_names = find_labels(kind)
         self.can_return_loss = can_return_loss(kind)
@@ -93,17 +93,17 @@ class FleetTrainerMixin:
         return found
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """By the names of the user's own model."""
+        """Select by the names of the user's own model."""
         inner = model.module if isinstance(model, CollectiveModel) else model
         names: list[str] = super().get_decay_parameter_names(inner)  # type: ignore[misc]
         return names
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Within the step, where the strategies have the gradients of all batches and ranks together."""
+        """Clip within the step, where the strategies have the gradients of all batches and ranks."""
         self._stepped.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """It is known after the step."""
+        """Return nothing: the norm is known only after the step."""
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *more: Any, **options: Any) -> None:
         norm = self._stepped.grad_norm if self.args.max_grad_norm > 0 else None
@@ -115,10 +115,10 @@ class FleetTrainerMixin:
         if process_role.is_under_way():
             fleet.report(**numbers)
 
-    # Checkpoints: the model as transformers saves it, and beside it all that training goes on from
+    # Checkpoints: the model as transformers saves it, and beside it the state to continue training from
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The whole model, for from_pretrained. All ranks call it together."""
+        """Save the whole model, for from_pretrained. All ranks call it together."""
         wrapped = self.model
         self._stepped_or_refused("save_model")
         state = whole_state(wrapped.module)
@@ -144,7 +144,7 @@ class FleetTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing yet: model and optimizer are loaded together, once there is an optimizer."""
+        """Do nothing yet: model and optimizer are loaded together, once the optimizer exists."""
         _folder_of(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -162,12 +162,14 @@ class FleetTrainer(FleetTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers.Trainer as a rank of a collective job: alone, or under `fleetrun --nproc_per_node N`.
 
     `strategy`: a DistributedStrategy: amp, recompute, gradient_merge, sharding, localsgd, lamb, lars, dgc and others.
-    The rest is the Trainer's. It calls fleet.init unless that was done, and distributes the model and the optimizer,
-    its own or one that is given in `optimizers`. What both sides could do is done once: an error says which to use.
-    With gradient_merge a step of the Trainer is a batch, and every k-th changes the model.
+    All other arguments are the Trainer's. It calls fleet.init unless it was called, and distributes the model and the
+    optimizer, its own or the one in `optimizers`. A feature that both sides offer may be enabled on one side only: an
+    error says which to use. With gradient_merge, a step of the Trainer is one batch, and every k-th step updates the
+    model.
 
-    A checkpoint has the whole model, for from_pretrained, and a folder `fleet` that train(resume_from_checkpoint=...)
-    goes on from, on any number of ranks. The job ends with the script, or by fleet.stop_worker().
+    A checkpoint has the whole model, for from_pretrained, and a folder `fleet`, from which
+    train(resume_from_checkpoint=...) continues on any number of ranks. The job ends with the script or with
+    fleet.stop_worker().
     """
 
 
@@ -189,7 +191,7 @@ def _begin(strategy: DistributedStrategy | None) -> None:
 
 
 def _folder_of(checkpoint: str) -> str:
-    """Where fleet.save has left a checkpoint. Raises FleetError if it has not."""
+    """The folder of a checkpoint that fleet.save wrote. Raises FleetError if there is none."""
     folder = os.path.join(checkpoint, _FOLDER)
     if fleet.saved_extra(folder) is None:
         raise FleetError(
@@ -200,8 +202,9 @@ def _folder_of(checkpoint: str) -> str:
 
 
 def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
-    """Raise StrategyError for what TrainingArguments and the strategies could both do, and for what the Trainer's loop
-    cannot do at all, with both names and the way out. `strategies`: those that are on."""
+    """Raise StrategyError for features that both TrainingArguments and the strategies would apply, and for those that
+    the Trainer's loop does not support. The error names both settings and a solution. `strategies`: the enabled ones.
+    """
     for name in ("bf16", "fp16"):
         if getattr(args, name, False):
             raise StrategyError(

@@ -1,1 +1,1 @@
-"""What every wing stands on: errors, roles, settings, storage, status and traces of a process."""
+"""The modules that all other packages use: errors, roles, settings, storage, status reports and traces of a process."""

@@ -1,4 +1,4 @@
-"""An optimizer in the place of the user's: its param groups, state and hooks, with another step."""
+"""An optimizer that replaces the user's: it shares its param groups, state and hooks, and has its own `step`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ _GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 class AdoptedOptimizer(torch.optim.Optimizer):
-    """The same param groups as the user's optimizer, shared with it: a scheduler made for either works on both.
+    """Replaces the user's optimizer and shares its param groups, so a scheduler made for either works on both.
 
-    Step hooks that the user's optimizer had are called by this one, once per step. Derived classes write `step`, which
+    This optimizer calls the step hooks of the user's optimizer, once per step. Subclasses implement `step`, which
     begins with `_begin_step`.
     """
 
     def __init__(self, user: torch.optim.Optimizer) -> None:
-        # All but `step`: a scheduler made before has wrapped the user's step, and ours is another.
+        # All but `step`: an existing scheduler has wrapped the user's step, and this class defines its own.
         self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(user, hooks, OrderedDict())  # they are ours now; a step of the user's optimizer would repeat them
-        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
+            setattr(user, hooks, OrderedDict())  # this class calls them now, and the user's must not
+        self._patch_step_function()  # torch does this for its own classes on construction, so that hooks are called
         self._user = user
         self.after_step: Callable[[], None] = lambda: None  # called at the end of every step
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """torch wraps every `step` with this. Where nobody looks on, by a hook or a profiler, the step is called as it
-        is: a mark for a profiler takes longer than all of our own work on the step."""
+        """torch wraps every `step` with this decorator. Without hooks or an active profiler, `step` is called directly:
+        torch's profiler annotation takes longer than the rest of a step of ours.
+        """
         watched = torch.optim.Optimizer.profile_hook_step(func)
 
         @wraps(func)
@@ -46,11 +47,11 @@ class AdoptedOptimizer(torch.optim.Optimizer):
 
     @property
     def user(self) -> torch.optim.Optimizer:
-        """The optimizer in whose place this one stands."""
+        """The optimizer that this one replaces."""
         return self._user
 
     def _begin_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The closure's loss, None without one. A scheduler that was made before sees that a step was made."""
+        """Call the closure and return its loss, or None without a closure. Mark the step for existing schedulers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,9 +62,9 @@ class AdoptedOptimizer(torch.optim.Optimizer):
     def _load_in_place(
         self, owner: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
     ) -> None:
-        """`load(state_dict)`, which gives `owner` new groups; then the groups are again the dictionaries they were.
+        """Call `load(state_dict)`, which gives `owner` new groups, then restore the original group dictionaries.
 
-        Schedulers, and whoever else holds a group, see the loaded options in it.
+        Schedulers and other holders of a group see the loaded options in it.
         """
         groups = owner.param_groups
         load(state_dict)

@@ -1,4 +1,4 @@
-"""Threads beside the main work, whose first error is raised in the threads that count on them."""
+"""Background threads. The first error in any of them is raised in the threads that depend on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Work = Callable[[], None]
 
 
 class BackgroundThreads:
-    """Runs functions, each in a thread of its own. The first error of any of them is kept; `check` raises it.
+    """Runs each function in its own thread. Keeps the first error of any of them; `check` raises it.
 
-    An error is kept as it is. With `failure`, an Exception that is no FleetError is kept as
-    FleetError("`failure`: kind: text"), so that a user learns what it was that failed.
+    An error is kept unchanged. With `failure`, an Exception that is not a FleetError is kept as FleetError("`failure`:
+    kind: text"), so that the user learns what failed.
     """
 
     def __init__(
@@ -24,11 +24,11 @@ class BackgroundThreads:
         on_end: Callable[[], None] = lambda: None,
         daemon: bool = True,
     ) -> None:
-        """`on_end` is called in each thread when its function has ended, its error, if any, being kept by then."""
+        """Each thread calls `on_end` after its function has ended and its error, if any, has been kept."""
         self._failure = failure
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        # What a thread calls belongs to the thread alone, which drops it at its end: nothing is kept alive from here.
+        # Only the thread holds its function, and drops it at the end: this object keeps nothing alive.
         self._threads = [threading.Thread(target=self._run, args=(work, on_end), daemon=daemon) for work in works]
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class BackgroundThreads:
         return self._error
 
     def check(self) -> None:
-        """Raise the first error, again at every call."""
+        """Raise the first error. Every call raises it again."""
         if self._error is not None:
             raise self._error
 
@@ -52,7 +52,7 @@ class BackgroundThreads:
         return any(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of all threads that were started, `timeout` seconds for each; not for the caller's own."""
+        """Wait for all started threads except the calling one, up to `timeout` seconds for each."""
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout)
@@ -60,7 +60,7 @@ class BackgroundThreads:
     def _run(self, work: Work, on_end: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # must reach whoever counts on this thread, whatever it is
+        except BaseException as error:  # every error must reach the threads that depend on this one
             self._keep(error)
         finally:
             on_end()

@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use: limits of a container, a batch system or systemd, by cgroups."""
+"""The memory and cores that this process may use, by its cgroups: limits of a container, a batch system or systemd."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _ROOT, _OWN, _MACHINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path(
 
 
 def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
-    """The smallest limit of this process's groups and of all above them, in bytes; None if there is none.
+    """The smallest limit of this process's cgroups and all their ancestors, in bytes; None without a limit.
 
-    Version 1 has a huge number where there is no limit.
+    Version 1 uses a huge number for "no limit".
     """
     texts = [
         text for path in _files(root, own, "memory", "memory.limit_in_bytes", "memory.max") if (text := _read(path))
@@ -21,9 +21,9 @@ def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
 
 
 def memory_left(root: Path = _ROOT, own: Path = _OWN, machine: Path = _MACHINE) -> int | None:
-    """Bytes that this process could still get: of the machine, or of its groups if they leave less; None: not known.
+    """Bytes that this process can still allocate, limited by the machine and by its cgroups; None if unknown.
 
-    What is only kept of files counts as free.
+    The page cache counts as free.
     """
     left = [1024 * number for name, number in _numbers(machine) if name == "MemAvailable:"]
     for file, used, cached in (
@@ -39,9 +39,9 @@ def memory_left(root: Path = _ROOT, own: Path = _OWN, machine: Path = _MACHINE) 
 
 
 def cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """The processor time per second that this process's groups and all above them may use; None if there is no limit.
+    """The CPU time per second that this process's cgroups and all their ancestors allow; None without a limit.
 
-    Version 1 has -1 where there is no limit.
+    Version 1 uses -1 for "no limit".
     """
     limits = []
     for path in _files(root, own, "cpu", "cpu.cfs_quota_us", "cpu.max"):
@@ -53,17 +53,17 @@ def cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process and its children may run on: those of its affinity, or fewer if its container says so."""
+    """Cores that this process and its children may run on: those of its CPU affinity, limited by its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cpu_limit()
     return max(1, allowed if limit is None else min(allowed, math.floor(limit)))
 
 
 def _files(root: Path, own: Path, controller: str, file1: str, file2: str) -> list[Path]:
-    """Where limits may stand: `file1` of version 1 and `file2` of version 2, from the process's group upwards.
+    """Files that may hold limits: `file1` of version 1 and `file2` of version 2, from the process's cgroup upwards.
 
-    Inside a container the root is often the container's own group, while `own` still names the host's path: so what
-    does not exist on the way up is skipped by whoever reads.
+    Inside a container the root is often the container's own cgroup, while `own` still names the host's path. The caller
+    therefore skips files that do not exist.
     """
     try:
         lines = own.read_text().splitlines()
@@ -85,7 +85,7 @@ def _upwards(mount: Path, group: str, file: str) -> list[Path]:
 
 
 def _numbers(path: Path) -> list[tuple[str, int]]:
-    """Of a file with a name and a number on every line."""
+    """Parse a file with a name and a number on every line."""
     lines = [line.split() for line in (_read(path) or "").splitlines()]
     return [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdigit()]
 
@@ -93,5 +93,5 @@ def _numbers(path: Path) -> list[tuple[str, int]]:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:  # no such group here, or its limit is hidden from this process
+    except OSError:  # the cgroup does not exist here, or this process may not read its limit
         return None

@@ -1,56 +1,56 @@
-"""Everything torchfleet raises on purpose. A message says what was expected, what was found, and what to do."""
+"""The exceptions of torchfleet. A message says what was expected, what was found, and what to do."""
 
 from __future__ import annotations
 
 
 class FleetError(Exception):
-    """Base of all of them."""
+    """Base class of all exceptions of torchfleet."""
 
 
 class StrategyError(FleetError):
-    """A setting that is unknown, wrong, contradictory or not available."""
+    """A setting is unknown, wrong, contradictory or not available."""
 
 
 class UnknownFieldError(StrategyError, AttributeError):
-    """A field that a strategy does not have; also an AttributeError, so that hasattr works."""
+    """A strategy has no such field. Also an AttributeError, so that hasattr works."""
 
 
 class UnknownKeyError(StrategyError, KeyError):
-    """A key that a dictionary of settings does not have; also a KeyError, so that `get` and `in` work."""
+    """A dictionary of settings has no such key. Also a KeyError, so that `get` and `in` work."""
 
     __str__ = Exception.__str__  # KeyError's would put the message into quotes
 
 
 class RoleError(FleetError):
-    """The environment, or the caller, does not say clearly which role this process has."""
+    """The environment or the caller does not define the role of this process unambiguously."""
 
 
 class NumberTaken(RoleError):
-    """Another process has this worker's number, and was heard of not long ago."""
+    """Another process has this worker's index and sent a heartbeat recently."""
 
 
 class MissingPackage(FleetError, ModuleNotFoundError):
-    """A package that is not installed; also a ModuleNotFoundError, which those who try to import something expect."""
+    """A package is not installed. Also a ModuleNotFoundError, for code that catches failed imports."""
 
 
 class ModelError(FleetError):
-    """A model or optimizer that cannot be distributed as it is."""
+    """A model or optimizer cannot be distributed as it is."""
 
 
 class WireError(FleetError):
-    """Bytes that are not a message of our protocol."""
+    """Bytes are not a message of the wire protocol."""
 
 
 class TableError(FleetError):
-    """A request that a table cannot take; the table is as it was before."""
+    """A table refused a request. The table is unchanged."""
 
 
 class PermissionRefused(FleetError):
-    """A command that this role may not give."""
+    """This role may not send the command."""
 
 
 class SecurityError(FleetError):
-    """Keys that are missing or unusable, or an address that must not be used without them."""
+    """Keys are missing or unusable, or an address must not be used without keys."""
 
 
 class BarrierError(FleetError):
@@ -58,27 +58,27 @@ class BarrierError(FleetError):
 
 
 class WorkerMissing(FleetError):
-    """Workers wait for one that has ended, is silent, or waits for them somewhere else."""
+    """Workers wait for a worker that has ended, is silent, or waits for them at another place."""
 
 
 class CountedOut(FleetError):
-    """The others have gone on without this worker's process: it must be started again to take part."""
+    """The other workers continued without this worker's process. Restart it to take part again."""
 
 
 class ServerLoading(FleetError):
-    """A server is there, and does not serve yet."""
+    """A server is running but does not serve yet."""
 
 
 class ServerBusy(FleetError):
-    """A server refuses a request for now: this client has used up its share. Asking again later may help."""
+    """A server refuses a request for now because this client has used up its share. A retry may succeed."""
 
 
 class NotPrimary(FleetError):
-    """A replica of a server that does not answer for its shard now: another one does, or will in a moment."""
+    """This replica is not the primary of its shard. Another replica is, or will be in a moment."""
 
 
 class CoordinatorUnreachable(FleetError):
-    """Nobody can be asked who is primary: nothing is known about it for now."""
+    """The coordinator cannot be reached, so the primary is unknown for now."""
 
 
 class ServerError(FleetError):
@@ -90,20 +90,20 @@ class ServerUnreachable(FleetError):
 
 
 class ServerRestarted(FleetError):
-    """A server came back as another process: what it held before is gone."""
+    """A server was restarted as a new process and has lost its state."""
 
 
 class DataError(FleetError):
-    """Data that cannot be read as it should: the message says where, what was expected and what was found."""
+    """Data cannot be read. The message says where, what was expected and what was found."""
 
 
 class CheckpointError(FleetError):
-    """A saved model that cannot be read or written; the message names the file."""
+    """A saved model cannot be read or written. The message names the file."""
 
 
 class LogError(FleetError):
-    """A server's log that cannot be read, continued or followed; the message names the file and the place."""
+    """A server's log cannot be read, continued or followed. The message names the file and the position."""
 
 
 class LogStuck(ServerBusy):
-    """A server cannot write its log now, and so promises nothing. It goes on when it can."""
+    """A server cannot write its log now, so it acknowledges no changes. It continues when it can write again."""

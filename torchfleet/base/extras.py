@@ -1,4 +1,4 @@
-"""Packages that only some parts of torchfleet need: its extras, imported where they are used."""
+"""Optional packages (extras), which are imported where they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchfleet.base.errors import MissingPackage
 
 
 def required(module: str, user: str, extra: str, more: str = "") -> Any:
-    """The module of this name. Raises MissingPackage with what `user` has to install; `more` ends its text."""
+    """Import and return a module. Raises MissingPackage, which tells `user` what to install and ends with `more`."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -18,10 +18,10 @@ def required(module: str, user: str, extra: str, more: str = "") -> Any:
 
 
 def check_installed(module: str, user: str, extra: str) -> None:
-    """Raise MissingPackage if the module is not there, without importing it."""
+    """Raise MissingPackage if the module is not installed. Does not import it."""
     try:
         is_there = find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # the parent package is not installed either
         is_there = False
     if not is_there:
         raise missing(module, user, extra)

@@ -1,4 +1,4 @@
-"""A handler that is called with values of the training, from a thread beside it, every few seconds."""
+"""FetchHandler: a background thread calls it every few seconds with values of the training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchfleet.base.errors import FleetError
 
 
 class FetchHandler:
-    """Derive from it and write `handler(self, values)`; it is called every `period_secs` from a thread of its own.
+    """Base class: override `handler(self, values)`. A background thread calls it every `period_secs` seconds.
 
-    `var_dict` says what to watch: names for the handler → names in the dict that the step returns, tensors, or
+    `var_dict` says what to watch. It maps names for the handler to keys of the dict that the step returns, tensors, or
     functions without arguments.
     """
 
@@ -34,12 +34,12 @@ class FetchHandler:
         self.var_dict, self.period_secs = dict(var_dict), float(period_secs)
 
     def handler(self, values: dict[str, Any]) -> None:
-        """What to do with the values: numbers, and numpy arrays for tensors of several. To be written by the user."""
+        """Process the values: numbers, and numpy arrays for tensors with several elements. Subclasses override it."""
         raise NotImplementedError(f"{type(self).__name__}.handler(values) is to be written by you")
 
 
 class Watch:
-    """Runs a handler beside training until it is closed; training only puts its latest values here."""
+    """Calls a handler in a background thread until it is closed. The training thread only stores its latest values."""
 
     def __init__(self, handler: FetchHandler) -> None:
         self._handler = handler
@@ -49,11 +49,11 @@ class Watch:
         self._thread.start()
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """The last step's values; they are looked at when the handler's time has come."""
+        """Store the last step's values. The thread reads them at the handler's next call."""
         self._latest = values
 
     def close(self) -> None:
-        """One last call, with the values at the end; one that is under way is waited for."""
+        """Call the handler once more with the final values. Waits for a call in progress."""
         self._over.set()
         self._thread.join()
 
@@ -68,7 +68,7 @@ class Watch:
             return
         try:
             self._handler.handler({name: self._value(what, latest) for name, what in self._handler.var_dict.items()})
-        except BaseException:  # the user's code: it is shown, and training goes on
+        except BaseException:  # the user's code failed: print the error and continue training
             traceback.print_exc(file=sys.stderr)
 
     def _value(self, what: Any, latest: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class Watch:
 
 
 def plain(value: Any) -> Any:
-    """A number, or a numpy array of several; what is neither stays as it is."""
+    """A number, or a numpy array for several elements; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         detached = value.detach().cpu()
         if detached.numel() == 1:
@@ -94,7 +94,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What can be shown in a line: single numbers."""
+    """The values that are single numbers, which fit in a line of output."""
     single = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.numel() == 1}
     found = {name: plain(value) for name, value in single.items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}

@@ -17,9 +17,10 @@ from typing import Any
 
 
 def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of the module `module` in `file`, by the stub beside it.
+    """Return `__getattr__`, `__dir__` and `__all__` for the module `module` in `file`, from the stub beside it.
 
-    Other names raise AttributeError, with the nearest public name. A name is looked up once, and kept in the module.
+    Other names raise AttributeError with the nearest public name. A name is resolved once and then stored in the
+    module.
     """
     places = names_of(Path(file).with_suffix(".pyi"))
     public = sorted(places)
@@ -35,16 +36,18 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         return value
 
     def names() -> list[str]:
-        """For completion: the public names, not what the module imports, nor modules that happen to be loaded."""
+        """For completion: only the public names, without the module's imports and loaded submodules."""
         return sorted([*public, *(name for name in vars(sys.modules[module]) if name.startswith("__"))])
 
     return get, names, public
 
 
 def names_of(stub: Path) -> dict[str, str]:
-    """The module of each name that `stub` imports: the one that defines it, or for `from package import module` itself.
+    """Map each name that `stub` imports to its module: the one that defines it, or itself for `from package import
+    module`.
 
-    A stub imports by whole names, `from torchfleet.api.saves import save as save`, and sub-modules from torchfleet.
+    A stub imports with absolute names, `from torchfleet.api.saves import save as save`, and sub-modules from
+    torchfleet.
     """
     statements = [node for node in ast.parse(stub.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
     return {

@@ -1,4 +1,4 @@
-"""Folders of one user: what lies in them is executed, or opens doors, so nobody else may write there."""
+"""Folders of one user. Their contents are executed or grant access, so no other user may write there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_own(folder: Path) -> None:
-    """Create the folder for this user alone (mode 0700) if it is not there. Raises SecurityError if it is not this
-    user's, as `check_own` says, OSError if it cannot be made."""
+    """Create the folder with mode 0700 if it does not exist. Raises SecurityError if it fails `check_own`, and OSError
+    if it cannot be created.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(folder)
 
 
 def check_own(folder: Path) -> None:
-    """Raise SecurityError unless this is a folder, and no link to one, that nobody but this user and root can write to.
-    Raises OSError if it cannot be looked at."""
-    found = folder.lstat()  # a link could lead elsewhere tomorrow
+    """Raise SecurityError unless this is a folder, not a link, that only this user and root can write to. Raises
+    OSError if it cannot be inspected.
+    """
+    found = folder.lstat()  # not stat(): the target of a link may change later
     if not stat.S_ISDIR(found.st_mode):
         raise SecurityError(f"expected a folder at {folder}, found a link or a file: remove it")
     if found.st_uid not in (os.getuid(), 0):

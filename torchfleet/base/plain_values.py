@@ -1,6 +1,7 @@
-"""Plain values as bytes, and back: numbers, texts, lists, dictionaries, tensors and arrays. Nothing of it is executed.
+"""Serializes plain values: numbers, strings, lists, dictionaries, tensors and arrays. Never executes code.
 
-What workers give to each other, and to a notebook, travels so. Anything else is an error that says where it stands.
+Workers exchange values in this form with each other and with a notebook. Other types raise an error that says where in
+the value they are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 
 from torchfleet.base.errors import FleetError
 
-_TENSOR, _ARRAY, _TUPLE, _PAIRS = 1, 2, 3, 4  # kinds of msgpack's extensions
+_TENSOR, _ARRAY, _TUPLE, _PAIRS = 1, 2, 3, 4  # extension types of msgpack
 _KNOWN = "None, numbers, strings, bytes, lists, tuples, dictionaries, tensors and numpy arrays"
-_PLAIN_ARRAYS = "biufc"  # kinds of numpy's types whose bytes are all that there is to them
+_PLAIN_ARRAYS = "biufc"  # kinds of numpy dtypes that their bytes describe completely
 _ARRAY_TYPE = re.compile(f"[<>|][{_PLAIN_ARRAYS}][0-9]{{1,2}}", re.ASCII)
-# Types of tensors whose bytes are all that there is to them: torch crashes on a quantized one that is made of bytes.
+# Tensor dtypes that their bytes describe completely. torch crashes on a quantized tensor made from bytes.
 _TENSOR_TYPES = {
     name: getattr(torch, name)
     for name in (
@@ -31,7 +32,7 @@ _TENSOR_TYPES = {
 
 
 class _Header(msgspec.Struct, array_like=True):
-    """Before the bytes of a tensor or an array."""
+    """Precedes the bytes of a tensor or an array."""
 
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
@@ -42,7 +43,7 @@ _header = msgspec.msgpack.Decoder(_Header)
 
 
 def pack(value: Any, what: str = "the value") -> bytes:
-    """The bytes of a value. Raises FleetError for what is not plain; `what` names it there."""
+    """Serialize a value. Raises FleetError for a value that is not plain, which the message calls `what`."""
     try:
         return msgspec.msgpack.encode(_plain(value, what))
     except (OverflowError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -50,7 +51,9 @@ def pack(value: Any, what: str = "the value") -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given. Tensors are on the CPU. Raises FleetError if the bytes are not of its making."""
+    """The value that `pack` serialized. Tensors are on the CPU. Raises FleetError for bytes that `pack` did not
+    produce.
+    """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_read_extension)
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError) as error:
@@ -58,7 +61,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """With everything in it that msgpack knows, or as an extension."""
+    """The value with all nested values converted to types of msgpack or to extensions."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if isinstance(value, torch.Tensor):
@@ -109,7 +112,7 @@ def _read_extension(code: int, data: memoryview) -> Any:
         if not _ARRAY_TYPE.fullmatch(header.dtype):
             raise ValueError(f"an array of {header.dtype!r:.100}")
         flat = np.frombuffer(bytearray(header.data), np.dtype(header.dtype))
-        return flat.reshape(header.shape)[()]  # of numpy's scalars: one again
+        return flat.reshape(header.shape)[()]  # a numpy scalar becomes a scalar again
     found = _TENSOR_TYPES.get(header.dtype)
     if found is None:
         raise ValueError(f"a tensor of {header.dtype!r:.100}")

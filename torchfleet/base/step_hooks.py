@@ -1,4 +1,4 @@
-"""The phases of a step, by hooks of torch: the model is called, its outputs get gradients, the optimizer steps."""
+"""Torch hooks that detect the phases of a step: the model is called, its outputs get gradients, the optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.utils.hooks import RemovableHandle
 
 from torchfleet.base.tracing.step_spans import FORWARD, UPDATE, StepSpans
 
-_DEPTH = 4  # of containers in what a model returns
+_DEPTH = 4  # of nested containers in a model's output
 
 
 class StepHooks:
-    """Follows a model and its optimizers until it is removed. What happens outside of training is not noted."""
+    """Follows a model and its optimizers until removed. Records nothing outside of training."""
 
     def __init__(self, spans: StepSpans, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._spans, self._model = spans, model
         enter = torch.compiler.disable(self._enter)  # type: ignore[no-untyped-call]
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = [
-            # The first of all: what other hooks of the model wait for is part of its call.
+            # Registered first, so that the waits of other hooks of the model count as part of its call.
             model.register_forward_pre_hook(lambda called, _: enter(called), prepend=True),
             model.register_forward_hook(lambda called, _, outputs: leave(called, outputs)),
             *(optimizer.register_step_pre_hook(self._update) for optimizer in optimizers),
@@ -32,7 +32,7 @@ class StepHooks:
             handle.remove()
 
     def _is_followed(self, called: torch.nn.Module) -> bool:
-        # A copy of the model has the hooks, too.
+        # A copy of the model has these hooks too.
         return called is self._model and self._spans.is_traced and torch.is_grad_enabled()
 
     def _enter(self, called: torch.nn.Module) -> None:
@@ -52,7 +52,7 @@ class StepHooks:
 
 
 def _tensors(outputs: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returns."""
+    """The tensors in a model's output."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif depth and isinstance(outputs, (tuple, list)):

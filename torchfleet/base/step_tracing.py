@@ -1,4 +1,4 @@
-"""A worker's or rank's part in traces and profiles: it is told of every step that ends, and costs a look at a clock."""
+"""Tracing and profiling of a worker or rank. Called after every step; without a trace, it only reads a clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchfleet.base.tracing.profile_folder import LOOK, Begin, ProfileFolder, P
 from torchfleet.base.tracing.span_recorder import Recorder
 from torchfleet.base.tracing.step_spans import StepSpans
 
-_BEGIN_LOOK = 0.02  # seconds between two looks for the word to begin
+_BEGIN_LOOK = 0.02  # seconds between two checks for the request to begin
 
 
 class _Tracer:
-    """Steps of a model, from now on, into one recorder.
+    """Records the steps of a model from now on into one recorder.
 
-    The model and its optimizers have hooks only while a thread is at a step that is traced: an optimizer with hooks is
-    slower than all that is recorded.
+    The model and its optimizers have hooks only while a thread is in a traced step: hooks make an optimizer step slower
+    than all of the recording.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class _Tracer:
         self._spans = StepSpans(recorder, every)
         self._followed = model, optimizers
         self._hooks: StepHooks | None = None
-        self._lock, self._traced = threading.Lock(), set[int]()  # threads at a traced step
+        self._lock, self._traced = threading.Lock(), set[int]()  # threads in a traced step
         self._before = tracing.use(recorder)
         self.begin_step()
 
@@ -49,12 +49,12 @@ class _Tracer:
         self._note()
 
     def end_step(self) -> None:
-        """The calling thread's step ends, and the next begins."""
+        """The calling thread's step ends, and its next step begins."""
         self._spans.end_step()
         self._note()
 
     def leave(self) -> None:
-        """The calling thread makes steps for others meanwhile."""
+        """The calling thread now makes steps that are not traced here."""
         self._spans.leave()
         self._note()
 
@@ -84,11 +84,11 @@ class _Tracer:
 
 
 class _Profile:
-    """One profile that was asked for: waits, is ready, records, writes."""
+    """One requested profile. Its stages: waiting, ready, recording, written."""
 
     def __init__(self, name: ProcessName, request: ProfileRequest, folder: Path) -> None:
         self.name, self.request, self.folder = name, request, folder
-        self.num_steps = 0  # since it was asked for; of those that are recorded, once it records
+        self.num_steps = 0  # since the request; once recording, the recorded steps
         self.tracer: _Tracer | None = None
         self.is_ready = self.is_over = False
         self._next = 0.0
@@ -116,7 +116,7 @@ class _Profile:
         return word is not None and time.time_ns() >= word.at
 
     def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more: its folder is gone."""
+        """Whether the requester has given up: the profile's folder is gone."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -129,7 +129,7 @@ class _Profile:
             self.torch.start_trace()
 
     def end(self) -> None:
-        """Leave what was found."""
+        """Write the recorded spans."""
         self.is_over = True
         tracer, self.tracer = self.tracer, None
         if tracer is None:
@@ -140,14 +140,14 @@ class _Profile:
         finally:
             tracer.remove()
         if not self.folder.is_dir():
-            return  # whoever asked has given up
+            return  # the requester has given up
         if self.torch is not None:
             self.torch.export_chrome_trace(str(self.name.path(self.folder, "torch.json")))
         self.name.leave_part(self.folder, tracer.recorder)
 
 
 class StepTracing:
-    """Traces one step of `every`, and takes part in profiles that are asked for while training goes on."""
+    """Traces one step in `every`, and takes part in profiles that are requested during training."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class StepTracing:
         self._look()
 
     def step_made(self) -> None:
-        """The calling thread has made a step of the model."""
+        """The calling thread has finished a step of the model."""
         if self._profile is not None:
             with self._one:
                 self._guarded_advance()
@@ -175,7 +175,7 @@ class StepTracing:
         self._look()
 
     def close(self) -> None:
-        """Training ends: a profile that is under way has the steps that were made."""
+        """End tracing with the training. A profile in progress contains the steps made so far."""
         self._end_profile()
         if self._tracer is not None:
             self._tracer.remove()
@@ -199,12 +199,12 @@ class StepTracing:
                 self._tracer.leave()
 
     def _guarded_advance(self) -> None:
-        """A profile that cannot be written is given up: training goes on."""
+        """Advance the profile. If it cannot be written, give it up and continue training."""
         if self._profile is None:
             return
         try:
             self._advance(self._profile)
-        except (OSError, FleetError, RuntimeError) as error:  # of torch: the script has a profiler of its own
+        except (OSError, FleetError, RuntimeError) as error:  # of torch: the script uses its own profiler
             self._tell(error)
             self._profile.is_over = True
         if self._profile.is_over:

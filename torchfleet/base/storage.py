@@ -15,34 +15,34 @@ from torchfleet.base.errors import CheckpointError, FleetError
 
 Buffer = Any  # bytes, or an array's memory
 
-_MAX_WRITE = 1 << 24  # bytes of one system call
-# Stores in which an upload is seen when it is complete, and not before. They have no rename: theirs copies and deletes.
+_MAX_WRITE = 1 << 24  # bytes per system call
+# Stores that show an upload only when it is complete. They have no rename: theirs copies and deletes.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
 
 class Storage:
     """Reads and writes whole files. Names are relative to the folder. A file is complete or does not exist.
 
-    To replace a file is one step on local file systems (rename) and object stores (one upload). On all other stores
-    the old file is removed before the new one gets its name: a process that ends in between leaves neither.
+    Replacing a file is atomic on local file systems (rename) and object stores (one upload). On all other stores the
+    old file is removed before the new one is renamed: a process that ends in between leaves neither.
     """
 
     def __init__(self, dirname: str) -> None:
         if not isinstance(dirname, (str, os.PathLike)) or not os.fspath(dirname):
             raise CheckpointError(f"expected the path of a folder, found {dirname!r}")
         self.path = os.fspath(dirname)
-        for protocol in ("file://", "local://"):  # as plain local paths, whose files are replaced in one step
+        for protocol in ("file://", "local://"):  # handled as plain local paths, whose files are replaced atomically
             self.path = self.path.removeprefix(protocol) if "::" not in self.path else self.path
         self.is_local = "://" not in self.path and "::" not in self.path
         if self.is_local:
             self.path = os.path.abspath(self.path)
         try:
             self._fs: Any = None if self.is_local else fsspec.core.url_to_fs(self.path)[0]
-        except Exception as error:  # every file system has its own
+        except Exception as error:  # every file system raises its own
             raise CheckpointError(f"{self.path} cannot be opened: {type(error).__name__}: {error}") from error
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Write a file from these buffers. A local file is on disk before it gets its name."""
+        """Write a file from these buffers. A local file is synced to disk before it is renamed."""
         with self.writing(name) as file:
             for buffer in buffers:
                 view = memoryview(buffer)
@@ -52,9 +52,9 @@ class Storage:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Any]:
-        """A new file to write bytes to. It has its name when the block ends; if the block fails, nothing is left of it.
+        """Open a new file for writing bytes. It appears when the block ends; if the block fails, it is removed.
 
-        Raises OSError if a local file cannot be written, and CheckpointError if one elsewhere cannot.
+        Raises OSError if a local file cannot be written, and CheckpointError for a file elsewhere.
         """
         if self.is_local:
             with self._writing_here(self.place(name)) as file:
@@ -86,10 +86,10 @@ class Storage:
             yield file
             file.close()
         except BaseException:
-            # Closed as it is, the half of it would be uploaded as if it were the whole.
+            # Closing the file here would upload the incomplete contents as if complete.
             if isinstance(file, AbstractBufferedFile) and not file.closed:
                 file.closed = True
-                with contextlib.suppress(Exception):  # parts that were uploaded; the first error is the one to tell of
+                with contextlib.suppress(Exception):  # clean up uploaded parts; the first error is the one to report
                     file.discard()
             raise
 
@@ -101,17 +101,17 @@ class Storage:
             with self._fs.open(unfinished, "wb") as file:
                 yield file
             if self._fs.exists(path):
-                self._fs.rm_file(path)  # of HDFS and others: a rename replaces nothing
+                self._fs.rm_file(path)  # a rename on HDFS and others does not replace
             self._fs.mv(unfinished, path)
-            if not self._fs.exists(path):  # HDFS answers a rename that was not done without an error
+            if not self._fs.exists(path):  # HDFS reports no error for a failed rename
                 raise OSError(f"{unfinished} could not be renamed to {path}")
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell of
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 self._fs.rm_file(unfinished)
             raise
 
     def read(self, name: str) -> bytes:
-        """The contents of a file, as it is now. Raises CheckpointError if it is missing or cannot be read."""
+        """The current contents of a file. Raises CheckpointError if it is missing or cannot be read."""
         try:
             if not self.is_local:
                 return self._read_there(name)
@@ -125,7 +125,7 @@ class Storage:
 
     def _read_there(self, name: str) -> bytes:
         with self._telling(name, "read") as path:
-            self._fs.invalidate_cache()  # sizes that were listed before another process replaced the file
+            self._fs.invalidate_cache()  # sizes may have been listed before another process replaced the file
             return bytes(self._fs.cat_file(path))
 
     def exists(self, name: str) -> bool:
@@ -136,8 +136,9 @@ class Storage:
             return bool(self._fs.exists(path))
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder in it; False if there is one of this name. Stores elsewhere know no folders: True says that
-        nothing is listed under this name, which another process may see as well."""
+        """Create a folder in this one; False if it exists. Remote stores have no folders: there, True means that
+        nothing is listed under this name, and another process may get True as well.
+        """
         if self.is_local:
             os.makedirs(self.path, exist_ok=True)
             try:
@@ -148,7 +149,7 @@ class Storage:
         return name not in self.folders()
 
     def sizes(self, name: str) -> dict[str, int]:
-        """The files of a folder in it, with their sizes in bytes; none if it is not there."""
+        """The files of a subfolder with their sizes in bytes; empty if it does not exist."""
         if self.is_local:
             with contextlib.suppress(FileNotFoundError):
                 names = os.listdir(self.place(name))
@@ -161,18 +162,18 @@ class Storage:
         return {}
 
     def leads_outside(self, name: str) -> bool:
-        """Whether a link stands in the way to a file of it and leads to another folder."""
+        """Whether a link on the path to a file leads to another folder."""
         if not self.is_local:
             return False
         folder = os.path.realpath(self.path)
         return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
+        """The names of the subfolders."""
         return self._names(is_folder=True)
 
     def files(self) -> list[str]:
-        """The names of the files in it."""
+        """The names of the files in the folder."""
         return self._names(is_folder=False)
 
     def _names(self, is_folder: bool) -> list[str]:
@@ -181,14 +182,14 @@ class Storage:
                 return []
             return [entry.name for entry in os.scandir(self.path) if entry.is_dir() == is_folder]
         with self._telling("", "listed"):
-            self._fs.invalidate_cache()  # other processes write there too
+            self._fs.invalidate_cache()  # other processes also write there
             path = self._inner(self.path)
             entries = self._fs.ls(path, detail=True) if self._fs.exists(path) else []
         found = [entry["name"] for entry in entries if (entry["type"] == "directory") == is_folder]
         return [name.rstrip("/").rsplit("/", 1)[-1] for name in found]
 
     def remove_folder(self, name: str) -> None:
-        """Does nothing if it is not there."""
+        """Remove a subfolder. Does nothing if it does not exist."""
         if self.is_local:
             shutil.rmtree(self.place(name), ignore_errors=True)
             return
@@ -196,7 +197,7 @@ class Storage:
             self._fs.rm(path, recursive=True)
 
     def remove_file(self, name: str) -> None:
-        """Does nothing if it is not there."""
+        """Remove a file. Does nothing if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 os.remove(self.place(name))
@@ -217,12 +218,12 @@ class Storage:
 
     @contextlib.contextmanager
     def _telling(self, name: str, what: str) -> Iterator[str]:
-        """The file system's own name of a file; what goes wrong with it is told by its place."""
+        """Yield the file system's own name of a file. Errors are reported with the file's path or URL."""
         try:
             yield self._inner(self.place(name))
         except FleetError:
             raise
-        except Exception as error:  # every file system has its own
+        except Exception as error:  # every file system raises its own
             if isinstance(error, FileNotFoundError) and what != "written":
                 raise
             raise CheckpointError(
@@ -235,7 +236,7 @@ class Storage:
 
     @staticmethod
     def _sync_folder(path: str) -> None:
-        """Force a rename to disk: it is there when its folder is."""
+        """Sync a folder to disk, which makes a rename in it durable."""
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -244,7 +245,7 @@ class Storage:
 
 
 def _new_file(place: str) -> Any:
-    """A file that was not there; what a process left when it was killed, or a link, is removed and not written to."""
+    """Create a new file. A link, or a file left by a killed process, is removed and not written to."""
     try:
         return open(place, "xb")
     except FileExistsError:
@@ -253,7 +254,7 @@ def _new_file(place: str) -> Any:
 
 
 def split_place(path: str) -> tuple[str, str]:
-    """The folder and the name of a file, whose path may be any that fsspec opens."""
+    """The folder and the name of a file. `path` may be any that fsspec opens."""
     protocol, mark, rest = path.rpartition("://")
     folder, slash, name = rest.rpartition("/")
     if not name:

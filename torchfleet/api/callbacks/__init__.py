@@ -1,4 +1,4 @@
-"""What is told of a training as it goes: an interface for your own, and callbacks for the tools of others.
+"""Callbacks that follow a training: an interface for your own, and callbacks for experiment trackers.
 
 fleet.add_callback(fleet.callbacks.WandbCallback(project="ctr"))
 """

@@ -13,41 +13,46 @@ METHODS = ("on_start", "on_report", "on_epoch_end", "on_save", "on_end")
 
 
 class Callback:
-    """Does nothing. A callback of yours overrides what it needs; it need not be of this class.
+    """Base class of callbacks. Its methods do nothing; override those that you need. Subclassing is optional.
 
-    All methods are called in the thread that trains, which waits for them; on_report in any of those of
-    train_from_dataset(thread=n).
+    The training thread calls all methods and waits for them. With train_from_dataset(thread=n), any of its threads may
+    call on_report.
     """
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Training is about to begin. `info`: mode, worker_index, num_workers, num_servers, version and `strategy`, the
-        settings that are not the default. An error of this one is raised: it is a mistake of the set-up."""
+        """Called before training begins. `info` has mode, worker_index, num_workers, num_servers, version and
+        `strategy`, the settings that differ from their defaults. An error here is raised, since it is a mistake in the
+        setup.
+        """
 
     def on_report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Numbers of fleet.report, or of train_from_dataset at every print_period. `step`: of this worker."""
+        """Called with the numbers of fleet.report, or of train_from_dataset every print_period. `step`: this worker's
+        step.
+        """
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """A pass of train_from_dataset is over; passes are counted from 0. `metrics`: of the last step, and
-        `samples_per_s`."""
+        """Called after a pass of train_from_dataset; passes are counted from 0. `metrics` has the last step's numbers
+        and `samples_per_s`.
+        """
 
     def on_save(self, dirname: str) -> None:
-        """The model is saved there; with fleet.save(asynchronous=True) it is being written."""
+        """Called after a save to `dirname`; with fleet.save(asynchronous=True), while it is being written."""
 
     def on_end(self, stats: Mapping[str, Any]) -> None:
-        """fleet.stop_worker() is done. `stats`: what fleet.stats() said last; empty if the job was given up."""
+        """Called at the end of fleet.stop_worker(). `stats`: the last fleet.stats(); empty if the job was abandoned."""
 
 
 class Callbacks:
-    """All callbacks of this process. What one raises is told, and training goes on, but for `on_start`."""
+    """All callbacks of this process. Errors in callbacks are printed and training continues, except for `on_start`."""
 
     def __init__(self) -> None:
-        self._waiting: list[object] = []  # training has not begun
+        self._waiting: list[object] = []  # until training begins
         self._begun: list[object] = []
         self._info: Mapping[str, Any] | None = None
         self._num_epochs = 0
 
     def add(self, callback: object) -> None:
-        """It begins with training, or at once if that has begun."""
+        """Add a callback. It starts when training begins, or at once if training has begun."""
         if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):
             raise FleetError(
                 f"fleet.add_callback: expected an object with some of the methods {', '.join(METHODS)}, such as one of "
@@ -76,7 +81,7 @@ class Callbacks:
         self._call("on_save", dirname)
 
     def end(self, stats: Mapping[str, Any]) -> None:
-        """All of them are let go."""
+        """Call on_end of all callbacks and remove them."""
         self._call("on_end", stats)
         self._waiting.clear()
         self._begun.clear()
@@ -94,7 +99,7 @@ class Callbacks:
 
 
 def flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings within settings as `outer.inner`."""
+    """Flatten nested settings to `outer.inner`."""
     found: dict[str, Any] = {}
     for name, value in info.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -1,4 +1,4 @@
-"""MLflow: a run with the settings as parameters, the numbers by step, and where the model was saved."""
+"""MLflow: a run with the settings as parameters, the metrics by step, and the paths of saved models."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from torchfleet.api.callbacks.callback import Callback, flat
 from torchfleet.base.extras import required
 
-_MOST_PARAMETER = 500  # characters, which every store of MLflow takes
+_MOST_PARAMETER = 500  # characters, which every store of MLflow accepts
 
 
 class MlflowCallback(Callback):
-    """Logs a training to MLflow, in a run of its own; the active run of the process is left alone.
+    """Logs a training to MLflow in its own run. Does not change the active run of the process.
 
-    `tracking_uri`: a server, a database or a folder (default: as MLflow is set up). A training that ends without
-    fleet.stop_worker() ends the run as failed.
+    `tracking_uri`: a server, a database or a folder (default: MLflow's configuration). If training ends without
+    fleet.stop_worker(), the run is marked as failed.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class MlflowCallback(Callback):
     ) -> None:
         self._experiment, self._name, self._uri, self._tags = experiment, run_name, tracking_uri, dict(tags or {})
         self._client: Any = None
-        self.run_id = ""  # of the run, once training has begun
+        self.run_id = ""  # set when training begins
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         mlflow = required("mlflow", "MlflowCallback", "mlflow")
@@ -59,5 +59,5 @@ class MlflowCallback(Callback):
         self._client.set_terminated(self.run_id, "FINISHED" if stats else "KILLED")
 
     def _fail(self) -> None:
-        """At the exit of a process whose training did not come to its end."""
+        """Mark the run as failed, at the exit of a process whose training did not finish."""
         self._client.set_terminated(self.run_id, "FAILED")

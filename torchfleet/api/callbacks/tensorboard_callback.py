@@ -1,4 +1,4 @@
-"""TensorBoard: event files that the script itself writes, as torch.utils.tensorboard does."""
+"""TensorBoard: the script itself writes event files, as with torch.utils.tensorboard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torchfleet.base.extras import required
 
 
 class TensorBoardCallback(Callback):
-    """Writes the numbers of this worker to event files in `folder`. `fleetrun --tensorboard DIR` writes those of all
-    processes, without a line in the script."""
+    """Writes the numbers of this worker to event files in `folder`. `fleetrun --tensorboard DIR` does so for all
+    processes, without changes to the script.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

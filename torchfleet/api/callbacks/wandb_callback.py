@@ -1,4 +1,4 @@
-"""Weights & Biases: a run with the settings, the numbers by step, and where the model was saved."""
+"""Weights & Biases: a run with the settings, the metrics by step, and the paths of saved models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchfleet.base.extras import required
 
 
 class WandbCallback(Callback):
-    """Logs a training to Weights & Biases. `options` are those of wandb.init.
+    """Logs a training to Weights & Biases. `options` are passed to wandb.init.
 
-    A run that you have begun yourself is used as it is, and left open.
+    An existing run is used unchanged and left open.
     """
 
     def __init__(self, project: str | None = None, config: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -28,7 +28,7 @@ class WandbCallback(Callback):
         self._run.config.update({**self._config, "torchfleet": flat(info)}, allow_val_change=True)
 
     def on_report(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step = max(self._step, step)  # wandb drops what is older than the last
+        self._step = max(self._step, step)  # wandb drops values with an earlier step
         self._run.log(dict(metrics), step=self._step)
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:

@@ -1,1 +1,1 @@
-"""Hybrid mode: rows on the servers, asynchronous; the network synchronous among the workers, by torch.distributed."""
+"""Hybrid mode: asynchronous rows on the servers, and a network trained synchronously by torch.distributed."""

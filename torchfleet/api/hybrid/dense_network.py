@@ -1,7 +1,7 @@
-"""The dense network of a worker in hybrid mode: exchanged and stepped as in a collective job, beside rows that are not.
+"""The dense network of a worker in hybrid mode, exchanged and stepped as in a collective job. Rows are not exchanged.
 
-The user's model stays the object that it is. Its `forward` becomes one that goes through the collective strategies
-and, in training, through DistributedDataParallel. The empty weights of sparse embeddings are each worker's own.
+The user's model remains the same object. Its `forward` is replaced by one that calls the collective strategies and, in
+training, DistributedDataParallel. The empty weights of sparse embeddings are local to each worker.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchfleet.collective.world import World
 from torchfleet.ps.worker.lookup.plan import Plan
 
 _MOST_NAMES = 3
-_PARTS: Any = object()  # what the model is called with when its parts are going to be called by themselves
+_PARTS: Any = object()  # the model's argument when its parts are about to be called separately
 
 
 class NetworkJob(ModelAndOptimizer):
-    """The network in a collective job, called by its own name. Steps and meetings are the matter of the worker."""
+    """The network as the model of a collective job, under its own name. The worker handles steps and barriers."""
 
     _kind = "hybrid training: the network"
     _beside_rows = True
@@ -42,15 +42,15 @@ class NetworkJob(ModelAndOptimizer):
         return self.innermost
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; nothing, if this is the announcement of calls of its parts."""
+        """The model's own forward; returns None for the announcement that parts of it will be called."""
         return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
-        """Those of rows are empty: no strategy need care."""
+        """Do nothing: the parameters of rows are empty, so strategies can ignore them."""
 
 
 class NetworkForward:
-    """The model's forward while it is trained in hybrid mode. A copy of the model has its own forward."""
+    """The model's forward during training in hybrid mode. A copy of the model gets the original forward."""
 
     def __init__(self, call: Forward, own: Forward) -> None:
         self._call, self._own = call, own
@@ -63,7 +63,7 @@ class NetworkForward:
 
 
 class DenseNetwork:
-    """Model and optimizer of this worker, once all workers have met. Every worker makes it at the same time."""
+    """Model and optimizer of this worker, after all workers have met. All workers must create it at the same time."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class DenseNetwork:
         if self._together.module is not model:
             raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
         self._alone: WrappedModel = self._together.wrapped
-        # A strategy around the forward, or a look at what it leads to, is not for parts of the model.
+        # A strategy around the forward, or an inspection of its outputs, does not support calls of parts of the model.
         is_wrapped = self._alone.wrapped_forward != self._job.innermost
         self._takes_parts = not is_wrapped and not settings.find_unused_parameters
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
@@ -93,16 +93,17 @@ class DenseNetwork:
         model.forward = NetworkForward(self._call, model.forward)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """In training all workers call it together; for a prediction, each when it likes."""
+        """Call the network. In training, all workers call it together; for prediction, each worker alone."""
         if not (torch.is_grad_enabled() and self._model.training):
             return self._alone(*args, **kwargs)
         self._num_calls += 1
         return self._together(*args, **kwargs)
 
     def begin_parts(self) -> None:
-        """Rows are looked up for training. Outside of a call of the model: parts of it are called by themselves.
+        """Rows are looked up for training. Outside a call of the model, this means that its parts are called
+        separately.
 
-        DistributedDataParallel learns of a backward pass to come in a call of its own.
+        DistributedDataParallel then needs a call of its own to prepare for the backward pass.
         """
         if self._num_calls or not self._takes_parts:
             return
@@ -111,23 +112,23 @@ class DenseNetwork:
 
     @property
     def row_scale(self) -> float:
-        """What gradients of rows must be divided by."""
+        """The divisor for gradients of rows."""
         scale = 1.0
         for strategy in self._job.strategies:
             scale *= strategy.row_scale()
         return scale
 
     def note_overflow(self) -> None:
-        """This worker's gradients of rows were not finite after the division."""
+        """Record that this worker's gradients of rows were not finite after the division."""
         for strategy in self._job.strategies:
             strategy.note_overflow()
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
-        """Whether this worker has the optimizer's state of a parameter."""
+        """Whether this worker holds the optimizer's state of a parameter."""
         return all(strategy.owns_state(parameter) for strategy in self._job.strategies)
 
     def step(self) -> bool:
-        """One step of the network, or of gathering for one. Returns whether the gradients of rows count too."""
+        """Step the network, or accumulate its gradients. Returns whether to apply the gradients of rows as well."""
         if not self._num_calls:
             raise FleetError(
                 "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
@@ -140,7 +141,7 @@ class DenseNetwork:
         return not self.optimizer.is_skipped
 
     def check_finite(self, step: int) -> None:
-        """Raise TableError with the parameters whose gradients have NaN or infinity: the same ones on all workers."""
+        """Raise TableError that names the parameters whose gradients have NaN or infinity, the same on all workers."""
         named = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         if not named or bool(torch.isfinite(torch.stack(torch._foreach_norm([grad for _, grad in named]))).all()):
             return
@@ -155,14 +156,14 @@ class DenseNetwork:
             )
 
     def on_backward(self, call: Callable[[], None]) -> None:
-        """Have `call` made in every backward pass, early in it."""
+        """Call `call` in every backward pass, early in the pass."""
         trained = [p for p in self._model.parameters() if p.requires_grad and not is_local(p)]
         if trained:  # the last parameter is near the loss
             register: Any = trained[-1].register_post_accumulate_grad_hook
             self._hook = register(lambda _: call())
 
     def close(self) -> None:
-        """The model is again what it was."""
+        """Restore the model."""
         if self._hook is not None:
             self._hook.remove()
         if isinstance(self._model.__dict__.get("forward"), NetworkForward):
@@ -173,7 +174,7 @@ class DenseNetwork:
 
 
 def _mark_rows(model: torch.nn.Module, plan: Plan) -> list[torch.nn.Parameter]:
-    """The empty weights of embeddings, which are no part of what is exchanged and now say so."""
+    """Mark the empty weights of embeddings as local, so that they are not exchanged."""
     for name, parameter in model.named_parameters():
         if is_local(parameter):
             raise ModelError(
@@ -187,10 +188,10 @@ def _mark_rows(model: torch.nn.Module, plan: Plan) -> list[torch.nn.Parameter]:
 
 
 def _without_rows(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.optim.Optimizer:
-    """The user's optimizer for the network: the same group dictionaries, but for those that hold rows alone.
+    """The user's optimizer for the network: the same group dictionaries, without those that contain only rows.
 
-    Schedulers change the rates of these dictionaries. A rule that asks something of every group (lars: momentum) asks
-    it of the network's.
+    Schedulers change the learning rates in these dictionaries. Requirements of a rule on every group (lars: momentum)
+    apply to the network's groups only.
     """
     rows = {id(module.weight) for group in plan.sparse.values() for module in group.modules}
     own = copy.copy(optimizer)

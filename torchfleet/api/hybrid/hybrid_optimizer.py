@@ -1,4 +1,4 @@
-"""The user's optimizer in hybrid mode: it steps the network here, and hands the gradients of rows to the servers."""
+"""The user's optimizer in hybrid mode: it steps the network locally and sends the gradients of rows to the servers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.modes.communicator import Gradients
 from torchfleet.ps.worker.modes.hybrid import rows_of
 
-if TYPE_CHECKING:  # servers make this optimizer too, and need no torch.distributed
+if TYPE_CHECKING:  # servers create this optimizer too, and do not need torch.distributed
     from torchfleet.api.hybrid.dense_network import DenseNetwork
 
 
 class HybridOptimizer(DistributedOptimizer):
-    """One step() for both: the network through the collective strategies, rows through the communicator."""
+    """One step() for both: the collective strategies step the network, the communicator sends the rows."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         super().__init__(optimizer, plan)
         self._pushed = rows_of(plan)
-        # Rows are each worker's own: a norm over all parameters, from which every worker clips, must not see them.
+        # Rows differ between workers: a norm over all parameters, which every worker clips by, must exclude them.
         for module in (module for group in plan.sparse.values() for module in group.modules):
             module.row_weight.is_shown = False
         self._network: DenseNetwork | None = None
 
     def join(self, network: DenseNetwork) -> None:
-        """The workers have met: from now on the network is stepped."""
+        """Attach the network, after the workers have met. From now on `step` steps it."""
         self._network = network
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Rows are pushed at every step, also where the network gathers gradients over several (gradient_merge)."""
+        """Step both. Rows are pushed at every step, even while the network accumulates gradients (gradient_merge)."""
         loss = self._begin_step(closure)
         network, communicator = self._joined(), self.communicator
         if hasattr(self, "found_inf"):
@@ -47,7 +47,7 @@ class HybridOptimizer(DistributedOptimizer):
         self._pushed.check_options(self._user)
         gradients, number = self._take_gradients(), communicator.num_steps + 1
         scale = network.row_scale
-        if scale == 1.0:  # else what is not finite is expected now and then: the step is skipped
+        if scale == 1.0:  # with another scale, non-finite gradients occur now and then, and the step is skipped
             network.check_finite(number)
             check_finite(self._pushed, gradients, number)
         is_finite = scale == 1.0 or self._unscale(gradients, scale)
@@ -61,11 +61,13 @@ class HybridOptimizer(DistributedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As that of DistributedOptimizer: a scaler leaves `found_inf`, and calls `step` in any case."""
+        """As in DistributedOptimizer: a scaler sets `found_inf` and always calls `step`."""
         return True
 
     def _unscale(self, gradients: Gradients, scale: float) -> bool:
-        """Divide in place; whether all are finite. What stands behind a row's gradient (shows, clicks) stays."""
+        """Divide in place. Returns whether all are finite. Columns after a row's gradient (shows, clicks) are
+        unchanged.
+        """
         is_finite = True
         for table, (_, grads) in gradients.sparse.items():
             grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
@@ -73,11 +75,11 @@ class HybridOptimizer(DistributedOptimizer):
         return is_finite
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """As that of collective training: the network's gradients of the coming step, at the right moment."""
+        """As in collective training: clips the network's gradients within the next step."""
         self._joined().optimizer.clip_grad_norm_(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; those of the network stay while they are gathered over several steps."""
+        """Clear the gradients. Those of the network are kept while they accumulate over several steps."""
         if self._network is None:
             super().zero_grad(set_to_none)
             return
@@ -87,7 +89,7 @@ class HybridOptimizer(DistributedOptimizer):
         self._network.optimizer.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Options of the param groups, and the state of the network; that of rows is on the servers."""
+        """Load the options of the param groups and the state of the network. The servers hold the state of rows."""
         self._load_in_place(self, super(DistributedOptimizer, self).load_state_dict, state_dict)
         if self._network is not None:
             state = self._network.optimizer.inner.state

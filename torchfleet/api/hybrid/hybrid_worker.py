@@ -1,4 +1,4 @@
-"""What a worker of hybrid mode has beside its servers: the network, the other workers, and copies on the servers."""
+"""The parts of a hybrid-mode worker besides its servers: network, other workers, and copies on the servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchfleet.ps.worker.client.client import Client
 
 
 class HybridWorker:
-    """Made when the model has the servers' values, by all workers together."""
+    """All workers create it together, once the model has the servers' values."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HybridWorker:
             self._network.on_backward(self._attendance.begin_step)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loop: in training, for as long as all workers have some; each worker predicts alone."""
+        """The batches of a loop. In training, it ends when the first worker has none left; prediction is per worker."""
         if self._agreement is None or not (torch.is_grad_enabled() and self._model.training):
             return loader
         return self._agreement.batches(loader)
@@ -64,23 +64,25 @@ class HybridWorker:
         self._network.begin_parts()
 
     def step_made(self) -> None:
-        """Now and then the servers get a copy of the network, for workers that start again."""
+        """Copy the network to the servers from time to time, for workers that restart."""
         if self._attendance is not None:
             self._attendance.end_step()
         if self._is_first:
             self._kept.put_if_due(self._client)
 
     def put_network(self) -> None:
-        """The servers have the network as it is. On worker 0: all workers have the same."""
+        """Copy the network to the servers. Worker 0 calls it; all workers have the same network."""
         self._kept.put(self._client)
 
     def meet(self, what: str) -> None:
-        """All workers come to this place. Raises WorkerMissing if one waits in a step for this one."""
+        """Wait for all workers at this place. Raises WorkerMissing if another worker waits for this one in a step."""
         if self._attendance is not None:
             self._attendance.meet(what)
 
     def close(self, alone: bool = False) -> None:
-        """Leave the other workers, once all have come to the end; `alone`: without waiting for them. Once is enough."""
+        """Leave the process group after all workers have finished; with `alone`, without waiting. Later calls do
+        nothing.
+        """
         if not alone:
             self.meet("fleet.stop_worker()")
         attendance, self._attendance = self._attendance, None
@@ -92,10 +94,10 @@ class HybridWorker:
         self._is_ours = False
 
     def _is_one_lost(self) -> bool:
-        """Whether a worker has been silent for so long that the servers take it for lost."""
+        """Whether the servers consider a worker lost, after a long silence."""
         return any(worker["silent"] > 2 * self._worker_timeout for worker in self._client.stats()[0]["workers"])
 
 
 def _flag_backend() -> str | None:
-    """Flags lie in host memory, which NCCL cannot send."""
+    """Flags are in host memory, which NCCL cannot send."""
     return None if os.environ.get("FLEET_DIST_BACKEND") else "gloo"

@@ -1,8 +1,8 @@
-"""The network of hybrid mode as the servers keep it: for saves, for other modes, and for workers that start again.
+"""The copy of hybrid mode's network on the servers: for saves, for other modes, and for workers that restart.
 
-Values always. The optimizer's state where the table's rule says what torch calls it (RowRule.torch_states): Adam's and
-AdamW's moments, Adagrad's sums, the momentum of SGD; so that training goes on in another mode as it would here, and
-back.
+It always has the values. It has the optimizer's state where the table's rule names torch's state
+(RowRule.torch_states): the moments of Adam and AdamW, the sums of Adagrad, the momentum of SGD. So training can
+continue in another mode and return without a difference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.lookup.dense_group import DenseGroup
 from torchfleet.ps.worker.lookup.plan import Plan
 
-_SHARE = 0.01  # of the time may go into copies
+_SHARE = 0.01  # share of the time that copies may take
 
 
 class KeptNetwork:
-    """Worker 0 puts the network to the servers, every worker may take it."""
+    """Worker 0 writes the network to the servers; every worker may read it."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class KeptNetwork:
         owns_state: Callable[[torch.Tensor], bool],
         seconds: float,
     ) -> None:
-        """`owns_state`: whether this worker has the state of a parameter. `seconds`: between two copies."""
+        """`owns_state`: whether this worker has the state of a parameter. `seconds`: time between two copies."""
         self._groups, self._fixed, self._optimizer = plan.dense, plan.fixed, optimizer
         self._owns_state = owns_state
         self._seconds, self._next = seconds, time.monotonic() + seconds
-        self._num_before = 0  # steps that the tables had seen when this job took them
+        self._num_before = 0  # steps of the tables before this job
 
     def take(self, client: Client) -> None:
-        """The optimizer's state as the servers have it; the values are in the model already."""
+        """Read the optimizer's state from the servers. The model already has the values."""
         for group in self._groups:
             block, step = client.pull_block(group.spec.name)
             self._num_before = max(self._num_before, step)
@@ -48,7 +48,7 @@ class KeptNetwork:
                 self._write_state(group, block[1:], step)
 
     def put(self, client: Client) -> None:
-        """Values, and state where it is the table's, and buffers: applied when this returns."""
+        """Write the values, the buffers, and the state that the table holds. They are applied when this returns."""
         start = time.monotonic()
         for group in self._groups:
             client.set_block(group.spec.name, *self._block(group))
@@ -58,7 +58,7 @@ class KeptNetwork:
         self._next = now + (max(self._seconds, (now - start) / _SHARE) if self._seconds else 0.0)
 
     def put_if_due(self, client: Client) -> None:
-        """Every `seconds`, or less often where a copy takes long."""
+        """Write every `seconds`, or less often if a copy takes long."""
         if time.monotonic() >= self._next:
             self.put(client)
 
@@ -73,12 +73,12 @@ class KeptNetwork:
         return np.stack(rows), step
 
     def _state(self, parameter: torch.Tensor, name: str, fill: float | None) -> torch.Tensor:
-        """That of the optimizer; zeros for a parameter that never had a gradient; or `fill` everywhere."""
+        """The optimizer's state of a parameter; zeros if it never had a gradient; or `fill` everywhere."""
         found = self._optimizer.inner.state.get(parameter, {}).get(name) if fill is None else None
         return torch.full_like(parameter, fill or 0.0) if found is None else found.detach().float()
 
     def _num_steps(self, group: DenseGroup) -> int:
-        """What the optimizer counts, or, if it does not count, the steps that were made."""
+        """The optimizer's step count or, if it has none, the number of steps made."""
         states = [self._optimizer.inner.state.get(parameter, {}) for parameter in group.parameters]
         counted = [int(state["step"]) for state in states if "step" in state]
         return max(counted) if counted else self._num_before + self._optimizer.num_steps

@@ -1,7 +1,7 @@
-"""Where the workers of a hybrid job meet: worker 0 serves a store of torch.distributed, and the servers tell where.
+"""The rendezvous of a hybrid job: worker 0 runs a store of torch.distributed, and the servers publish its address.
 
-The address travels as all else does between workers and servers: authenticated and encrypted where there are keys.
-What the workers then send each other does not (docs/security.md).
+The address is sent like all data between workers and servers: authenticated and encrypted if there are keys. The
+traffic between workers is not (docs/security.md).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torchfleet.base.monitor.notices import tell
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.net.keys import is_private
 
-Gather = Callable[[str, bytes], list[bytes]]  # (name, what this worker brings): what all workers brought
+Gather = Callable[[str, bytes], list[bytes]]  # (name, this worker's data): the data of all workers
 
-_PAUSE = 0.2  # seconds before workers that are not back yet are asked for again
+_PAUSE = 0.2  # seconds between two requests for workers that have not returned yet
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 class Place(msgspec.Struct):
-    """What a worker tells the others."""
+    """What a worker publishes to the others."""
 
     device: str  # cpu or cuda
-    gpu: str = ""  # which one
+    gpu: str = ""  # the id of the GPU
     host: str = ""  # of worker 0: where its store listens
     port: int = 0
-    token: str = ""  # in front of every key of the store: nobody else knows it
+    token: str = ""  # prefix of every key in the store, a secret
 
 
 def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> Store | None:
-    """Make the process group of all workers. All come here together.
+    """Create the process group of all workers. All workers must call it together.
 
-    Returns a store that they share beside it; None if this worker is alone. FLEET_DIST_BACKEND names another backend
-    than torch's usual one for the device.
+    Returns an additional store that they share, or None for a single worker. FLEET_DIST_BACKEND overrides torch's
+    default backend for the device.
     """
     own = Place(device.type, _gpu(device))
     places, store, shared = ([own], HashStore(), None) if info.num_workers == 1 else _meet(info, own, timeout, gather)
@@ -60,7 +60,7 @@ def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gat
 
 
 def usual_backend(places: Sequence[Place]) -> str:
-    """NCCL for GPUs, unless two workers have the same one."""
+    """NCCL for GPUs, unless two workers share one."""
     gpus = [place.gpu for place in places]
     return "nccl" if places[0].device == "cuda" and len(set(gpus)) == len(gpus) else "gloo"
 
@@ -70,7 +70,7 @@ def _gpu(device: torch.device) -> str:
 
 
 def _meet(info: RoleInfo, own: Place, timeout: float, gather: Gather) -> tuple[list[Place], Store, Store]:
-    """All workers' places, and two stores: for the process group, and one on a connection of its own."""
+    """The places of all workers, and two stores: one for the process group, and one with its own connection."""
     host = _own_address(info)
     if host != _LOOPBACK and not info.insecure:
         raise RoleError(
@@ -98,11 +98,11 @@ def _meet(info: RoleInfo, own: Place, timeout: float, gather: Gather) -> tuple[l
 
 
 def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
-    """What all brought. After a restart a worker may be early: of those that ended before, some are not back yet."""
+    """The data of all workers. Retries, since after a restart some of the ended workers may not have returned yet."""
     deadline = time.monotonic() + info.start_timeout
     while True:
         try:
-            # Named by the restart: what a worker of an earlier start has brought is not for this one.
+            # The name contains the restart number, so that data of earlier processes is not used.
             return gather(f"hybrid network, start {info.restart}", own)
         except WorkerMissing:
             if not info.restart or time.monotonic() > deadline:
@@ -111,18 +111,18 @@ def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
 
 
 def _own_address(info: RoleInfo) -> str:
-    """The address by which this worker's machine reaches server 0: by it the other workers reach this one."""
+    """The local address with which this machine reaches server 0. The other workers use it to reach this one."""
     if all(is_private(f"tcp://{place}") for place in info.server_places):
         return _LOOPBACK
     host, _, port = info.server_places[0].rpartition(":")
     family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as asking:
-        asking.connect(place)  # sends nothing: the system chooses the way
+        asking.connect(place)  # sends nothing: the system only selects a route
         return str(asking.getsockname()[0])
 
 
 def _serve(host: str, timeout: float) -> tuple[Store, int]:
-    """A store that listens at this address alone, on a free port."""
+    """A store that listens only on this address, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port = int(listening.getsockname()[1])
@@ -138,7 +138,7 @@ def _check_devices(places: list[Place]) -> None:
 
 
 def _use_interface_of(host: str) -> None:
-    """gloo listens where this variable says; left alone it looks up the machine's name, which may lead elsewhere."""
+    """Set gloo's interface. By default gloo resolves the machine's name, which may give another address."""
     if "GLOO_SOCKET_IFNAME" in os.environ or ":" in host:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

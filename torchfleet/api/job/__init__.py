@@ -1,1 +1,1 @@
-"""Jobs: the protocol of both kinds, and jobs with parameter servers, the only place that knows workers and servers."""
+"""Jobs: the protocol of both kinds, and jobs with parameter servers. Only this package knows workers and servers."""

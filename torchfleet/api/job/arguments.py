@@ -1,4 +1,4 @@
-"""What users give to fleet's functions, checked before anything is done with it: the wrong kind of thing is named."""
+"""Checks the arguments of fleet's functions before use. Errors name the type that was passed."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def check_loader(given: Any) -> None:
 
 
 def metric(name: str, given: Any) -> float:
-    """A metric as the display shows it: a number, or a tensor of one."""
+    """Convert a metric, a number or a tensor with one element, to a float."""
     try:
         return float(given)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's, of a tensor with several numbers
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor with several elements
         raise FleetError(f"fleet.report({name}=...): expected a number, found {given!r:.200}") from None
 
 

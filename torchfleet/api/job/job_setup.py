@@ -1,4 +1,4 @@
-"""Model, optimizer and strategy of a process in a job with servers, and the tables they lead to."""
+"""Model, optimizer and strategy of a process in a job with servers, and the tables that follow from them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from torchfleet.ps.worker.lookup.plan import Plan, make_plan, make_share, whole_
 
 
 class JobSetup:
-    """What every process of a job with servers says before it becomes a worker or a server, alike on all of them."""
+    """The setup of a job with servers, before the process becomes a worker or a server. It is the same on all
+    processes.
+    """
 
     def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
         self.info = info
         self.strategy = strategy
         self.model: torch.nn.Module | None = None
         self.optimizers: list[DistributedOptimizer] = []
-        self._plan: Plan | None = None  # once it is asked for: from then on there are no more optimizers
-        self._strategy_before = strategy  # than the one that was given last
-        self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
+        self._plan: Plan | None = None  # set on first use, after which no more optimizers can be added
+        self._strategy_before = strategy  # the last strategy that was given
+        self.global_schedulers: list[Any] = []  # passed to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
-        """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
+        """Set the strategy. init and distributed_optimizer may both receive it, but not with different settings."""
         if strategy is not None and self.strategy is not None and strategy != self.strategy:
             raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
         self._strategy_before = self.strategy
@@ -53,19 +55,19 @@ class JobSetup:
         return self.model
 
     def distribute_saved_model(self, model: torch.nn.Module, dirname: str) -> None:
-        """As `distribute_model`: what goes to the servers is what the saved model has as tables."""
+        """Like `distribute_model`, for the embeddings that are tables in the saved model."""
         tables = read_manifest(Storage(dirname)).tables
         self.model = convert(model, saved_as_tables(model, {table.name for table in tables if not table.is_dense}))
 
     def distribute_for_prediction(self) -> None:
-        """Tables without optimizer state; nothing will be trained."""
+        """Create tables without optimizer state, since nothing will be trained."""
         assert self.model is not None
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         self.strategy = DistributedStrategy(a_sync=True, a_sync_configs={"half_async": True})
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         plan = make_plan(self.model, optimizer, self.info.num_servers)
-        for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
+        for group in plan.sparse.values():  # nothing is admitted, and without training nothing may be dropped
             group.spec = msgspec.structs.replace(group.spec, entry=AdmissionEntry(), shrink=Shrink())
         self.optimizers, self._plan = [DistributedOptimizer(optimizer, plan)], plan
 
@@ -77,7 +79,7 @@ class JobSetup:
         strategy = self.strategy or DistributedStrategy()
         try:
             made = self._distributed(self.model, optimizer, strategy)
-        except BaseException:  # as if it had not been called: it may be, with another optimizer or strategy
+        except BaseException:  # restore the state, so that the caller can retry with another optimizer or strategy
             if not self.optimizers:
                 strategy.unlock()
                 self.strategy = self._strategy_before
@@ -104,7 +106,7 @@ class JobSetup:
         return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
-        """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""
+        """In geo mode, each step of the scheduler makes as many steps as there are workers. Else it is unchanged."""
         if self.strategy is None:
             raise FleetError(
                 "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, "
@@ -123,7 +125,7 @@ class JobSetup:
 
     @property
     def num_workers(self) -> int:
-        """Workers of the job; of an elastic one, those that are there as far as it is known."""
+        """Workers of the job; of an elastic job, the present ones as far as known."""
         return self.info.num_workers
 
     @property
@@ -137,7 +139,7 @@ class JobSetup:
 
 
 def _check_several(strategy: DistributedStrategy) -> None:
-    """Each of several optimizers makes pushes of its own, with its own tables."""
+    """Raise an error if the strategy does not allow several optimizers, each of which pushes to its own tables."""
     configs = strategy.a_sync_configs
     options = {"gather": configs.gather > 1, "max_staleness": configs.max_staleness > 0}
     found = [f"a_sync_configs['{name}']={configs[name]}" for name, is_on in options.items() if is_on]
@@ -152,10 +154,11 @@ def _check_several(strategy: DistributedStrategy) -> None:
 
 
 def _check_policies(plan: Plan, mode: str) -> None:
-    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers.
+    """Raise an error for policies that geo mode cannot apply. Admission and statistics happen where rows are looked up,
+    which in geo mode is not on the servers.
 
-    Nor do the servers of geo training update rows: they add differences, of which no worker sees the sum, so that
-    bounds of weights could not hold.
+    The servers of geo mode do not update rows either: they add differences. No worker sees the sum, so bounds of
+    weights could not hold.
     """
     ruled = [name for name, group in plan.sparse.items() if not group.spec.rule.row_rule.is_linear]
     if ruled and mode == "geo":

@@ -1,4 +1,4 @@
-"""How a worker joins its job: what it says of it, what its mode allows, and the step with which it begins."""
+"""How a worker joins its job: its description of the job, the checks of its mode, and its first step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
 
-MAX_VALUE = 1000  # characters: a server takes a few more
-_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another
+MAX_VALUE = 1000  # characters: a server accepts a few more
+_FREE_MODES = ("async", "half_async", "geo")  # modes in which no worker waits for another
 
 
 def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_servers: int) -> list[dict[str, Any]]:
-    """What a worker was told of its job, which servers compare with what others were told.
+    """The worker's description of its job, which servers compare with those of other workers.
 
     By server: release, place, strategy and tables, as JOIN carries them.
     """
@@ -37,7 +37,7 @@ def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_ser
 
 
 def check_releases(client: Client) -> None:
-    """Raise RoleError for a server of another release, which might not read what a worker says of its job."""
+    """Raise RoleError for a server of another release, which might not understand a worker's description of its job."""
     for number, server in enumerate(client.stats()):
         found = str(server.get("release"))[:64]
         if found != __version__:
@@ -52,7 +52,7 @@ def _value(value: Any) -> bool | int | float | str:
 
 
 def check_loss_rule(mode: str, info: RoleInfo) -> None:
-    """Raise RoleError if this mode cannot keep to what was said about lost workers."""
+    """Raise RoleError if this mode does not support the rule for lost workers."""
     if info.is_elastic and mode not in _FREE_MODES:
         raise RoleError(
             f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(_FREE_MODES)}; "
@@ -66,11 +66,12 @@ def check_loss_rule(mode: str, info: RoleInfo) -> None:
 
 
 def catch_up(client: Client, told: Sequence[Joined], num_optimizers: int, timeout: float) -> int:
-    """The step with which this worker begins, the same on all servers.
+    """Determine this worker's first step, the same on all servers.
 
-    From the moment it has joined, each server's step waits for it. Servers may be a step apart: the process of before
-    was killed when only some had its push, or the others went on between two answers. The steps of several optimizers
-    of one loop belong together. What is behind is made without this worker's part.
+    Once the worker has joined, each server's step waits for it. Servers may be one step apart: the previous process was
+    killed when only some servers had its push, or the other workers continued between two replies. The steps of several
+    optimizers in one loop belong together. Servers that are behind make the missing steps without this worker's
+    gradients.
     """
     steps = [joined.step for joined in told]
     first = -(-max(steps) // num_optimizers) * num_optimizers

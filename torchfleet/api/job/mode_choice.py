@@ -1,4 +1,4 @@
-"""From a strategy to what talks with the servers in its mode."""
+"""Creates the communicator for the mode of a strategy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from torchfleet.ps.worker.peers import Workers
 def make_communicator(
     setup: JobSetup, client: Client, connect: Callable[[], Client], num_present: Callable[[], int]
 ) -> Communicator:
-    """That of the strategy's mode. `connect`: one more client, for another thread. `num_present`: workers that are
-    there now."""
+    """The communicator of the strategy's mode. `connect`: creates another client, for another thread. `num_present`:
+    the number of workers present now.
+    """
     strategy, plan, num_workers = _strategy(setup), setup.plan, setup.info.num_workers
     configs, mode = strategy.a_sync_configs, strategy.mode
-    # Of waits for other workers: servers end them at sync_timeout and say who is missing; silent servers are given up.
+    # For waits on other workers: servers end them at sync_timeout and name who is missing; silent servers time out.
     patience = strategy.sync_timeout + strategy.rpc_timeout
     if mode == "sync":
         return Sync(client, plan, connect, patience, num_workers, _samples(setup))
@@ -50,7 +51,7 @@ def make_whole_tables(
     share: float | None,
     shared: bool,
 ) -> WholeTables:
-    """What fleet.whole_tables gives. `connect`: one more client, which speaks for the worker of this number."""
+    """The tables that fleet.whole_tables returns. `connect`: creates another client that acts for the given worker."""
     if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
         raise FleetError(
             f"fleet.whole_tables(share={share!r}): the part of a difference that is sent, above 0, at most 1"
@@ -68,7 +69,7 @@ def make_whole_tables(
         )
     k_steps = strategy.a_sync_configs.k_steps if not info.is_local else 0
     copy = _table_copy(setup, client.num_servers, workers, shared)
-    first = copy.sharing.workers[0]  # to the servers all workers of a copy are one
+    first = copy.sharing.workers[0]  # to the servers, all workers of a copy are one
     return WholeTables(client, setup.plan, lambda: connect(first), copy, k_steps, share, strategy.sync_timeout)
 
 
@@ -88,7 +89,7 @@ def _gathering(setup: JobSetup) -> Gathering | None:
 
 
 def _samples(setup: JobSetup) -> SampleCount | None:
-    """For means that are weighted by samples; in sync mode one worker's gradient is the mean."""
+    """Counts samples, for means that are weighted by samples. In sync mode, one worker's gradient is the mean."""
     assert setup.model is not None
     strategy, info = _strategy(setup), setup.info
     has_mean = info.num_workers > 1 or strategy.a_sync_configs.gather > 1

@@ -1,4 +1,4 @@
-"""What hangs on the model and its optimizers while a worker trains, and falls off when it has left."""
+"""Hooks on the model and its optimizers while a worker trains. They are removed when it leaves."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def hook_model(
     communicator: Callable[[], Communicator],
     ends: contextlib.ExitStack,
 ) -> None:
-    """Embeddings look up in `engine`, and the network is fresh whenever the model is called. `ends` undoes both.
+    """Connect embeddings to `engine`, and refresh the network whenever the model is called. `ends` undoes both.
 
-    `communicator`: the one at that time, for a worker may change it.
+    `communicator` returns the current one, since a worker may change it.
     """
     for group in plan.sparse.values():
         for module in group.modules:
             module.bind(engine)
 
     def freshen(called: torch.nn.Module) -> None:
-        if called is model:  # a copy of the model has the hook, too, and parameters of its own
+        if called is model:  # a copy of the model has the hook, too, but its own parameters
             communicator().freshen()
 
     eager = torch.compiler.disable(freshen)  # type: ignore[no-untyped-call]
@@ -65,5 +65,5 @@ def trace_steps(
 def watch_schedules(
     info: RoleInfo, mode: str, optimizer: AdoptedOptimizer, wrapped: Sequence[Any]
 ) -> ScheduleWatch | None:
-    """Geo is the one mode in which a worker's steps are not those of the job. `wrapped`: schedulers that know it."""
+    """Only in geo mode do a worker's steps differ from the job's. `wrapped`: schedulers that count global steps."""
     return ScheduleWatch(optimizer, info.num_workers, wrapped) if mode == "geo" and info.num_workers > 1 else None

@@ -1,4 +1,4 @@
-"""Texts about a job for its users: the settings at its start, its tables, and a summary at its end."""
+"""Texts about a job for users: the settings at its start, its tables, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
     title = f"torchfleet worker {info.worker_index}"
     if not info.verbose:
         changed = strategy.changed_values()
-        changed.pop("a_sync", None)  # the mode tells it
+        changed.pop("a_sync", None)  # the mode implies it
         return ", ".join([f"{title}: {place} ({security})", strategy.mode, *(f"{n}={v}" for n, v in changed.items())])
     table = Table(title=title, title_justify="left")
     table.add_column("setting")
@@ -57,7 +57,7 @@ def embeddings(choice: Choice) -> str:
 
 
 def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
-    """The plan, and the rows and bytes on each server if they were asked."""
+    """The plan, and the rows and bytes on each server if `servers` has them."""
     planned = Table(title="plan", title_justify="left")
     for heading in ("table", "kind", "size", "optimizer", "first values", "entry", "parameters"):
         planned.add_column(heading, overflow="fold")
@@ -76,8 +76,9 @@ def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """The end of training in a few lines: what this worker did, and how old the network and the rows were, over all
-    servers."""
+    """A short summary at the end of training: this worker's work, and the staleness of the network and of the rows over
+    all servers.
+    """
     worker = stats["worker"]
     first = f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker"
     if worker["unforeseen_lookups"]:

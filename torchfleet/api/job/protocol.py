@@ -1,4 +1,4 @@
-"""What every kind of job can do: the methods that the functions of api/ call without asking which kind it is."""
+"""The protocol of all kinds of jobs: the methods that the functions of api/ call regardless of the kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.ps.worker.lookup.embedding_choice import Sparse
 class Job(Protocol):
     """One process's part in a job: ParameterServerJob, or CollectiveJob in torchfleet/collective.
 
-    A method that a kind of job does not support raises FleetError with what to call instead.
+    A method that a kind of job does not support raises FleetError, which says what to call instead.
     """
 
     @property
@@ -29,20 +29,20 @@ class Job(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Workers, or ranks, of the job; of an elastic one with servers, those that are there now."""
+        """Workers or ranks of the job; of an elastic job with servers, the present ones."""
         ...
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, number): which of how many equal shares of the samples this process trains on."""
+        """(index, number): this process trains on the share `index` of `number` equal shares of the samples."""
         ...
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
-        """Take the strategy that function `user` was given. One that differs from an earlier one is an error."""
+        """Set the strategy that the function `user` received. It must not differ from an earlier one."""
         ...
 
     def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
-        """`sparse`: which embeddings go to the servers beside those that say so themselves."""
+        """`sparse`: which embeddings go to the servers, besides those that are declared sparse."""
         ...
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> AdoptedOptimizer: ...
@@ -54,52 +54,52 @@ class Job(Protocol):
         ...
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches."""
+        """Iterate over the loader's batches."""
         ...
 
     def plan_epochs(self, num: int, start: int) -> None:
-        """The script is going to make so many passes over its data in all, from number `start` on."""
+        """Announce `num` passes over the data in total, counted from `start`."""
         ...
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
-        """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first)."""
+        """Gather the data of all processes in `comm_world`, in their order: worker, server, or all (workers first)."""
         ...
 
     def report(self, metrics: dict[str, float]) -> None:
-        """Numbers for the launcher's display."""
+        """Report numbers to the launcher's display."""
         ...
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
-        """Save what is needed to go on training; returns the number of the save."""
+        """Save the state needed to continue training. Returns the number of the save."""
         ...
 
     def load(self, dirname: str) -> dict[str, Any]:
-        """Go on from a save; returns its `extra`."""
+        """Continue from a save. Returns its `extra`."""
         ...
 
     def is_asked_to_stop(self) -> bool:
-        """Whether this process is to save and to end, because a scheduler has asked the job to."""
+        """Whether this process must save and exit because a scheduler asked the job to end."""
         ...
 
     @property
     def num_steps(self) -> int:
-        """Steps that this worker, or rank, has made."""
+        """Steps that this worker or rank has made."""
         ...
 
     @property
     def changed_settings(self) -> dict[str, Any]:
-        """The settings of the strategy that are not the default."""
+        """The settings of the strategy that differ from their defaults."""
         ...
 
     def stop(self) -> dict[str, Any]:
-        """This process has done its part. Returns its last statistics, with a field `worker`."""
+        """End this process's part in the job. Returns its last statistics, with a field `worker`."""
         ...
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something would be lost if another job took the place of this one."""
+        """Whether starting another job now would lose work of this one."""
         ...
 
     def reset(self) -> None:
-        """End whatever this process has of the job, without waiting for other workers. Raises nothing."""
+        """End this process's part in the job without waiting for other workers. Raises nothing."""
         ...

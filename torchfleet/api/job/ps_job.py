@@ -1,4 +1,4 @@
-"""A job with parameter servers, as fleet.py's functions act on it: set up, then a worker or a server."""
+"""A job with parameter servers, behind fleet's functions: a setup, then a worker or a server."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class ParameterServerJob(JobSetup):
         super().__init__(info, strategy)
         self._worker: WorkerRole | None = None
         self._server: ServerRole | None = None
-        self._to_load: tuple[str, list[str] | None] | None = None  # what init_server was told in one process
+        self._to_load: tuple[str, list[str] | None] | None = None  # arguments of init_server in a job of one process
 
     @property
     def worker(self) -> WorkerRole:
-        """This process as a worker; an error before init_worker, and on servers."""
+        """This process as a worker. Raises an error before init_worker, and on servers."""
         if self._worker is None:
             raise FleetError(NO_WORKER)
         return self._worker
 
     def first_worker(self, what: str) -> WorkerRole:
-        """This process as worker 0; an error that names fleet.`what` on any other."""
+        """This process as worker 0. On other processes, raises an error that names fleet.`what`."""
         worker = self.worker
         if self.info.worker_index != 0:
             raise FleetError(
@@ -74,14 +74,14 @@ class ParameterServerJob(JobSetup):
                 "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
             )
         server = ServerRole(self)
-        server.listen()  # before it loads, which may take long: workers learn that it is there
+        server.listen()  # before loading, which may take long, so that workers see this server
         if dirname is not None:
             server.load(dirname, var_names)
         self._server = server
 
     def _init_local_server(self, dirname: str | None, var_names: list[str] | None) -> None:
-        """In one process the servers begin with init_worker, which loads what they were told."""
-        _ = self.plan  # model and optimizer must be there
+        """In a job of one process, init_worker starts the servers and loads the model."""
+        _ = self.plan  # requires model and optimizer
         if self._worker is not None:
             raise FleetError("fleet.init_server comes before fleet.init_worker, in one process too")
         if dirname is not None:
@@ -106,7 +106,7 @@ class ParameterServerJob(JobSetup):
             raise FleetError("fleet.init_worker was called before")
         if var_names is not None and dirname is None:
             raise FleetError("init_worker(var_names=...) names what to load from a saved model: give dirname, too")
-        _ = self.plan  # model and optimizer must be there
+        _ = self.plan  # requires model and optimizer
         assert self.strategy is not None
         if self._to_load is not None:
             if dirname is not None and (dirname, var_names) != self._to_load:
@@ -121,7 +121,7 @@ class ParameterServerJob(JobSetup):
             print(self.describe(), flush=True)
 
     def begin_prediction(self, model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
-        """After training, or as a job of its own, whose servers serve here until the workers have stopped."""
+        """Begin after training, or as a separate job, whose servers serve here until all workers have stopped."""
         if self.model is not None and model is not self.model:
             raise FleetError("DistributedInfer: give it the model of fleet.distributed_model; a job has one model")
         if self._worker is not None:
@@ -156,7 +156,7 @@ class ParameterServerJob(JobSetup):
             return
         try:
             worker.stop(alone=True)
-        except Exception as error:  # servers that are gone, a thread that had failed: it was to end in any case
+        except Exception as error:  # servers are gone, or a thread had failed: the job ends in any case
             worker.abandon()
             print(f"fleet.reset: the worker could not leave its servers in order: {error}", file=sys.stderr, flush=True)
 
@@ -170,7 +170,9 @@ class ParameterServerJob(JobSetup):
         self.worker.status.epochs.plan(num, start)
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
-        """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
+        """Gather the data of all processes in `comm_world`, in order. A single local process may call it before
+        init_worker.
+        """
         if self.info.is_local and (self._worker is None or comm_world != "worker"):
             return [data]
         if comm_world not in ("all", self.info.role):
@@ -193,7 +195,7 @@ class ParameterServerJob(JobSetup):
         self.worker.report(metrics)
 
     def describe(self) -> str:
-        """The tables, which parameter goes to which, and what each server holds once there is a worker to ask."""
+        """The tables, the parameters of each and, once there is a worker, the contents of each server."""
         return tables(self.plan, self.info, self._worker.client.stats() if self._worker is not None else [])
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
@@ -207,7 +209,9 @@ class ParameterServerJob(JobSetup):
         raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
 
     def is_asked_to_stop(self) -> bool:
-        """Worker 0 is the one that saves. The others are needed until it has: in sync mode its step waits for them."""
+        """Only worker 0 is asked, since it saves. The others must continue until it has: in sync mode its step waits
+        for them.
+        """
         return self.worker.is_asked_to_stop()
 
     @property
@@ -219,7 +223,7 @@ class ParameterServerJob(JobSetup):
         return {} if self.strategy is None else self.strategy.differences()
 
     def stop(self) -> dict[str, Any]:
-        """Send what is queued and tell the servers. The first worker prints how old its fleet's rows were."""
+        """Send queued gradients and leave the servers. Worker 0 prints the staleness of the rows over all workers."""
         final = self.worker.stop()
         if self.info.worker_index == 0:
             print(summary(final), flush=True)

@@ -1,4 +1,4 @@
-"""Connections of a worker to all servers: over the network, or to the one within its own process."""
+"""Connections of a worker to all servers, over the network or to the server in its own process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchfleet.ps.worker.lookup.plan import Plan
 
 
 class ServerLinks:
-    """Makes clients that know the tables of `plan`. `local`: the server of a job of one process; None with servers.
+    """Creates clients that know the tables of `plan`. `local`: the server in a job of one process; None with servers.
 
-    `dirname`: a saved model that the local server loads, all of it or what `var_names` names.
+    `dirname`: a saved model that the local server loads, completely or only what `var_names` names.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class ServerLinks:
         self._way.check()
 
     def connect(self, worker: int | None = None) -> Client:
-        """`worker`: another one for whom this one speaks."""
-        # One process is its own launcher: nobody has to join, or may leave in its name.
+        """`worker`: another worker, in whose name the client acts."""
+        # One process is its own launcher: no worker joins, and none leaves in its name.
         alone = Role.LAUNCHER if self.local is not None else Role.FIRST_WORKER
         role = alone if self._info.worker_index == 0 else Role.WORKER
         number = self._info.worker_index if worker is None else worker

@@ -1,4 +1,4 @@
-"""A process of a job as a server: its tables are made and loaded, then served."""
+"""A server process of a job: creates and loads its tables, then serves them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchfleet.ps.worker.client.client import Client
 
 
 class ServerRole:
-    """The server's life: tables made, the address taken, a model loaded, then `run` until all workers have left."""
+    """The life of a server: create tables, bind the address, load a model, then `run` until all workers have left."""
 
     def __init__(self, setup: JobSetup) -> None:
         self._info, self._layouts = setup.info, setup.plan.layouts
@@ -57,9 +57,9 @@ class ServerRole:
         self._is_ready = self._has_run = False
 
     def listen(self) -> None:
-        """Take the address. From now on until `run`, a worker that asks is told what this server is doing.
+        """Bind the address. Until `run`, workers that ask are told what this server is doing.
 
-        One that goes on from its log says nothing until it serves: workers know it, and wait.
+        A server that recovers from its log does not respond until it serves: workers know it and wait.
         """
         self._way.check()
         self._run.restore()
@@ -78,9 +78,9 @@ class ServerRole:
         self._answering.start()
 
     def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
-        """Load a saved model, or what `var_names` names of it. After an error the address is free again.
+        """Load a saved model, or only what `var_names` names of it. After an error, the address is released.
 
-        A backup loads nothing: it is filled by its primary.
+        A backup loads nothing, since its primary sends it the tables.
         """
         if self._run.replica is not None and not self._run.replica.is_primary:
             return
@@ -103,15 +103,17 @@ class ServerRole:
         return self._run.listener is not None
 
     def close(self) -> None:
-        """Give the address back."""
+        """Release the address."""
         self._end_answers()
         self._run.close()
 
     def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
-        """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
+        """Gather the data of all servers (comm_world "server"), or of all workers and then all servers ("all"), in
+        order.
 
-        Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
-        serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
+        Call it before `run`. The processes meet at server 0, which must serve for it, and workers begin when all
+        servers serve. So each server serves while it waits, with a thread as its client. Requests between two meetings
+        wait in the socket.
         """
         if self._run.replica is not None:
             raise FleetError("servers with replicas (--replicas 2) do not meet: let the workers do it")
@@ -127,7 +129,7 @@ class ServerRole:
 
     def _meet(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
         info, settings = self._info, self._strategy
-        first = info.num_workers if comm_world == "server" else 0  # servers have the numbers behind the workers'
+        first = info.num_workers if comm_world == "server" else 0  # servers are numbered after the workers
         num = info.num_servers if comm_world == "server" else info.num_workers + info.num_servers
         patience = patience_with(settings, info)
         number = info.num_workers + info.server_index
@@ -139,9 +141,9 @@ class ServerRole:
         return [brought[member] for member in sorted(brought)]
 
     def run(self) -> None:
-        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread.
+        """Serve until all workers have stopped, `end` is called, or the main thread receives SIGTERM.
 
-        Raises FleetError if workers have ended, or are silent, that never stopped.
+        Raises FleetError if workers ended or fell silent without having stopped.
         """
         if threading.current_thread() is threading.main_thread():
             self._run.end_on(signal.SIGTERM)
@@ -153,11 +155,11 @@ class ServerRole:
         self._run.serve()
 
     def end(self) -> None:
-        """From a signal handler: finish the request at hand and return from `run`."""
+        """Finish the current request and return from `run`. May be called from a signal handler."""
         self._run.end()
 
     def _begin_serving(self) -> ServerSocket:
-        """The socket, which from now on belongs to the calling thread. Kernels are compiled before."""
+        """Return the socket, which the calling thread owns from now on. Compiles kernels first."""
         if not self.is_listening:
             self.listen()
         if not self._is_ready:
@@ -197,14 +199,14 @@ class ServerRole:
         return KeyFolder(self._info.key_dir) if self._info.key_dir else None
 
     def _end_answers(self) -> None:
-        """From now on the socket belongs to the calling thread, and the tables are served."""
+        """Stop the early replies. From now on the calling thread owns the socket and serves the tables."""
         self._is_ready = True
         self._answering.join()
         self._server.loading = ""
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:
-    """The name under which `comm_world` meets. It stands in errors, which call servers by numbers behind workers'."""
+    """The name under which `comm_world` meets. It appears in errors, where servers are numbered after the workers."""
     if comm_world == "worker":
         return name
     return f"{name}, comm_world={comm_world!r}, server 0 being number {info.num_workers}"

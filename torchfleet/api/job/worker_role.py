@@ -1,4 +1,4 @@
-"""A process of a job as a worker: connected to the servers, training in the mode of its strategy."""
+"""A worker process of a job: connected to the servers, training in the mode of its strategy."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 
 class WorkerRole:
-    """The worker's life: connected, tables ready, everybody's first values equal; then steps; then leave."""
+    """The life of a worker: connect, prepare tables with equal initial values on all workers, make steps, leave."""
 
     def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         self._setup, self.info, self._plan = setup, setup.info, setup.plan
         assert setup.strategy is not None
         assert setup.model is not None
         self.strategy, self.model, self._optimizers = setup.strategy, setup.model, setup.optimizers
-        self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
+        self._ends = contextlib.ExitStack()  # cleanup for `abandon`, in reverse order
         patience = patience_with(self.strategy, self.info)
         self._links = ServerLinks(self.info, self._plan, patience, dirname, var_names)
-        self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
+        self.first_step = 0  # the worker's first step: in sync mode above 0 after a restart
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._known_status: WorkerStatus | None = None  # until training can begin
@@ -68,7 +68,7 @@ class WorkerRole:
             raise
 
     def _begin(self, setup: JobSetup, dirname: str | None) -> None:
-        """All that may fail: connected, joined, tables made, threads started, the model bound."""
+        """All steps that may fail: connect, join, create tables, start threads, bind the model."""
         wait_for_servers(self.client, self.info.start_timeout)
         check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
@@ -102,22 +102,23 @@ class WorkerRole:
             self._membership.check()
         self.meet(what)
         self.communicator.rest()
-        # One name for all of them: a worker that was started again cannot know how many there have been.
+        # All barriers share a name: a restarted worker does not know how many there have been.
         self.client.barrier(name, self.info.num_workers, self.strategy.sync_timeout)
 
     @property
     def num_workers(self) -> int:
-        """Of the job; of an elastic one, those that are there."""
+        """Workers of the job; of an elastic job, the present ones."""
         return self._membership.num_members if self._membership and self.info.is_elastic else self.info.num_workers
 
     def meet(self, what: str) -> None:
-        """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
+        """Call before workers wait for each other at a server: in hybrid mode a worker may still wait in a step."""
         if self._hybrid is not None:
             self._hybrid.meet(what)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, with rows of the next on their way, and with a fresh network also where parts of the
-        model are called by themselves."""
+        """The loader's batches. Pulls rows of the next batch in advance, and refreshes the network even if only parts
+        of the model are called.
+        """
         for item in self.status.follow(loader, self.engine.prefetch(loader)):
             self.communicator.freshen()
             yield item
@@ -126,14 +127,14 @@ class WorkerRole:
         self.status.report(metrics)
 
     def workers(self) -> Workers:
-        """All workers, for things they do among themselves."""
+        """All workers, for exchanges among themselves."""
         self.communicator.rest()
         return Workers(
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
 
     def whole_tables(self, share: float | None, shared: bool = False) -> WholeTables:
-        """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
+        """From now on, train on whole copies of the tables instead of in the worker's mode."""
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
         tables = make_whole_tables(self._setup, self.client, self._connect, self.workers, share, shared)
@@ -146,10 +147,10 @@ class WorkerRole:
         return tables
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
-        """Save the model as it is with the servers, this worker's gradients included."""
+        """Save the model as it is on the servers, including this worker's gradients."""
         self.communicator.flush()
         storage = Storage(dirname)
-        # One that was started again does not know what it saved before.
+        # A restarted worker does not know what it saved before.
         if not self.info.restart and storage.path not in self._saved_to:
             tell_of_replacing(storage, kind, {server["model"] for server in self.client.stats()})
         if self._hybrid is not None:
@@ -168,16 +169,16 @@ class WorkerRole:
     def set_time(self, seconds: float) -> dict[str, int]:
         try:
             now = int(seconds)
-        except (TypeError, ValueError, OverflowError):  # NaN and infinity among them
+        except (TypeError, ValueError, OverflowError):  # also NaN and infinity
             now = -1
         if not 0 <= now <= MAX_TIME:
             raise FleetError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {seconds!r}")
         return self.client.set_clock(now, self.strategy.sync_timeout)
 
     def stop(self, alone: bool = False) -> dict[str, Any]:
-        """Everything under way reaches the servers, then they are told. Returns the last statistics.
+        """Send all queued gradients, then leave the servers. Returns the last statistics.
 
-        `alone`: other workers of hybrid mode are not waited for.
+        `alone`: do not wait for other workers in hybrid mode.
         """
         self.communicator.stop()
         if self._hybrid is not None:
@@ -186,16 +187,16 @@ class WorkerRole:
         self.status.has_left = True
         self.status.write(now=True)
         if self._membership is not None:
-            self._membership.close()  # before it leaves: a sign of life behind that would be none
+            self._membership.close()  # before leaving: a heartbeat after that would be invalid
             self._membership.check()
         self.client.leave()
         self._ends.close()
         return final
 
     def abandon(self) -> None:
-        """Let everything go without a word to the servers: connections, signs of life, the hold on model and optimizer.
+        """Release everything without notifying the servers: connections, heartbeats, hooks on model and optimizer.
 
-        Threads that send have ended by then, or were never started: `stop` ends them also where it fails.
+        The sending threads have ended by then or were never started: `stop` ends them even if it fails.
         """
         self._ends.close()
 
@@ -213,7 +214,7 @@ class WorkerRole:
         return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
     def _connect(self, worker: int | None = None) -> Client:
-        """`worker`: another one for whom this one speaks."""
+        """`worker`: another worker, in whose name the client acts."""
         return self._links.connect(worker)
 
     def _join(self) -> Membership | None:
@@ -224,7 +225,7 @@ class WorkerRole:
         claims = claims_of(self._plan.specs, strategy, info.num_servers)
         made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share, claims)
         self._ends.callback(made.close)
-        if strategy.mode != "hybrid":  # its workers start together, and their launcher says how often they did
+        if strategy.mode != "hybrid":  # its workers start together, and their launcher counts the restarts
             self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))
         if strategy.mode == "sync":
             self.first_step = catch_up(self.client, made.told, len(self._optimizers), strategy.sync_timeout)
@@ -237,7 +238,7 @@ class WorkerRole:
         optimizer = self._optimizers[0]
         if not isinstance(optimizer, HybridOptimizer):
             return None
-        from torchfleet.api.hybrid.hybrid_worker import HybridWorker  # torch.distributed is for those who need it
+        from torchfleet.api.hybrid.hybrid_worker import HybridWorker  # imports torch.distributed, so only on demand
 
         with self.workers() as others:
             return HybridWorker(self.model, optimizer, self.strategy, self.info, self.client, others.gather)
@@ -261,7 +262,7 @@ class WorkerRole:
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
 
     def _whole_step_made(self) -> None:
-        """Of all optimizers."""
+        """Called after a step of all optimizers."""
         self._step_made()
         self._tracing.step_made()
         folder = self.info.save_on_stop

@@ -1,4 +1,4 @@
-"""What a worker does with the servers before its first step: wait for them, make the tables, set first values."""
+"""The start of a worker, before its first step: wait for servers, create the tables, set initial values."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from torchfleet.ps.worker.client.connection import Patience
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.row_state.table_rows import slices
 
-RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
-RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
-PERIOD = 5.0  # seconds to the first line about a wait, and at least between two
-_LONGEST = 60.0  # seconds between two lines of the same text
-_GROWTH = 2  # of the time between two lines of the same text
-_PAUSE = 0.1  # seconds between two questions to a server that is loading, or about workers
-_MOST_NAMED = 20  # workers, or servers, in one line
+RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: after a restart it reads the whole log
+RESEND_PAUSE = 5.0  # seconds between two attempts to reach such a server
+PERIOD = 5.0  # seconds before the first message about a wait, and at least between two
+_LONGEST = 60.0  # seconds between two messages of the same text
+_GROWTH = 2  # growth of the time between two messages of the same text
+_PAUSE = 0.1  # seconds between two requests to a loading server, or about workers
+_MOST_NAMED = 20  # workers or servers in one message
 _HOST = re.compile(r"tcp://(?:\[([^\]]*)\]|([^:|)]*)):")
 _NO_VALUES = "worker 0 has not set the first values; look at its log"
 
 
 def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
-    """How long this process waits for a server: for one that keeps a log, until it has been started again."""
+    """How long this process waits for a server. With a log, long enough for a restart of the server."""
     if info.durability == "none":
         return Patience(strategy.rpc_timeout, strategy.rpc_retry_times)
     return Patience(max(strategy.rpc_timeout, RECOVERY_TIMEOUT), strategy.rpc_retry_times, RESEND_PAUSE)
 
 
 def wait_for_servers(client: Client, seconds: float) -> None:
-    """Return when all servers serve. They may be starting or loading: those that are waited for are printed.
+    """Wait until all servers serve. Prints the servers that are still starting or loading.
 
-    Raises ServerUnreachable, with all names, if one has given no sign for `seconds`. One that is loading gives signs.
+    Raises ServerUnreachable, with all their names, if a server did not respond for `seconds`. A loading server
+    responds.
     """
     started = time.monotonic()
-    heard: dict[str, float] = {}  # by server, its last sign
+    heard: dict[str, float] = {}  # by server, the time of its last response
     lines = WaitingLines()
     while waiting := client.unready(min(PERIOD, seconds)):
         now = time.monotonic()
@@ -56,7 +57,7 @@ def wait_for_servers(client: Client, seconds: float) -> None:
 
 
 def _by_state(waiting: Mapping[str, str]) -> list[str]:
-    """Servers that do the same, in one text. Addresses are told of those that do not answer."""
+    """One text for all servers in the same state. Addresses are given for servers that do not respond."""
     found: dict[str, list[str]] = {}
     for name, doing in waiting.items():
         found.setdefault(doing or _why_silent(name), []).append(name.partition(" (")[0] if doing else name)
@@ -69,7 +70,7 @@ def _named_in_short(names: Sequence[str]) -> str:
 
 
 def _why_silent(name: str) -> str:
-    """A scheduler may publish the name of a machine after the processes there have started."""
+    """Why a server may not respond: a scheduler may publish a machine's name after the processes there have started."""
     found = _HOST.search(name)
     try:
         socket.getaddrinfo(found[1] or found[2] if found else "localhost", None)
@@ -87,7 +88,7 @@ def _never_came(names: Sequence[str], seconds: float) -> str:
 
 
 def check_loaded(client: Client, dirname: str) -> None:
-    """Servers load when they start; a worker that counts on it must not find them empty."""
+    """Raise an error if the servers have not loaded the model that the worker expects: they load when they start."""
     wanted = Storage(dirname).path
     for number, server in enumerate(client.stats()):
         if server["model"] != wanted:
@@ -98,8 +99,9 @@ def check_loaded(client: Client, dirname: str) -> None:
 
 
 def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
-    """The role with the number of its starts, if the servers are to be asked for it: a process before this one had its
-    number, and has not left."""
+    """The role with its number of restarts, from the servers if they must be asked: an earlier process with this index
+    has not left.
+    """
     if not info.asks_restart:
         return info
     members = (member for server in client.stats() for member in server["workers"])
@@ -108,9 +110,9 @@ def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
 
 
 def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values.
+    """Worker 0 creates the tables and sets values that were not loaded. All workers then get the servers' dense values.
 
-    One that was started again does so if the process before it has not come so far.
+    A restarted worker 0 does so if the previous process did not get that far.
     """
     if info.worker_index == 0 and not (info.restart and _has_first_values(client, plan)):
         for spec in plan.specs:
@@ -134,7 +136,7 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
 
 
 def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
-    """First values, of torch's embeddings or of load_state_dict, unless a server has loaded rows of the table."""
+    """Set the initial values of torch's embeddings or of load_state_dict, unless a server has loaded rows of it."""
     for name, group in plan.sparse.items():
         if not any(server[name]["loaded"] for server in tables):
             rows = group.modules[0].table_rows
@@ -143,7 +145,7 @@ def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> Non
 
 
 def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
-    """This worker's dense values, with those in their place that the servers have loaded."""
+    """Set this worker's dense values, except for those that the servers have loaded."""
     for dense in (*plan.dense, *plan.fixed):
         values = dense.values()
         loaded = [bounds for server in tables for bounds in server[dense.spec.name]["loaded"]]
@@ -156,7 +158,7 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
     is_met = strategy.a_sync_configs.launch_barrier or not _named(plan)
-    if is_met and not info.restart:  # the others have met without one that was started again
+    if is_met and not info.restart:  # the other workers have passed the barrier without a restarted worker
         _wait_for_workers(client, info)
         client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
@@ -164,7 +166,7 @@ def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy:
 
 
 def _wait_for_workers(client: Client, info: RoleInfo) -> None:
-    """Return when all workers of the job have joined; those that are waited for are printed, and named at the end."""
+    """Wait until all workers of the job have joined. Prints the missing ones, and names them if the wait fails."""
     missing = list(range(info.num_workers))
 
     def are_here() -> bool:
@@ -186,7 +188,7 @@ def _wait_for(
     otherwise: Callable[[], str],
     waits_for: Callable[[], str] = lambda: "worker 0 to set the first values",
 ) -> None:
-    """Return when it is so; now and then a line says what this worker waits for."""
+    """Wait until `is_so` returns True. Prints now and then what this worker waits for."""
     started, lines = time.monotonic(), WaitingLines()
     while not is_so():
         if time.monotonic() - started >= info.start_timeout:
@@ -196,7 +198,7 @@ def _wait_for(
 
 
 def _has_first_values(client: Client, plan: Plan) -> bool:
-    """Whether worker 0 has set all that it sets; rows, which come first, are not looked at."""
+    """Whether worker 0 has set all dense values. It sets rows before them, so rows are not checked."""
     tables = [server["tables"] for server in client.stats()]
     return all(name in found and found[name]["is_set"] for found in tables for name in _named(plan))
 
@@ -206,7 +208,7 @@ def _named(plan: Plan) -> set[str]:
 
 
 class WaitingLines:
-    """Lines about what this process waits for: soon at first, then when it changes, and else ever more seldom."""
+    """Messages about what this process waits for: early at first, then on changes, otherwise at growing intervals."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -214,7 +216,7 @@ class WaitingLines:
         self._pause, self._last = PERIOD, list[str]()
 
     def look(self, waits_for: Callable[[], list[str]]) -> None:
-        """Print what is waited for, one thing a line, if it is time. `waits_for` is asked only then."""
+        """If a message is due, call `waits_for` and print its result, one item per line."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -224,6 +226,6 @@ class WaitingLines:
         elif now < self._again:
             return
         self._last, self._pause = found, min(_LONGEST, self._pause * _GROWTH)
-        self._again = now + self._pause - PERIOD / 2  # the look that is nearest to it
+        self._again = now + self._pause - PERIOD / 2  # the call nearest to that time
         for text in found:
             print(f"waiting for {text}, {now - self._started:.0f} s", flush=True)

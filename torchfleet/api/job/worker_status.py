@@ -1,4 +1,4 @@
-"""What a worker tells its launcher: docs/watching.md has the fields."""
+"""The status that a worker reports to its launcher. docs/watching.md lists the fields."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.modes.communicator import Communicator
 
 Item = TypeVar("Item")
-_PERIOD = 1.0  # seconds that a share of waiting is taken over
+_PERIOD = 1.0  # seconds over which a share of waiting is measured
 
 
 class Counted(Protocol):
-    """Data of which it may be known how much there is."""
+    """Data whose size may be known."""
 
     @property
     def num_samples(self) -> int | None: ...
 
 
 class WorkerStatus:
-    """Gathers what is known of a worker's training, and writes it to its status file."""
+    """Collects the status of a worker's training and writes it to its status file."""
 
     def __init__(self, info: RoleInfo, mode: str, communicator: Callable[[], Communicator], engine: Engine) -> None:
         self._mode, self._communicator, self._engine = mode, communicator, engine
@@ -41,7 +41,7 @@ class WorkerStatus:
         self.has_left = False
 
     def write(self, now: bool = False) -> None:
-        """If it is time for it, or at once."""
+        """Write the status if it is due, or at once with `now`."""
         self._file.write(now)
 
     def step_made(self) -> None:
@@ -51,12 +51,12 @@ class WorkerStatus:
         self._file.close()
 
     def report(self, metrics: dict[str, float]) -> None:
-        """What the script says of its training."""
+        """Record the numbers that the script reports."""
         self._metrics.update(metrics)
         self._file.write()
 
     def follow(self, loader: Iterable[Item], batches: Iterable[Item]) -> Iterator[Item]:
-        """The batches of a loader, counted as they are used."""
+        """Iterate over a loader's batches and count them."""
         with self.epochs.begin(partial(length, loader), "batches") as epoch:
             for batch in batches:
                 yield batch
@@ -64,7 +64,7 @@ class WorkerStatus:
 
     @contextmanager
     def follow_samples(self, dataset: Counted) -> Iterator[Epoch]:
-        """A pass over a dataset, whose samples and values somebody else counts."""
+        """A pass over a dataset. The caller counts its samples and values."""
         with self.epochs.begin(lambda: dataset.num_samples, "samples") as epoch:
             yield epoch
             self._metrics.update(numbers(epoch.values))
@@ -93,7 +93,7 @@ class WorkerStatus:
 
 
 class WaitingShare:
-    """For what share of the last period a worker waited for servers, from a count of seconds. Any thread may ask."""
+    """The share of the last period that a worker waited for servers, from a counter of seconds. Thread-safe."""
 
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
@@ -101,7 +101,7 @@ class WaitingShare:
         self._at, self._before = time.monotonic(), 0.0
 
     def __call__(self) -> float | None:
-        """None before the first period is over. Training threads of one worker count together, as one at most."""
+        """None before the end of the first period. Training threads of one worker count together, at most as 1."""
         now = time.monotonic()
         if now - self._at >= _PERIOD:
             waited = self._waited()

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: Lightning's file, and beside it the rows and the optimizer's state as fleet saves them."""
+"""Checkpoints of a Trainer: Lightning's file, and beside it fleet's folder with the rows and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.whole_state import whole_state
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 
-_SUFFIX = ".fleet"  # of the folder beside a checkpoint's file
+_SUFFIX = ".fleet"  # of the folder beside a checkpoint file
 
 
 class CheckpointFolders:
-    """`name.ckpt` has what Lightning puts there, with the rows of tables of a declared size: a plain module loads it.
+    """`name.ckpt` has Lightning's contents and the rows of tables with a declared size: a plain module can load it.
 
-    `name.ckpt.fleet` has tables, network and optimizer, as fleet.save leaves them. `fit(ckpt_path=...)` goes on from
-    it, with any number of servers and workers. Tables for any id are only there.
+    `name.ckpt.fleet` has tables, network and optimizer, as written by fleet.save. `fit(ckpt_path=...)` continues from
+    it, with any number of servers and workers. Only the folder has tables without a declared size.
     """
 
     checkpoint_io: Any
@@ -31,23 +31,24 @@ class CheckpointFolders:
     lightning_module: Any
     model: Any
     optimizers: list[Any]
-    _folder: str | None = None  # beside the checkpoint that was loaded last
+    _folder: str | None = None  # beside the last loaded checkpoint
     _is_collective: bool
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
-        """Lightning's file. A job that begins after it begins with the folder beside it, if there is one."""
+        """Load Lightning's file. A job that begins later starts from the folder beside it, if there is one."""
         folder = f"{os.fspath(checkpoint_path)}{_SUFFIX}"
         is_there = not process_role.is_under_way() and fleet.saved_extra(folder) is not None
         self._folder = folder if is_there else None
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def folder_to_load(self) -> str | None:
-        """With which the job begins; None if no checkpoint was loaded, or one of plain Lightning."""
+        """The folder from which the job starts; None without a loaded checkpoint, or for one of plain Lightning."""
         return self._folder
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On the first worker; the others need not fetch all rows for a file that they do not write. Ranks call it
-        together, and have all of it."""
+        """The state on the first worker. Other workers do not fetch all rows, since they write no file. Ranks call it
+        together, and all get the whole state.
+        """
         if self._is_collective:
             return whole_state(self.lightning_module)
         if not self.is_global_zero:
@@ -58,7 +59,7 @@ class CheckpointFolders:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """The folder first: where the file is, the folder is whole."""
+        """Save the folder before the file: if the file exists, the folder is complete."""
         folder = f"{os.fspath(filepath)}{_SUFFIX}"
         if self._is_collective:
             fleet.save(folder)
@@ -75,7 +76,9 @@ class CheckpointFolders:
             self.checkpoint_io.remove_checkpoint(Path(f"{os.fspath(filepath)}{_SUFFIX}"))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Before the job has begun: its first values. Later: all workers call it, and the first tells the servers."""
+        """Before the job begins, sets its initial values. Later, all workers call it, and the first updates the
+        servers.
+        """
         module, state = self.lightning_module, checkpoint["state_dict"]
         any_ids = [name for name, one in module.named_modules() if _has_any_id(one)]
         if self._folder is None and any_ids:
@@ -87,7 +90,7 @@ class CheckpointFolders:
             module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Options of the param groups, as the rate; the state was loaded with the folder, or begins anew."""
+        """Load options of the param groups, such as the learning rate. The state comes from the folder, or is new."""
         if self._folder is None:
             print(
                 f"FleetStrategy: there is no folder {_SUFFIX} beside the checkpoint: the optimizer's state begins anew",
@@ -104,7 +107,7 @@ def _has_any_id(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_any_ids(module: torch.nn.Module) -> Iterator[None]:
-    """While a state is taken: tables for any id leave their rows out, which the folder has."""
+    """Within this context, tables without a declared size omit their rows from the state, since the folder has them."""
     found = [one for one in module.modules() if _has_any_id(one)]
     for one in found:
         one.state = "none"  # type: ignore[assignment]

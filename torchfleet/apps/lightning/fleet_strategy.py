@@ -1,4 +1,4 @@
-"""The strategy by which Lightning's Trainer trains a module in a job of torchfleet."""
+"""The strategy with which Lightning's Trainer trains a module in a torchfleet job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchfleet.base.role.role_info import SERVER
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
-_PERIOD = 0.5  # seconds between two reports of metrics: the display takes no more
+_PERIOD = 0.5  # seconds between two reports of metrics, the rate of the display
 _MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "half_async": {"a_sync": True, "a_sync_configs": {"half_async": True}},
@@ -35,19 +35,19 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelStrategy):  # type: ignore[misc]
-    """A LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
+    """Trains a LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
 
-    `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields act
-    under `fleetrun --nproc_per_node N`. `sparse`: which embeddings go to the servers, as in fleet.distributed_model;
-    a collective job has none, and refuses it.
+    `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields
+    apply under `fleetrun --nproc_per_node N`. `sparse`: which embeddings go to the servers, as in
+    fleet.distributed_model; a collective job has no servers and refuses it.
 
-    The process's role comes from the environment. Each worker is a rank of the Trainer, and gets its share of the
+    The process's role comes from the environment. Each worker is a rank of the Trainer and gets its share of the
     samples. On a server, `fit`, `validate`, `test` and `predict` serve until all workers have stopped, and then end the
-    script. The job begins with the first of them and ends with the script, or by fleet.stop_worker().
+    script. The first of these calls starts the job. It ends with the script or with fleet.stop_worker().
     """
 
     strategy_name = "fleet"
-    precision_plugin: Any  # of Lightning's class
+    precision_plugin: Any  # defined by Lightning's class
     _next_report = 0.0
 
     def __init__(self, settings: str | DistributedStrategy = "sync", sparse: str | int | None = None) -> None:
@@ -55,18 +55,18 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
         self._settings, self._sparse = _settings_of(settings), sparse
         self._is_collective = is_collective_job()
         self._info = PaddleCloudRoleMaker(self._is_collective).read()
-        self._begun: LightningModule | None = None  # the module of the job that is under way
+        self._begun: LightningModule | None = None  # the module of the current job
         self._kept: tuple[Any, list[Any], list[Any]] = (None, [], [])  # its model, optimizers and schedulers
         self.set_world_ranks()
 
-    # Who this process is
+    # Identity of this process
 
     def set_world_ranks(self) -> None:
         rank_zero_only.rank = self.global_rank
 
     @property
     def global_rank(self) -> int:
-        """The worker's number; of a server one behind those of all workers."""
+        """The index of the worker; servers are numbered after all workers."""
         is_server = self._info.role == SERVER
         return self._info.num_workers + self._info.server_index if is_server else self._info.worker_index
 
@@ -88,21 +88,21 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
         index, number = fleet.data_shard()
         return {"num_replicas": number, "rank": index}
 
-    # The beginning of the job
+    # Start of the job
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        self._folder = None  # of an earlier call
+        self._folder = None  # set by an earlier call
 
     def setup_environment(self) -> None:
         self.check_devices()
         if self.world_size > 1:
             self._refuse_prepare_data()
-        if self._info.role != SERVER:  # it takes no GPU
+        if self._info.role != SERVER:  # a server uses no GPU
             super().setup_environment()
 
     def _refuse_prepare_data(self) -> None:
-        """One worker would prepare, and the others would not wait: they meet when the job has begun, after it."""
+        """Refuse prepare_data: one worker would prepare, but the others meet it only later, when the job begins."""
         module = self.lightning_module
         assert module is not None
         data = module.trainer.datamodule
@@ -125,7 +125,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
         self.setup_precision_plugin()
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
-        """Model and optimizer are distributed, servers serve, workers and ranks begin."""
+        """Distribute model and optimizer, then start the servers, workers or ranks."""
         if process_role.is_under_way():
             raise FleetError(
                 "FleetStrategy: a job is under way with another module: call fleet.stop_worker() at its end, or "
@@ -138,7 +138,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
             self._distribute(trainer, module)
         except Exception:
             if is_own:
-                fleet.reset()  # so that a cell of a notebook can be run again
+                fleet.reset()  # so that a notebook cell can be run again
             raise
 
     def _distribute(self, trainer: Trainer, module: LightningModule) -> None:
@@ -162,7 +162,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
                 config.scheduler = fleet.distributed_scheduler(config.scheduler)
 
     def _refuse_twice(self, trainer: Trainer) -> None:
-        """What Lightning and the collective strategies would both do."""
+        """Refuse features that Lightning and the collective strategies would both apply."""
         if not self._is_collective:
             return
         if trainer.accumulate_grad_batches > 1:
@@ -188,7 +188,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
         assert self.model is not None
         self.model.to(self.root_device)
 
-    # What the module logs (`self.log`), shown by the launcher's display
+    # Values logged by the module (`self.log`), shown on the launcher's display
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if time.monotonic() >= self._next_report:
@@ -209,7 +209,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
 
 
 class _RankPrecision(Precision):  # type: ignore[misc]
-    """Clips where the strategies of a collective job have the gradients of all batches and ranks together."""
+    """Clips in the optimizer step, where the collective strategies have the gradients of all batches and ranks."""
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
         if clip_val > 0:

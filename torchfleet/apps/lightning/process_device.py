@@ -1,4 +1,4 @@
-"""Which device a process of a Trainer computes on: one of each, chosen by its number on its machine."""
+"""The device of each process of a Trainer, chosen by the process's index on its machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 
 
 class ProcessDevice:
-    """The devices of a machine dealt to its processes. Servers have none: rows stay in the memory of the host."""
+    """Assigns the devices of a machine to its processes. Servers get none: rows stay in host memory."""
 
     _info: RoleInfo
-    parallel_devices: Any  # those that Lightning's Trainer would use: of a machine with GPUs all of them
+    parallel_devices: Any  # the devices that Lightning's Trainer would use: on a machine with GPUs, all of them
 
     @property
     def local_rank(self) -> int:
-        """The process's number on its machine, from 0; of a server one behind those of all workers."""
+        """The index of the process on its machine, from 0; servers are numbered after all workers."""
         info = self._info
         if info.is_collective:
             return info.local_rank
@@ -29,7 +29,7 @@ class ProcessDevice:
 
     @property
     def root_device(self) -> torch.device:
-        """The GPU with the number of this process on its machine. Workers share GPUs where there are too few."""
+        """The GPU with this process's index on its machine. Workers share GPUs if there are too few."""
         if not self._has_gpus or self._info.role == SERVER:
             return torch.device("cpu")
         if self._info.is_collective:
@@ -43,7 +43,7 @@ class ProcessDevice:
         return bool(self.parallel_devices) and self.parallel_devices[0].type == "cuda"
 
     def check_devices(self) -> None:
-        """Raises StrategyError for devices that this process cannot have."""
+        """Raise StrategyError for devices that this process cannot use."""
         asked = len(self.parallel_devices or [0])
         if not self._has_gpus:
             if asked > 1:
@@ -72,7 +72,7 @@ class ProcessDevice:
 
 
 def _place_on_machine(info: RoleInfo) -> int:
-    """A worker's number among those of its host; its number in the job where no hosts are known."""
+    """A worker's index among those on its host; its index in the job if the hosts are unknown."""
     hosts = [endpoint.rpartition(":")[0] for endpoint in info.worker_endpoints]
     index = info.worker_index
     return hosts[:index].count(hosts[index]) if hosts else index

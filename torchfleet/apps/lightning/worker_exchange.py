@@ -1,4 +1,4 @@
-"""How workers of a Trainer exchange numbers: through the servers, or among ranks, as fleet.util does."""
+"""Exchanges values between workers of a Trainer, through the servers or among ranks, like fleet.util."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _REDUCTIONS = {
 
 
 class WorkerExchange:
-    """The exchanges that Lightning asks a strategy for. All workers call each of them, in the same order.
+    """The exchanges that Lightning requires of a strategy. All workers call each of them, in the same order.
 
-    Before the job has begun, and in one process, there is nobody to exchange with.
+    Before the job begins, and in one process, there are no other workers to exchange with.
     """
 
     @property
@@ -42,7 +42,7 @@ class WorkerExchange:
             fleet.barrier_worker()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What worker `src` gives. Plain values only: nothing of it is executed."""
+        """The value of worker `src`. Plain values only, so that no code is executed."""
         found = self._all(obj, "broadcast")
         return obj if len(found) == 1 else found[src]
 
@@ -57,7 +57,7 @@ class WorkerExchange:
         return tensor if len(found) == 1 else torch.stack([one.to(tensor.device) for one in found])
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor of all workers: their mean, sum, max, min or product. What is no tensor stays as it is."""
+        """Reduce a tensor over all workers: mean, sum, max, min or product. Other values are returned unchanged."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         name = _name_of(reduce_op)
@@ -75,7 +75,7 @@ class WorkerExchange:
 
 
 def _name_of(reduce_op: Any) -> str:
-    """Of a string, or of torch.distributed's ReduceOp."""
+    """The name of a reduction, from a string or torch.distributed's ReduceOp."""
     name = str(reduce_op or "mean").rpartition(".")[2].lower()
     if name not in _REDUCTIONS:
         raise FleetError(f"reduce(reduce_op={reduce_op}): expected one of {', '.join(_REDUCTIONS)}")

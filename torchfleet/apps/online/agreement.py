@@ -1,4 +1,4 @@
-"""The barriers of the pass loop: all workers must arrive, and at the same stage of the same part."""
+"""The barriers of the pass loop. All workers must arrive at the same stage of the same part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
 
-_NAME = "online"  # one name for all barriers: workers at different stages notice it, instead of waiting for each other
+_NAME = "online"  # one name for all barriers, so that workers at different stages do not wait for each other
 NEXT_PART = "part"  # the stage at which worker 0 announces the next part
 _AGAIN = "Start the job again: it goes on from the last complete pass."
 
@@ -24,8 +24,9 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_at(stage: str, part: str, data: Any = None) -> list[Any]:
-    """The data of all workers, in their order, once all have arrived. Raises FleetError on all workers if one has left
-    the job or is at another stage or part."""
+    """Gather the data of all workers, in their order, once all have arrived. Raises FleetError on all workers if one
+    has left the job or is at another stage or part.
+    """
     encoded = process_role.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
     reports = [msgspec.msgpack.decode(report, type=WorkerReport) for report in encoded]
     at = f"part {part} is not complete" if stage != NEXT_PART else f"no part after {part or 'the beginning'} can begin"

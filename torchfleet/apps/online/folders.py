@@ -11,7 +11,7 @@ from torchfleet.apps.online.parts import Part, time_of
 from torchfleet.base.errors import DataError
 from torchfleet.data.dataset import file_shard
 
-_RECENT = 48  # last parts in a position: a part that is not among them was not trained, and is late
+_RECENT = 48  # last parts kept in a position: an older part that is not among them was not trained and is late
 _NAME = re.compile(r"\d{8}(/\d{2})?")
 
 
@@ -23,12 +23,12 @@ class FolderSource:
               {day} and {hour}; or None: one file per part, which appears by rename
     files     which files of a part's folder are data; those that begin with _ or . never are
     start     the first part to train, "20261115/00", when nothing has been trained yet
-    until     the last part; then the source is over. Else it never is
-    wait_for_unfinished   True: a part that has begun is waited for, also while later ones are finished. False: it is
-              passed over, with a line on stderr, as soon as a later one is finished
+    until     the last part, after which the source is over. Without it, the source never ends
+    wait_for_unfinished   True: wait for a part that has begun, even if later ones are finished. False: skip it, with a
+              line on stderr, as soon as a later one is finished
 
-    Parts are taken in the order of (day, hour). One that is finished after a later one has been trained is left out,
-    with a line on stderr.
+    Parts are taken in the order of (day, hour). A part that is finished after a later one was trained is skipped, with
+    a line on stderr.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FolderSource:
         self._done, self._files = done, files
         self._start, self._until = _checked("start", start), _checked("until", until)
         self._waits_for_unfinished = wait_for_unfinished
-        self._ends: list[str] | None = None  # a position after which no part will come
+        self._ends: list[str] | None = None  # a position after which there are no more parts
         self._reported: set[tuple[str, str]] = set()  # (part, reason) of lines that are printed once
 
     def next(self, position: Any) -> Part | None:
@@ -87,11 +87,11 @@ class FolderSource:
         return file_shard(part.files, worker, num_workers)
 
     def done(self, part: Part) -> None:
-        """Nothing to do: the files belong to another program."""
+        """Do nothing: the files belong to another program."""
 
     def _part(self, found_part: FoundPart, files: list[str], recent: list[str]) -> Part:
         hour = int(found_part.hour or 0)
-        position = {"recent": recent[-_RECENT:]}  # the last of them is where the next part follows
+        position = {"recent": recent[-_RECENT:]}  # the next part follows the last of them
         places = [self._tree.place(path) for path in files]
         return Part(found_part.name, time_of(found_part.day, hour), found_part.day, hour, position, places)
 
@@ -150,7 +150,7 @@ class FolderSource:
 
 
 def _recent(position: Any) -> list[str]:
-    """Names of the last parts, in order; a position may also be given by hand, as one name."""
+    """The names of the last parts, in order. A position set by the user may also be a single name."""
     names = [position] if isinstance(position, str) else position["recent"] if position else []
     if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
         raise DataError(f"a position of a FolderSource is the name of a part, as 20261115/07; found {position!r}")

@@ -1,4 +1,4 @@
-"""KafkaSource: parts of a Kafka topic as ranges of offsets, which are saved with the model."""
+"""KafkaSource: parts of a Kafka topic as ranges of offsets. The offsets are saved with the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KafkaPosition(msgspec.Struct, frozen=True):
     """Where the next part begins. Stored with the model."""
 
     offsets: dict[str, int]  # by partition
-    number: int = 0  # of parts so far
-    time: float = 0.0  # of the last part: time never goes back
+    number: int = 0  # parts so far
+    time: float = 0.0  # of the last part: time never decreases
 
 
 class KafkaSource:
@@ -34,8 +34,8 @@ class KafkaSource:
     offsets are saved with the model; nothing is committed to the brokers.
 
     start     where to begin when nothing has been trained yet: "earliest" or "latest"
-    timeout   seconds without an answer after which the brokers are given up
-    config    more settings of confluent_kafka.Consumer: security, sizes of fetches
+    timeout   seconds without a response after which a request to the brokers fails
+    config    further settings of confluent_kafka.Consumer: security, fetch sizes
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class KafkaSource:
         return False
 
     def files_of(self, part: Part, worker: int, num_workers: int) -> list[str]:
-        """The messages of this worker's share, read now, one per line."""
+        """Read the messages of this worker's share into a file, one per line."""
         own = share(msgspec.convert(part.detail, list[OffsetRange]), worker, num_workers)
         if not own:
             return []
@@ -105,7 +105,7 @@ class KafkaSource:
             self._temporary = None
 
     def _available(self, known: KafkaPosition | None) -> list[OffsetRange]:
-        """By partition: the offsets that the brokers have and that have not been trained yet."""
+        """By partition: the offsets that the brokers have and that were not trained yet."""
         found = []
         for partition, low, high in self._reader.partitions():
             if known is not None:  # a new partition is read from its beginning
@@ -132,7 +132,7 @@ class KafkaSource:
         )
 
     def _has_waited(self, position: Any, num: int) -> bool:
-        """Whether there are messages, and the first has been seen max_wait seconds ago."""
+        """Whether there are messages, and the first was seen at least max_wait seconds ago."""
         now = time.monotonic()
         if not num:
             self._seen = None
@@ -141,7 +141,7 @@ class KafkaSource:
         return self._seen is not None and now - self._seen[1] >= self._max_wait
 
     def _own_folder(self) -> str:
-        """A temporary folder of this process."""
+        """A temporary folder for this process."""
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="torchfleet-kafka-", dir=self._folder)
         return self._temporary.name

@@ -72,8 +72,9 @@ class KafkaReader:
             self._made = None
 
     def _messages(self, ranges: list[OffsetRange]) -> Generator[Any, None, None]:
-        """All messages in the ranges. Missing offsets (compacted, aborted) are not waited for: a message after a range,
-        or the end of its partition, completes the range."""
+        """All messages in the ranges. Does not wait for missing offsets (compacted, aborted): a message after a range,
+        or the end of its partition, completes the range.
+        """
         stops = {offsets.partition: offsets.stop for offsets in ranges}
         self._consumer.assign(
             [self._kafka.TopicPartition(self._topic, offsets.partition, offsets.start) for offsets in ranges]
@@ -102,7 +103,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _position(self, message: Any) -> int:
-        """The offset that comes next in the message's partition."""
+        """The next offset in the message's partition."""
         error = message.error()
         if error is None:
             return int(message.offset()) + 1

@@ -1,4 +1,4 @@
-"""Finds parts below a path by a pattern of names: on this machine, or on any fsspec file system."""
+"""Finds parts below a path by a name pattern, on this machine or on any fsspec file system."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _EXPRESSIONS = {"{day}": r"(?P<day>\d{8})", "{hour}": r"(?P<hour>\d{2})", "*": "
 
 @dataclass(frozen=True)
 class FoundPart:
-    """A part of which a folder or some files exist. It may be unfinished."""
+    """A part with an existing folder or files. It may be unfinished."""
 
     day: str
-    hour: str  # "" where parts are whole days
+    hour: str  # "" if parts are whole days
     paths: tuple[str, ...]  # below the tree's path
 
     @property
@@ -33,7 +33,7 @@ class FoundPart:
 
 @dataclass(frozen=True)
 class _Match:
-    """A path that matches the first steps of the pattern, and the values of its fields."""
+    """A path that matches the first components of the pattern, and the values of its fields."""
 
     path: str
     fields: dict[str, str]
@@ -59,12 +59,12 @@ class PartTree:
         self._day_step = next(i for i, step in enumerate(self._steps) if "day" in step.groupindex)
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.path)
-        except Exception as error:  # every file system has its own
+        except Exception as error:  # every file system raises its own
             raise DataError(f"{path} cannot be opened: {type(error).__name__}: {error}") from error
 
     def parts(self, since: str) -> Iterator[FoundPart]:
         """The parts in their order, from day `since` on. A day is listed only when the iterator reaches it."""
-        self._fs.invalidate_cache()  # of an earlier listing
+        self._fs.invalidate_cache()  # from an earlier listing
         places = [_Match("", {})]
         for step in self._steps[: self._day_step + 1]:
             places = [found for place in places for found in self._matches(place, step)]
@@ -84,7 +84,7 @@ class PartTree:
         return [f"{folder}/{name}" for name in names if fnmatchcase(name, pattern)]
 
     def place(self, path: str) -> str:
-        """The path or URL as datasets open it."""
+        """The path or URL with which datasets open it."""
         return f"{self.path.rstrip('/')}/{path}"
 
     def _hours(self, places: Iterable[_Match]) -> Iterator[FoundPart]:
@@ -108,7 +108,7 @@ class PartTree:
                     yield found
 
     def _list(self, path: str) -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of everything in a folder, sorted; empty if there is no such folder."""
+        """(name, whether it is a folder) of every entry of a folder, sorted; empty if the folder does not exist."""
         try:
             entries: list[dict[str, Any]] = self._fs.ls(self._inner(path), detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +125,7 @@ class PartTree:
 
 
 def _regex(step: str) -> re.Pattern[str]:
-    """The expression for one name of the pattern. A field that occurs twice must match the same text."""
+    """The regular expression for one component of the pattern. A repeated field must match the same text."""
     text, seen = "", set()
     for token in _FIELDS.split(step):
         expression = _EXPRESSIONS.get(token)
@@ -136,7 +136,7 @@ def _regex(step: str) -> re.Pattern[str]:
 
 
 def _is_date(match: _Match) -> bool:
-    """Whether its day and hour exist: eight digits need not be a day."""
+    """Whether its day and hour exist: eight digits need not be a date."""
     try:
         time_of(match.day or "20000101", int(match.hour or 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Part, the share of a stream that one pass trains on, and Source, the protocol of what yields parts."""
+"""Part, the data that one pass trains on, and Source, the protocol of classes that yield parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DAY, HOUR = 86400, 3600
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of the data: the samples, often of one hour, that one pass trains on.
+    """The samples that one pass trains on, often those of one hour.
 
-    `position` can be stored as JSON. It is all that a source needs to find the next part.
+    `position` can be stored as JSON. A source needs nothing else to find the next part.
     """
 
     name: str  # unique within a source
@@ -29,10 +29,10 @@ class Source(Protocol):
     """Yields the parts of a stream. Worker 0 calls `next`, all workers call `files_of`."""
 
     def next(self, position: Any) -> Part | None:
-        """The first finished part after `position` (None: from the beginning). None: there is none yet."""
+        """The first finished part after `position` (None: from the beginning), or None if there is none yet."""
 
     def is_over(self, position: Any) -> bool:
-        """Whether no part will ever come after `position`. Called when `next` has returned None."""
+        """Whether no further part will come after `position`. Called when `next` has returned None."""
 
     def files_of(self, part: Part, worker: int, num_workers: int) -> list[str]:
         """This worker's files: local paths or fsspec URLs. Every sample is in the files of exactly one worker."""

@@ -1,4 +1,4 @@
-"""The progress of online training. It is saved with the model, in one step, so that both always agree."""
+"""The progress of online training. It is saved atomically with the model, so that both always agree."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PassReport(msgspec.Struct, frozen=True):
     """The result of a pass; the same on all workers."""
 
     part: str
-    number: int  # passes so far, those of earlier runs included
-    auc: float | None  # of the part before it was trained on; None without `evaluate`
+    number: int  # passes so far, including earlier runs
+    auc: float | None  # of the part before training on it; None without `evaluate`
     samples: int
     samples_per_s: float  # trained, by all workers together
-    deltas: int  # since the last full save; 0: this was one
+    deltas: int  # since the last full save; 0: this was a full save
     rows: int  # of all sparse tables
-    seconds: float  # from the part's beginning until it was saved
+    seconds: float  # from the beginning of the part until its save
 
     def line(self) -> str:
         saved = f"delta {self.deltas}" if self.deltas else "full"
@@ -34,7 +34,7 @@ class PassReport(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """A pass in the history that a model carries."""
+    """A pass in the history that is stored with a model."""
 
     part: str
     auc: float | None
@@ -53,7 +53,7 @@ class PassProgress(msgspec.Struct):
     history: list[Result] = []  # of the last KEPT passes
 
     def takes_full_save(self, part: Part) -> bool:
-        """Whether this is the first part of its day, or of all."""
+        """Whether this is the first part of its day, or the first part ever."""
         return not self.passes or part.day != self.day
 
     def after(self, part: Part, result: Result, is_full: bool) -> PassProgress:
@@ -63,17 +63,17 @@ class PassProgress(msgspec.Struct):
 
 
 def model_to_load(model_dir: str) -> str | None:
-    """`model_dir` if there is a complete model in it, else None: for fleet.init_server and fleet.init_worker."""
+    """`model_dir` if it contains a complete model, else None. Pass it to fleet.init_server and fleet.init_worker."""
     return model_dir if fleet.saved_extra(model_dir) is not None else None
 
 
 def history(model_dir: str) -> list[Result]:
-    """Part, AUC, samples and rows of the last 1000 passes that are in the model there."""
+    """Part, AUC, samples and rows of the last 1000 passes of the model in `model_dir`."""
     return saved_progress(model_dir).history
 
 
 def saved_progress(model_dir: str) -> PassProgress:
-    """The progress after the last complete pass that is saved there; that of a new model if there is none."""
+    """The progress after the last complete pass saved in `model_dir`; that of a new model if there is none."""
     extra = fleet.saved_extra(model_dir) or {}
     try:
         return msgspec.convert(extra.get(_KEY, {}), PassProgress)

@@ -22,7 +22,7 @@ from torchfleet.apps.online.validation import auc_of_all
 from torchfleet.base.errors import CheckpointError, FleetError, ServerRestarted, ServerUnreachable
 from torchfleet.base.storage import Storage
 
-BEAT = 10.0  # seconds after which worker 0 answers the others, though no part has come: they must not time out
+BEAT = 10.0  # seconds after which worker 0 replies to the others without a part, so that they do not time out
 
 _saved_here: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by job: the folder of its last save
 
@@ -42,19 +42,22 @@ def train_passes(
     max_passes: int | None = None,
     all_files: bool = False,
 ) -> list[PassReport]:
-    """Train every part of `source` once, in order, and save after each, until the source or `max_passes` is over.
+    """Train on every part of `source` once, in order, and save after each, until the end of the source or `max_passes`.
 
-    To be called on all workers, after fleet.init_worker. For each part: `evaluate(part, files)` first, if it is given,
-    whose AUC over all workers is that of the part before anybody has trained on it; then `train(part, files)`; then the
-    model is saved to `model_dir`, whole for the first part of a day, else what has changed. `files` are this worker's;
-    with `all_files`, `train` gets those of all workers: in sync mode all must make the same number of steps, which they
-    do if everybody reads everything and takes its share of each batch.
+    All workers call it, after fleet.init_worker. For each part, it first calls `evaluate(part, files)`, if given; the
+    AUC over all workers is measured before any worker has trained on the part. Then it calls `train(part, files)`. Then
+    it saves the model to `model_dir`: a full save for the first part of a day, else a delta. `files` are this worker's.
+    With `all_files`, `train` gets the files of all workers: sync mode requires the same number of steps on all workers,
+    which holds if each reads all files and takes its share of each batch.
 
-    A part is in the saved model exactly once: the position in the source is saved with the model, in one step. A script
-    that is started again (with fleet.init_server(online.model_to_load(model_dir)), and init_worker alike) goes on from
-    the last complete pass. Whatever goes wrong on one worker ends the loop on all: an error names the part.
+    `on_pass` is called with the report of each pass, and worker 0 polls the source every `poll_seconds`. With `shrink`,
+    rows are evicted by the tables' own policies once a day, before the full save.
 
-    shrink: evict rows by the tables' own policies once a day, before the full save. Returns the last 1000 reports.
+    The saved model contains each part exactly once: the position in the source is saved atomically with the model. A
+    restarted script (with fleet.init_server(online.model_to_load(model_dir)), and the same for init_worker) continues
+    from the last complete pass. An error on one worker ends the loop on all workers, and names the part.
+
+    Returns the last 1000 reports.
     """
     loop = _Loop(source, model_dir, train, evaluate, on_pass, shrink, poll_seconds, all_files)
     try:
@@ -63,7 +66,7 @@ def train_passes(
         raise
     except Exception:
         with contextlib.suppress(Exception):
-            fleet.stop_worker()  # the others must not wait for this one: they find it missing at the next barrier
+            fleet.stop_worker()  # the others must not wait for this worker: they find it missing at the next barrier
         raise
 
 
@@ -88,11 +91,11 @@ class _Loop:
         self._shrink, self._poll_seconds, self._all_files = shrink, poll_seconds, all_files
         self._is_first = fleet.is_first_worker()
         self._next_poll = 0.0
-        self._is_waiting = False  # and has reported it
+        self._is_waiting = False  # whether the wait was reported
         self._part = ""  # the last part of this run
         self._has_saved = False
         self._own: list[str] = []  # this worker's files
-        self._files_for = ""  # the part that `_own` is of
+        self._files_for = ""  # the part of `_own`
         self._progress = PassProgress()  # kept by worker 0
 
     def run(self, max_passes: int | None) -> list[PassReport]:
@@ -112,7 +115,7 @@ class _Loop:
         return list(reports)
 
     def _resumed(self) -> PassProgress:
-        """The saved progress. Raises FleetError if the servers have not loaded the model that it belongs to."""
+        """The saved progress. Raises FleetError if the servers have not loaded the corresponding model."""
         if fleet.saved_extra(self._model_dir) is None:
             return PassProgress()
         wanted = Storage(self._model_dir).path
@@ -182,7 +185,7 @@ class _Loop:
         return report
 
     def _own_files(self, part: Part) -> list[str]:
-        """This worker's files of the part. Asked for once: a source may have to fetch them."""
+        """This worker's files of the part. Requested once, since a source may have to fetch them."""
         if self._files_for != part.name:
             self._files_for = part.name
             self._own = self._source.files_of(part, fleet.worker_index(), fleet.worker_num())
@@ -216,7 +219,7 @@ class _Loop:
             except CheckpointError as error:
                 if self._has_saved:
                     raise
-                # The first save of a run: its tables may have other policies than the saved ones.
+                # At the first save of a run, the tables may have other policies than the saved ones.
                 print(
                     f"part {part.name}: everything is saved, as no delta can be: {error}", file=sys.stderr, flush=True
                 )
@@ -226,7 +229,7 @@ class _Loop:
 
 
 def _refuse_restarted_worker() -> None:
-    """A restarted worker would train its part twice: the servers still have the first gradients."""
+    """Refuse a restarted worker: it would train its part twice, since the servers still have the first gradients."""
     if current_job.get_job().info.restart:
         raise FleetError(
             "this worker was started again in the middle of a job, whose servers hold half of a part. Start the whole "

@@ -33,7 +33,7 @@ def cut(available: list[OffsetRange], num: int) -> list[OffsetRange]:
 
 
 def share(ranges: list[OffsetRange], worker: int, num_workers: int) -> list[OffsetRange]:
-    """A worker's share of all ranges, laid end to end and cut into equal lengths: most partitions stay whole."""
+    """A worker's share of all ranges, which are concatenated and cut into equal lengths: most partitions stay whole."""
     total = sum(map(len, ranges))
     first, last = total * worker // num_workers, total * (worker + 1) // num_workers
     own, begin = [], 0

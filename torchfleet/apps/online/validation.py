@@ -1,4 +1,4 @@
-"""Progressive validation: the AUC of a part before it is trained on, over all workers."""
+"""Progressive validation: the AUC of a part over all workers, before training on it."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ Ids = npt.NDArray[np.int32]
 
 
 class Description(msgspec.Struct, forbid_unknown_fields=False):
-    """The contents of `_corpus.json`; None stands for unknown."""
+    """The contents of `_corpus.json`. None means unknown."""
 
     format: int
     dictionary: int | None  # the vocabulary's fingerprint
     num_ids: int | None
-    raw_words: int | None  # before words were left out
+    raw_words: int | None  # before words were dropped
     words: int
     downsample: float | None
     seed: int | None
@@ -38,7 +38,9 @@ class Description(msgspec.Struct, forbid_unknown_fields=False):
 
 
 def read_description(folder: str) -> Description | None:
-    """None if there is none. Raises DataError for an unfinished folder, and for other files than those described."""
+    """Read the description; None if there is none. Raises DataError for an unfinished folder, and for undescribed
+    files.
+    """
     try:
         with open(os.path.join(folder, DESCRIPTION), "rb") as file:
             found = msgspec.json.decode(file.read(), type=Description)
@@ -60,10 +62,10 @@ def read_description(folder: str) -> Description | None:
 
 
 class Corpus:
-    """The ids of a folder. Checked against the vocabulary when it is made, and id by id when it is read.
+    """The ids of a folder. The constructor checks it against the vocabulary; reading checks each id.
 
     `files` are paths; `words_of[path]` is the number of words in one. Without a description the words are counted by
-    reading all files once. `downsample` is the threshold above which words were left out; 0 if none was.
+    reading all files once. `downsample` is the threshold above which words were dropped; 0 if none were.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
@@ -108,7 +110,7 @@ class Corpus:
 def count_words(
     paths: Sequence[str], num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """The number of words in each file of ids. `words_of`: the number that a file must have."""
+    """Count the words in each file of ids. `words_of`: the number that a file must have."""
     progress, found, total = Progress("counting words"), {}, 0
     for path in paths:
         found[path] = 0

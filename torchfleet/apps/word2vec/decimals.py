@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-# Every number gets the same columns. Columns that it does not need stay zero, and are removed at the end:
+# All numbers use the same columns. Unused columns stay zero and are removed at the end:
 #   -  0  .  000  d  .  dddddddd  e  -  dd  blank
 _WIDTH = 21
 _SIGN, _FIRST, _POINT, _REST, _EXPONENT, _END = 0, 6, 7, 8, 16, 20
@@ -22,7 +22,7 @@ def _layout(exponent: int) -> bytes:
 
 
 def _kept(num_zeros: int) -> npt.NDArray[np.uint8]:
-    """1 for the columns that stay if the last `num_zeros` digits are zeros; 0 for the point if no digit follows."""
+    """1 for the columns that are kept if the last `num_zeros` digits are zeros; 0 for the point if no digit follows."""
     kept = np.ones(_WIDTH, np.uint8)
     kept[_EXPONENT - num_zeros : _EXPONENT] = 0
     kept[_POINT] = num_zeros < 8

@@ -17,7 +17,7 @@ from torchfleet.apps.word2vec.vectors import WordVectors, check_restrict, highes
 from torchfleet.base.errors import DataError
 
 _BLOCK = 1 << 22  # scores at a time: 16 MB
-_TOP = 5  # best answers, of which the first is taken that is no word of the question in another case
+_TOP = 5  # best candidates; the answer is the first that is not a word of the question in another case
 
 Question = tuple[str, str, str, str]
 Pair = tuple[str, str, float]
@@ -35,7 +35,7 @@ class AnalogySection:
 
 @dataclass(frozen=True)
 class SectionResult:
-    """`seen` questions were asked; `skipped` ones have a word that is not known, or not among the first."""
+    """`seen` questions were asked; `skipped` questions contain a word that is unknown or not among the first."""
 
     name: str
     correct: int
@@ -44,7 +44,7 @@ class SectionResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of the asked questions; 0 if none was."""
+        """The share of correct answers; 0 if no question was asked."""
         return self.correct / self.seen if self.seen else 0.0
 
 
@@ -60,7 +60,7 @@ class AnalogyResult:
 
 @dataclass(frozen=True)
 class PairsResult:
-    """Correlations are nan where one side is always the same."""
+    """Correlations are nan if one side is constant."""
 
     pearson: float
     spearman: float
@@ -136,7 +136,7 @@ class _Lookup:
         self.first: Ids = np.array([self._index.setdefault(word, i) for i, word in enumerate(words)], np.intp)
 
     def find(self, words: Sequence[str]) -> list[int] | None:
-        """None if one of them is not known."""
+        """The positions of the words; None if one is unknown."""
         found = [self._index.get(self._fold(word), -1) for word in words]
         return None if -1 in found else found
 
@@ -164,7 +164,7 @@ def analogies(
 
 
 def _answers(vectors: WordVectors, questions: Ids, first: Ids) -> Ids:
-    """The answer to each question a, b, c: the word's position, that of the first of its spellings."""
+    """The answer to each question a, b, c: the position of the word, in its first spelling."""
     num = len(first)
     norms = vectors.norms[:num, None]
     units = np.divide(vectors.vectors[:num], norms, out=np.zeros((num, vectors.dim), np.float32), where=norms > 0)
@@ -206,7 +206,7 @@ def _targets(vectors: WordVectors, asked: Ids) -> npt.NDArray[np.float32]:
 
 
 def _answer(vectors: WordVectors, target: npt.NDArray[np.float32], asked: list[int], first: Ids) -> int:
-    """The best word that is not in the question, in any case; the fifth if five are; -1 if there is none."""
+    """The best word that is not in the question, in any case; the fifth if the best five are; -1 if there is none."""
     best = highest(vectors.cosines(target, len(first)), _TOP + len(asked))
     others = [int(first[i]) for i in best if i not in asked][:_TOP]
     return next((i for i in others if i not in asked), others[-1] if others else -1)
@@ -243,7 +243,7 @@ def _correlation(x: Floats, y: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Places in ascending order, from 1; equal values share the mean of theirs."""
+    """Ranks in ascending order, from 1; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts - 1) / 2)[which], np.float64)

@@ -21,7 +21,7 @@ from torchfleet.ps.kernels import words
 
 @dataclass(frozen=True)
 class DictionaryFacts:
-    """What build_dictionary found: all words, distinct words, words with an id, and occurrences of all others."""
+    """The result of build_dictionary: all words, distinct words, words with an id, and occurrences of all others."""
 
     num_words: int
     num_distinct: int
@@ -31,7 +31,7 @@ class DictionaryFacts:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Words that filter_corpus read, wrote, and did not know; `files`: those written to each file."""
+    """The words that filter_corpus read, wrote, and did not know; `files`: the words written to each file."""
 
     num_read: int
     num_written: int
@@ -40,7 +40,7 @@ class CorpusFacts:
 
 
 def build_dictionary(source: str, dict_path: str, min_count: int = 5, max_bytes: int | None = None) -> DictionaryFacts:
-    """Count the words of a text, or of a folder of texts, and write those seen `min_count` times or more to a file."""
+    """Count the words of a text or a folder of texts, and write those with at least `min_count` occurrences."""
     _check_at_least("min_count", min_count, 1)
     texts = Texts(source, "build_dict", max_bytes)
     texts.check_apart(dict_path)
@@ -54,7 +54,7 @@ def build_dictionary(source: str, dict_path: str, min_count: int = 5, max_bytes:
     if not total:
         raise DataError(f"{source} has no words: expected a text")
     kept = np.flatnonzero(counts >= min_count)
-    kept = kept[kept > 0]  # number 0 is <UNK>, which is no known word however often the text has it
+    kept = kept[kept > 0]  # number 0 is <UNK>, which never counts as a known word
     num_unknown = total - int(counts[kept].sum())
     lines = [(-int(counts[number]), found.word(number)) for number in kept.tolist()]
     lines += [(-num_unknown, UNKNOWN.encode())] if num_unknown else []
@@ -120,13 +120,13 @@ def filter_corpus(
 
 
 def output_name(path: str) -> str:
-    """The file's name without the suffix of its compression, and never one that a corpus leaves out."""
+    """The file's name without its compression suffix, and never a name that a corpus ignores."""
     name = os.path.basename(path)
     return name.removesuffix(streams.compression(path) or "\0").lstrip("_.") or "text"
 
 
 class _Encoder:
-    """From words to ids, and how many words there were so far."""
+    """Maps words to ids, and counts the words so far."""
 
     def __init__(self, vocabulary: Vocabulary, min_count: int, downsample: float, seed: int) -> None:
         self._map = WordMap.of(vocabulary.encoded())
@@ -157,7 +157,7 @@ class _Encoder:
         self.num_read, self.num_unknown = writer.state[[words.NUM_READ, words.NUM_UNKNOWN]].tolist()
 
     def check(self, facts: CorpusFacts, source: str, dict_path: str) -> None:
-        """Raise DataError if less than half of the words that the dictionary should have are in it."""
+        """Raise DataError if the dictionary lacks more than half of the words that it should have."""
         if not facts.num_read:
             raise DataError(f"{source} has no words: expected a text")
         if 2 * (facts.num_read - facts.num_unknown) < (1 - self._share_unknown) * facts.num_read:

@@ -31,13 +31,13 @@ def word_chances(vocabulary: Vocabulary, sample: float, train_unknown: bool = Fa
 
 
 def alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32]]:
-    """(chance of 2^32 that a place stands for itself, whom it stands for otherwise): a draw in constant time.
+    """An alias table for draws in constant time: (probability × 2^32 of a slot's own word, its alternative word).
 
-    A place of the table has the chance 1 / len(weights); light words share theirs with heavy ones (Walker, 1977).
+    Each slot is drawn with probability 1 / len(weights). Light words share their slot with heavy ones (Walker, 1977).
     """
     heights = weights / weights.sum() * len(weights)
     chance, other = np.ones(len(weights)), np.arange(len(weights), dtype=np.int32)
-    order = np.argsort(-heights)  # the lightest are dealt with first: rounding must not leave a word of weight 0 over
+    order = np.argsort(-heights)  # lightest first: rounding must not leave a word of weight 0 over
     light, heavy = list(order[heights[order] < 1]), list(order[heights[order] >= 1])
     while light and heavy:
         small, large = light.pop(), heavy[-1]

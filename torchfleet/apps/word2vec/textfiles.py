@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def input_files(path: str) -> list[str]:
-    """The file itself, or those directly in a folder, by name. What begins with `_` or `.` is left out."""
+    """The file itself, or the files directly in a folder, by name. Names that begin with `_` or `.` are ignored."""
     if not streams.is_local(path):
         return [path]
     if not os.path.exists(path):
@@ -34,12 +34,12 @@ def input_files(path: str) -> list[str]:
 
 
 def whole_words(chunks: Iterable[bytes], name: str, is_cut: Callable[[], bool] = lambda: False) -> Iterator[Bytes]:
-    """The chunks, cut between words instead of anywhere, each with the padding that the kernels need.
+    """Split the chunks between words, each with the padding that the kernels need.
 
-    The last line ends with a newline, whether it does in the chunks or not. `is_cut` is called at the end: whether the
-    last word may be incomplete, and is left out.
+    The last line always ends with a newline. `is_cut` is called at the end; if it returns True, the last word may be
+    incomplete and is dropped.
     """
-    rest: list[bytes] = []  # the beginning of a word that has not ended
+    rest: list[bytes] = []  # the beginning of an incomplete word
     size = 0
     for chunk in chunks:
         cut = int(words.behind_last_space(np.frombuffer(chunk, np.uint8)))
@@ -55,7 +55,7 @@ def whole_words(chunks: Iterable[bytes], name: str, is_cut: Callable[[], bool] =
 
 
 def padded(*parts: bytes | memoryview) -> Bytes:
-    """A text as the kernels take it."""
+    """A text with the padding that the kernels need."""
     return np.frombuffer(b"".join((*parts, words.PADDING)), np.uint8)
 
 
@@ -73,7 +73,7 @@ class Texts:
         self._start, self._progress = time.monotonic(), Progress(what)
 
     def check_apart(self, *others: str) -> None:
-        """Files that are made from the texts must not be read as texts the next time."""
+        """Raise an error if an output file would be read as a text the next time."""
         folder = os.path.realpath(self.path)
         for other in others:
             if os.path.realpath(os.path.dirname(other) or ".") == folder:
@@ -90,7 +90,7 @@ class Texts:
         self._progress.end(self._so_far())
 
     def pieces(self, path: str) -> Iterator[Bytes]:
-        """A file's text, as whole_words gives it."""
+        """A file's text in pieces of whole words, as in `whole_words`."""
         chunks = self._limited(streams.chunks(streams.open_file(path), path))
         for piece in whole_words(chunks, path, lambda: self._is_cut):
             yield piece

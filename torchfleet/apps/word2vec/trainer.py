@@ -26,7 +26,7 @@ Schedule = Callable[[float], float]  # from the words of all workers so far to t
 
 @dataclass(frozen=True)
 class LinearDecay:
-    """From `rate` at the first word to `last` at the last one, as word2vec does."""
+    """Linear decay from `rate` at the first word to `last` at the last word, as in word2vec."""
 
     rate: float
     last: float
@@ -68,7 +68,7 @@ class SkipGramOptions:
 
 @dataclass
 class TrainingProgress:
-    """The progress of training. `words` counts words of the text, also those that the corpus leaves out."""
+    """The progress of training. `words` counts words of the text, including those that the corpus drops."""
 
     words: float = 0.0
     num_words: float = 0.0
@@ -86,7 +86,7 @@ class TrainingProgress:
 
 
 class Trainer:
-    """Trains `replica`, which must hold SkipGram's tables. `tell` gets the progress once a second, and at the end."""
+    """Trains `replica`, which must have SkipGram's tables. Calls `tell` with progress each second and at the end."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Trainer:
     def train(
         self, corpus: Corpus, files: Sequence[str], epochs: int, schedule: Schedule, threads: int
     ) -> TrainingProgress:
-        """`epochs` passes over these files of the corpus. The result holds the losses, one a second."""
+        """Train for `epochs` passes over these files of the corpus. The result holds the losses, one per second."""
         if epochs < 1 or threads < 1:
             raise DataError(f"epochs and threads must be at least 1, found {epochs} and {threads}")
         own_words = sum(corpus.words_of[path] for path in files)
@@ -132,7 +132,7 @@ class Trainer:
         self._run(
             [threading.Thread(target=self._work, args=(scratch,), daemon=True) for scratch in scratches], scratches
         )
-        self._num_calls += 1  # the next one draws other numbers
+        self._num_calls += 1  # so that the next call draws other random numbers
         return self._progress
 
     def _run(self, threads: list[threading.Thread], scratches: list[Scratch]) -> None:
@@ -158,7 +158,7 @@ class Trainer:
         self._report(scratches)
 
     def _report(self, scratches: list[Scratch]) -> None:
-        """Report the progress, with the mean loss since the last report as the threads have measured it."""
+        """Report the progress, with the threads' mean loss since the last report."""
         loss, pairs = np.sum([scratch.totals[1:] for scratch in scratches], axis=0)
         before = self._measured
         if pairs > before[1]:

@@ -18,14 +18,14 @@ from torchfleet.base.errors import DataError
 
 Vectors = npt.NDArray[np.float32]
 
-_VALUES = 1 << 16  # numbers that are formatted at a time: few enough for the cache
+_VALUES = 1 << 16  # numbers formatted at a time, which fit into the cache
 _MAX_HEADER = 100
-_MAX_WORD = 1 << 16  # bytes; what is longer is not a file of words
+_MAX_WORD = 1 << 16  # bytes; a longer one means that this is not a file of words
 _PRINTABLE = string.printable.encode()
 
 
 def write_text(path: str, words: Sequence[str], vectors: Vectors) -> None:
-    """The file appears when it is complete; what is read back from it are the same float32 numbers."""
+    """Write atomically: the file appears when complete. Reading it returns the same float32 numbers."""
     num, dim = vectors.shape
     step = max(1, _VALUES // dim)
     with _new_file(path) as file:
@@ -36,7 +36,7 @@ def write_text(path: str, words: Sequence[str], vectors: Vectors) -> None:
 
 
 def write_binary(path: str, words: Sequence[str], vectors: Vectors) -> None:
-    """The file appears when it is complete."""
+    """Write atomically: the file appears when complete."""
     num, dim = vectors.shape
     with _new_file(path) as file:
         file.write(b"%d %d\n" % (num, dim))

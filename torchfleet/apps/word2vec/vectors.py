@@ -70,7 +70,7 @@ class WordVectors:
         return word in self.index
 
     def __getitem__(self, word: str) -> Vectors:
-        """The word's row itself, not a copy. An unknown word is a DataError with the nearest spellings."""
+        """The word's row, not a copy. An unknown word raises DataError with the nearest spellings."""
         return np.asarray(self.vectors[self._position(word)])
 
     def _position(self, word: str) -> int:
@@ -83,9 +83,9 @@ class WordVectors:
     def most_similar(
         self, word: str | npt.NDArray[np.float32], count: int = 10, restrict: int | None = None
     ) -> list[tuple[str, float]]:
-        """Of the `restrict` first words (None: of all), the nearest to a word or to a vector, with cosines, best first.
+        """The words nearest to a word or vector, with cosines, best first, of the first `restrict` words (None: all).
 
-        The word itself is left out, and so are words whose vector is zero: they have no cosine.
+        The word itself and words with a zero vector, which have no cosine, are excluded.
         """
         check_restrict(restrict)
         own = self._position(word) if isinstance(word, str) else -1
@@ -104,18 +104,18 @@ class WordVectors:
             return np.asarray(np.dot(self.vectors[:restrict], unit) / self.norms[:restrict])
 
     def save_text(self, path: str | os.PathLike[str]) -> None:
-        """Lines of `word v1 .. vD` below one of `V D`; load reads the same numbers. The file appears when complete."""
+        """Write a line `V D`, then lines `word v1 .. vD`. load reads the same numbers. It appears when complete."""
         write_text(os.fspath(path), self.words, self.vectors)
 
     def save_binary(self, path: str | os.PathLike[str]) -> None:
-        """word2vec's binary format: a line `V D`; then for each word it, a blank, D float32 numbers and a newline."""
+        """Write word2vec's binary format: a line `V D`; then each word, a blank, D float32 numbers and a newline."""
         write_binary(os.fspath(path), self.words, self.vectors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WordVectors:
-        """From a file of save_text, save_binary, or of another program in one of these formats.
+        """Load a file of save_text or save_binary, or of another program in one of these formats.
 
-        Of a word that comes more than once, the first counts.
+        If a word occurs more than once, the first one counts.
         """
         words, vectors = read_vectors(os.fspath(path))
         first: dict[str, int] = {}
@@ -130,9 +130,9 @@ class WordVectors:
 
     @classmethod
     def load_checkpoint(cls, folder: str | os.PathLike[str], vocabulary: Vocabulary, table: str = "emb") -> WordVectors:
-        """From a folder of save_persistables or save_inference_model: the table whose keys are the dictionary's ids.
+        """Load a folder of save_persistables or save_inference_model. The table's keys must be the dictionary's ids.
 
-        Words without a row were never trained; they are left out, and so is <UNK>.
+        Words without a row were never trained; they are dropped, as is <UNK>.
         """
         keys, rows = _saved_rows(os.fspath(folder), table, len(vocabulary.words))
         order = np.argsort(keys)
@@ -144,7 +144,7 @@ class WordVectors:
 
 
 def _saved_rows(folder: str, name: str, num_words: int) -> tuple[npt.NDArray[np.int64], Vectors]:
-    """Keys and values of a saved table, in the order of its files. Keys that are no id of the dictionary: an error."""
+    """Keys and values of a saved table, in file order. A key that is not an id of the dictionary raises an error."""
     storage = Storage(folder)
     manifest = read_manifest(storage)
     table = manifest.table(name)
@@ -177,7 +177,9 @@ def to_unit(rows: npt.NDArray[np.float64]) -> Vectors:
 
 
 def highest(values: Vectors, count: int) -> npt.NDArray[np.intp]:
-    """Where the `count` highest are, best first; nan is lower than all. Equal ones come in gensim's order: numpy's."""
+    """The indices of the `count` highest values, best first; nan is lowest. Ties are in gensim's order, which is
+    numpy's.
+    """
     down = -values
     if count >= len(down):
         return np.asarray(np.argsort(down))

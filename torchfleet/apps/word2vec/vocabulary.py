@@ -18,7 +18,7 @@ _MAX_COUNT = 1 << 53
 
 
 class Vocabulary:
-    """A word's id is its place among `words`, from 0. Words that are not UTF-8 are kept with Python's surrogates."""
+    """A word's id is its index in `words`. Words that are not UTF-8 are kept with Python's surrogates."""
 
     def __init__(self, words: Sequence[str], counts: npt.ArrayLike) -> None:
         self.words = list(words)
@@ -36,7 +36,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """From lines of `word count`, in any order. Any other line raises a DataError with file and line."""
+        """Load lines of `word count`, in any order. Any other line raises DataError with file and line."""
         path = os.fspath(path)
         lines = b"".join(streams.chunks(streams.open_file(path), path)).split(b"\n")
         if lines[-1] == b"":
@@ -57,11 +57,11 @@ class Vocabulary:
         return cls(list(words), list(words.values()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Lines of `word count`. The file appears when it is complete."""
+        """Write lines of `word count`. The file appears when complete."""
         write_lines(path, self._lines())
 
     def save_ids(self, path: str | os.PathLike[str]) -> None:
-        """Lines of `word id`. The file appears when it is complete."""
+        """Write lines of `word id`. The file appears when complete."""
         write_lines(path, (b"%b %d\n" % (word, number) for number, word in enumerate(self.encoded())))
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Vocabulary:
         return self._ids.get(word)
 
     def encoded(self) -> Iterable[bytes]:
-        """The words' bytes, as they stand in the text."""
+        """The words' bytes, as in the text."""
         return map(encoded, self.words)
 
     @cached_property
@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Under a temporary name first: a file that is there is complete."""
+    """Write to a temporary file and rename it, so that an existing file is complete."""
     path = os.fspath(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -99,7 +99,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
 
 
 def encoded(word: str) -> bytes:
-    """Words are bytes, UTF-8 as a rule; others come back as they were."""
+    """The bytes of a word, usually UTF-8; other bytes are restored unchanged."""
     return word.encode(errors="surrogateescape")
 
 

@@ -19,8 +19,9 @@ class WordMap:
     """Words are numbered in the order in which they first occur. kernels/words.py describes the arrays."""
 
     def __init__(self, salt: int | None = None, num_slots: int = _FIRST_SLOTS, num_bytes: int = _FIRST_BYTES) -> None:
-        """`num_slots`, a power of two, and `num_bytes` are for a start. Without a salt it is drawn: the author of a
-        text cannot choose words that collide."""
+        """`num_slots`, a power of two, and `num_bytes` are initial sizes. By default the salt is random, so that the
+        author of a text cannot choose words that collide.
+        """
         self.slots = np.zeros(num_slots, np.uint64)
         self.entries: npt.NDArray[np.int64] = np.empty((num_slots // 2, 3), np.int64)
         self.arena: Bytes = np.empty(num_bytes, np.uint8)
@@ -29,7 +30,7 @@ class WordMap:
 
     @classmethod
     def of(cls, known: Iterable[bytes]) -> WordMap:
-        """The map of these words, all different: each has its place among them as its number."""
+        """The map of these words, all different. A word's number is its index."""
         made = cls()
         made.count(padded(b"\n".join(known)))
         return made
@@ -39,7 +40,7 @@ class WordMap:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """A view: counts of all words, by their numbers."""
+        """A view of the counts of all words, by number."""
         return self.entries[: len(self), words.COUNT]
 
     def word(self, number: int) -> bytes:
@@ -47,7 +48,7 @@ class WordMap:
         return self.arena[start : start + size].tobytes()
 
     def count(self, text: Bytes) -> None:
-        """Add up the words of a padded text."""
+        """Count the words of a padded text."""
         at, end = 0, len(text) - len(words.PADDING)
         while at < end:
             at = int(words.count_words(text, at, end, self.slots, self.entries, self.arena, self.state))
@@ -55,7 +56,7 @@ class WordMap:
                 self._grow(end - at)
 
     def _grow(self, num_bytes: int) -> None:
-        """Room for twice as many words, or for as many bytes as the text has left and twice as many as now."""
+        """Double the room for words, or make room for the rest of the text's bytes and at least double the bytes."""
         if len(self) < len(self.entries):
             self.arena = _longer(self.arena, len(self.arena) + max(len(self.arena), num_bytes + 8))
             return

@@ -1,4 +1,4 @@
-"""Writes a folder of id files so that it is complete or does not exist."""
+"""Writes a folder of id files atomically: it is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BUFFER = 1 << 22  # bytes of text that are written at once
 
 
 class NewCorpus:
-    """A folder that gets its files when all are written: until then all it holds is a folder `_unfinished`.
+    """A folder that gets its files when all are written. Until then it contains only a folder `_unfinished`.
 
-    Left by an exception, it is as it was. What a killed run has left is removed by the next.
+    After an exception, the folder is unchanged. The next run removes what a killed run has left.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -57,7 +57,7 @@ class NewCorpus:
         return IdWriter(os.path.join(self._unfinished, name))
 
     def finish(self, description: Description) -> None:
-        """All files get their names; the description comes last."""
+        """Move all files to their final names, the description last."""
         with open(os.path.join(self._unfinished, DESCRIPTION), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(description), indent=2) + b"\n")
         for name in (*description.files, DESCRIPTION):
@@ -77,7 +77,7 @@ class IdWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The last line ends, too."""
+        """End the last line and close the file."""
         with self._file:
             if kind is None:
                 self.make_room()

@@ -1,4 +1,4 @@
-"""What a job with servers waits for, in one sentence: its servers, its workers, the network or the machine."""
+"""The bottleneck of a job with servers, in one sentence: its servers, its workers, the network or the machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FULL = 0.9  # a server whose loop computes for this share of the time has no more to give
-MUCH = 0.2  # workers that wait for this share of their steps would gain a quarter without
+FULL = 0.9  # a server whose event loop is busy for this share of the time is saturated
+MUCH = 0.2  # without a wait of this share of their time, workers would be a quarter faster
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ def bottleneck(
     is_sync: bool = False,
     tells_shares: bool = True,
 ) -> str:
-    """`busy`: per server the share of time that its loop computes; `waits`: per worker the share of time that it waits
-    for a pull or a push. Empty if either is not known.
+    """Describe the bottleneck in a sentence. Returns an empty string if `busy` or `waits` is empty.
 
-    `machine`: where more processes would run; None: not known. `tells_shares`: with both means behind the sentence.
+    `busy`: for each server, the share of time that its event loop computes. `waits`: for each worker, the share of time
+    that it waits for a pull or a push. `machine`: where more processes would run; None if unknown. `tells_shares`:
+    append both means to the sentence.
     """
     if not busy or not waits:
         return ""
@@ -56,10 +57,10 @@ def _sentence(busy: Sequence[float], wait: float, machine: Machine | None, is_sy
 
 
 def num_more_servers(busy: Sequence[float], wait: float) -> int:
-    """How many more servers would let workers run that now wait for the share `wait` of their time.
+    """The number of additional servers with which workers would no longer wait for the share `wait` of their time.
 
-    If nobody waited, 1 / (1 - wait) times as many requests would come, each with the same work. That work is divided
-    among servers of which none is full.
+    Without waiting, workers would send 1 / (1 - wait) times as many requests, each with the same work. The result is
+    the smallest number of servers that do this work without any being saturated.
     """
     work = sum(busy) / max(0.05, 1.0 - wait)
     return max(1, math.ceil(work / FULL - 1e-9) - len(busy))

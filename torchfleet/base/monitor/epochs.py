@@ -1,4 +1,4 @@
-"""How far a worker is with its data: passes over it, and when the present one will be over."""
+"""A worker's progress through its data: finished epochs, and the time left in the current one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Literal
 
 Unit = Literal["samples", "batches"]
-_RECENT = 30.0  # seconds whose speed tells the time left, or
-_SHARE = 0.25  # of the pass so far, if that is longer: the time left of a long one stays steady
-_NUM_LOOKS = 60  # kept of these seconds
+_RECENT = 30.0  # the time left follows from the speed over this many seconds, or
+_SHARE = 0.25  # over this share of the epoch if that is longer, so that the estimate of a long epoch is steady
+_NUM_LOOKS = 60  # measurements kept of this period
 
 
 class Epoch:
-    """One pass over data. It counts as one of training as soon as a step is made in it."""
+    """One pass over data. It counts as a training epoch once a step is made in it."""
 
     def __init__(self, total: Callable[[], int | None], unit: Unit, started: float, first_step: int) -> None:
         self.total, self.unit, self.started, self.first_step = total, unit, started, first_step
         self.done = 0  # samples or batches so far
-        self.values: Mapping[str, Any] = {}  # what the last step has come to
-        self._looks: deque[tuple[float, int]] = deque()  # at which time how many were done
+        self.values: Mapping[str, Any] = {}  # the values of the last step
+        self._looks: deque[tuple[float, int]] = deque()  # (time, number done)
 
     def seconds_each(self, now: float) -> float | None:
-        """Of late: the first step, which compiles and connects, says little about the others."""
+        """Seconds per unit, measured recently: the first step compiles and connects, and is not representative."""
         if not self.done:
             return None
         window, looks = max(_RECENT, _SHARE * (now - self.started)), self._looks
@@ -37,22 +37,22 @@ class Epoch:
 
 
 class Epochs:
-    """The passes of a worker. `num_steps` says how many steps it has made, which tells training from evaluation."""
+    """The epochs of a worker. `num_steps` returns the steps made so far, which tells training from evaluation."""
 
     def __init__(self, num_steps: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._num_steps, self._now = num_steps, now
         self._open: list[Epoch] = []
         self._last: dict[str, Any] = {}
-        self._num_over = 0  # passes of training
-        self._num_planned: int | None = None  # those that the script says it makes
+        self._num_over = 0  # finished training epochs
+        self._num_planned: int | None = None  # the number that the script has announced
 
     def plan(self, num: int, start: int = 0) -> None:
-        """There are going to be so many passes in all, and the next one has the number `start`."""
+        """Announce `num` epochs in total. The next one has the number `start`."""
         self._num_over, self._num_planned = start, num
 
     @contextlib.contextmanager
     def begin(self, total: Callable[[], int | None], unit: Unit) -> Iterator[Epoch]:
-        """`total`: how many there are in all, as far as that is known at the time."""
+        """Begin an epoch. `total` returns the number of units in it, as far as known at the time of the call."""
         epoch = Epoch(total, unit, self._now(), self._num_steps())
         self._open.append(epoch)
         try:
@@ -64,13 +64,13 @@ class Epochs:
             self._open.remove(epoch)
 
     def status(self) -> dict[str, Any]:
-        """Of the pass that is trained on, or else of the one before; empty before the first."""
+        """The status of the current training epoch, or else of the previous one; empty before the first."""
         epoch = self.current
         return self._last if epoch is None else self._status(epoch)
 
     @property
     def current(self) -> Epoch | None:
-        """The pass that is trained on."""
+        """The current training epoch."""
         return next((epoch for epoch in reversed(self._open) if self._is_training(epoch)), None)
 
     def _is_training(self, epoch: Epoch) -> bool:
@@ -90,8 +90,8 @@ class Epochs:
 
 
 def length(loader: object) -> int | None:
-    """The number of its batches; None for one that does not say."""
+    """The number of batches of a loader; None if it does not define one."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
-    except (TypeError, NotImplementedError):  # a DataLoader over a stream has the method, and no answer
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream has __len__, which raises
         return None

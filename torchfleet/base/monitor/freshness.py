@@ -1,18 +1,18 @@
-"""How old the values were that gradients come from, over all servers, and what that does to a model."""
+"""The staleness of gradients over all servers, and its effect on a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-EXACT_AGES = 16  # ages below it are counted one by one, older ones by powers of two
-Ages = dict[int, int]  # pushes by age; from EXACT_AGES on, an age k stands for k to 2k - 1
+EXACT_AGES = 16  # staleness below this value is counted exactly, above it by powers of two
+Ages = dict[int, int]  # pushes by staleness; from EXACT_AGES on, a key k stands for k to 2k - 1
 
-OLD_NETWORK = 4  # updates: an older network begins to cost quality
+OLD_NETWORK = 4  # updates: from this staleness on the network begins to lose quality
 
 
 def ages_by_kind(tables: Iterable[Mapping[str, Any]]) -> dict[str, Ages]:
-    """From statistics of tables, of any number of servers: pushes by age, of dense tables and of those with rows."""
+    """From the statistics of tables on any number of servers: pushes by staleness, for dense and for sparse tables."""
     found: dict[str, Ages] = {"staleness_dense": {}, "staleness_sparse": {}}
     for table in tables:
         name = "staleness_dense" if table["is_dense"] else "staleness_sparse"
@@ -21,12 +21,12 @@ def ages_by_kind(tables: Iterable[Mapping[str, Any]]) -> dict[str, Ages]:
 
 
 def last_age(age: int) -> int:
-    """The last of the ages that one of a histogram stands for."""
+    """The last staleness that a key of a histogram stands for."""
     return 2 * age - 1 if age >= EXACT_AGES else age
 
 
 def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:
-    """One histogram of several; those from JSON have texts as keys."""
+    """The sum of several histograms. Those read from JSON have strings as keys."""
     total: Ages = {}
     for ages in histograms:
         for age, num in ages.items():
@@ -35,7 +35,7 @@ def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:
 
 
 def quantile(ages: Ages, share: float) -> int | None:
-    """The age that this share of the pushes does not exceed; None without pushes."""
+    """The staleness that this share of the pushes does not exceed; None without pushes."""
     enough, seen = share * sum(ages.values()), 0
     for age, num in sorted(ages.items()):
         seen += num
@@ -45,12 +45,12 @@ def quantile(ages: Ages, share: float) -> int | None:
 
 
 def median(ages: Ages) -> int | None:
-    """The age that half of the pushes do not exceed; None without pushes."""
+    """The staleness that half of the pushes do not exceed; None without pushes."""
     return quantile(ages, 0.5)
 
 
 def in_short(dense: Ages, sparse: Ages) -> str:
-    """How old the network and the rows were, in updates, in one line; empty if nothing is known."""
+    """The staleness of the network and of the rows, in updates, in one line; empty if unknown."""
     told = [
         f"{what} {median(ages)} (95 %: {quantile(ages, 0.95)})"
         for what, ages in (("network", dense), ("rows", sparse))
@@ -60,7 +60,7 @@ def in_short(dense: Ages, sparse: Ages) -> str:
 
 
 def advice(dense_ages: Ages) -> str:
-    """What to do about a network that is too old; empty if it is not."""
+    """Advice on a network that is too stale; empty if it is not."""
     age = median(dense_ages)
     if age is None or age <= OLD_NETWORK:
         return ""

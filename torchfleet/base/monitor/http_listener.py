@@ -1,7 +1,7 @@
-"""A listener for HTTP that no client can hold up: metrics, the dashboard and the health port are routes of one.
+"""An HTTP listener that no client can block. Metrics, the dashboard and the health port are routes of one.
 
-It bounds how many connections are answered at a time, how long a request and a write of its reply may take, and how
-many bytes a request may have. It asks no name service, and a client that goes away is not reported.
+It limits the number of concurrent connections, the time for a request and for a write of its reply, and the size of a
+request. It makes no DNS lookups, and does not report clients that disconnect.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, cast
 from torchfleet.base.monitor.notices import tell
 
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-_LOOK = 0.2  # seconds between two looks at whether the listener is to end
+_LOOK = 0.2  # seconds between two checks whether the listener was closed
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What clients may take of a listener."""
+    """Limits on what clients may use of a listener."""
 
-    connections: int = 64  # answered at a time, by a thread each. 1: by the listener's own thread, and others wait
-    request_seconds: float = 10.0  # for all of a request
+    connections: int = 64  # concurrent, with a thread each. 1: the listener's own thread answers, and others wait
+    request_seconds: float = 10.0  # for a whole request
     reply_seconds: float = 10.0  # for one write: a client that reads more slowly is dropped
     request_bytes: int = 1 << 16
 
 
 class HttpListener(ThreadingMixIn, HTTPServer):
-    """Of IPv4 or IPv6, as the address is. Raises OSError if the address cannot be had."""
+    """Listens on IPv4 or IPv6, according to the address. Raises OSError if the address cannot be bound."""
 
     daemon_threads = True
     block_on_close = False
@@ -54,14 +54,14 @@ class HttpListener(ThreadingMixIn, HTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Requests that are being answered are not waited for."""
+        """Stop serving. Does not wait for requests in progress."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
         self.server_close()
 
     def server_bind(self) -> None:
-        """Without the search for the name of this machine, as HTTPServer does it: it may wait for a name server."""
+        """Bind without the lookup of this machine's name that HTTPServer makes, which may wait for a name server."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -74,7 +74,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
             super().process_request(request, client_address)
         else:
             request.settimeout(0.1)
-            with contextlib.suppress(OSError):  # it is gone, or does not read
+            with contextlib.suppress(OSError):  # the client is gone, or does not read
                 request.sendall(_REFUSAL)
             self.shutdown_request(request)
 
@@ -85,7 +85,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was too slow, is not reported; a mistake of ours is, once."""
+        """Report an error of ours once. A client that disconnected or was too slow is not reported."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError) and not self._has_told:
             self._has_told = True
@@ -93,7 +93,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
 
 
 class HttpRequest(BaseHTTPRequestHandler):
-    """One request per connection. What is built in says little: no version, no echo of the request."""
+    """One request per connection. The replies of the base class reveal little: no version, no echo of the request."""
 
     server_version, sys_version = "fleet", ""
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain"
@@ -105,26 +105,26 @@ class HttpRequest(BaseHTTPRequestHandler):
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
 
     def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """A whole reply."""
+        """Send a complete reply."""
         self.begin(status, content_type, {"Content-Length": str(len(body)), **(headers or {})})
         self.wfile.write(body)
 
     def begin(self, status: int, content_type: str, headers: Mapping[str, str] | None = None) -> None:
-        """The head of a reply, whose body is then written to `wfile`."""
+        """Send the header of a reply. The caller then writes the body to `wfile`."""
         self.send_response(status)
         for name, value in {"Content-Type": content_type, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Lines about requests would drown those of the job."""
+        """Log nothing: lines about requests would drown out those of the job."""
 
 
-Route = Callable[[HttpRequest], tuple[int, str, bytes]]  # the status, the type of the content, the body
+Route = Callable[[HttpRequest], tuple[int, str, bytes]]  # the status, the content type, the body
 
 
 def routes(found: Mapping[str, Route]) -> type[HttpRequest]:
-    """Requests that GET one of these paths. Another path is answered by 404, another method by 501."""
+    """A handler that answers GET on these paths. Other paths get 404, other methods 501."""
 
     class Routed(HttpRequest):
         def do_GET(self) -> None:
@@ -138,7 +138,7 @@ def routes(found: Mapping[str, Route]) -> type[HttpRequest]:
 
 
 class _InTime(io.RawIOBase):
-    """Reads from a socket until a moment, however slowly the bytes come, and at most so many of them."""
+    """Reads from a socket until a deadline, however slowly bytes arrive, and limits the number of bytes."""
 
     def __init__(self, connection: socket.socket, bounds: Bounds) -> None:
         self._connection, self._end = connection, time.monotonic() + bounds.request_seconds

@@ -1,4 +1,4 @@
-"""Logs as JSON lines, on demand: one object for each line of output.
+"""Logs as JSON lines, on request: one object for each line of output.
 
 {"time": "2026-11-16T15:04:05.123+00:00", "role": "worker", "index": 0, "level": "info", "text": "step 100 ..."}
 """
@@ -19,21 +19,21 @@ from torchfleet.base.monitor.log_file import LogFile
 
 VARIABLE = "FLEET_LOG_FORMAT"
 FORMATS = ("text", "json")
-MOST = 1 << 16  # bytes of a line; a longer one is cut into several objects
-_PIECE = 1 << 16  # bytes that are taken from a pipe at a time
-_LOOK = 200  # milliseconds between two looks whether a pipe is closed
-_PATIENCE = 2.0  # seconds for what is still in a pipe, when it is closed
+MOST = 1 << 16  # bytes of a line; a longer one is split into several objects
+_PIECE = 1 << 16  # bytes read from a pipe at a time
+_LOOK = 200  # milliseconds between two checks whether a pipe was closed
+_PATIENCE = 2.0  # seconds to read the rest of a pipe after it was closed
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape them; terminals obey them
+_COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape these control characters; terminals execute them
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-# What Python's logging puts first, in its own format or behind a time; warnings; what a traceback begins and ends with.
+# The prefix of Python's logging, with or without a time; warnings; the first and last lines of a traceback.
 _NAMED = re.compile(r"^(?:[\[\]\d\s:.,TZ+/-]*)(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _WARNING = re.compile(r"(?:^|\s)\w*Warning: ")
 _FAILURE = re.compile(r"^(?:Traceback \(most recent call last\):|[\w.]+(?:Error|Exception|Interrupt|Exit)(?::|$))")
 
 
 def log_format(environment: str | None = None) -> str:
-    """What FLEET_LOG_FORMAT asks for, text if it is not set. Raises RoleError."""
+    """The value of FLEET_LOG_FORMAT, text if it is not set. Raises RoleError."""
     found = (os.environ.get(VARIABLE) if environment is None else environment) or FORMATS[0]
     if found not in FORMATS:
         raise RoleError(f"{VARIABLE} must be one of {', '.join(FORMATS)}; found {found!r}")
@@ -41,7 +41,7 @@ def log_format(environment: str | None = None) -> str:
 
 
 def json_line(text: str, role: str, index: int, replica: int = 0, level: str | None = None) -> str:
-    """The object of a line, without an end of line. `level`: None, as the line itself shows."""
+    """The JSON object of a line, without a newline. `level`: None to derive it from the line."""
     found: dict[str, object] = {"time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
     found |= {"role": role, "index": index, "level": level or level_of(text)}
     if replica:
@@ -51,7 +51,7 @@ def json_line(text: str, role: str, index: int, replica: int = 0, level: str | N
 
 
 def level_of(text: str) -> str:
-    """By what the line begins with; info where it says nothing."""
+    """The level that the beginning of the line shows; info by default."""
     if named := _NAMED.match(text):
         word = named[1].lower()
         return {"warn": "warning", "fatal": "critical"}.get(word, word)
@@ -61,7 +61,7 @@ def level_of(text: str) -> str:
 
 
 def readable(line: str) -> str:
-    """The text of a line of a log, whichever format the log has."""
+    """The text of a log line in either format."""
     if line.startswith('{"time": '):
         try:
             found = json.loads(line)
@@ -73,23 +73,23 @@ def readable(line: str) -> str:
 
 
 def last_lines(end: bytes, num: int) -> list[str]:
-    """The last lines of a log, of which `end` is the end, for people."""
+    """The last lines of a log as readable text. `end` holds the last bytes of the log."""
     text = end.decode(errors="replace")
-    objects = text.rstrip("\n").split("\n")  # not splitlines(): JSON leaves other ends of lines as they are
+    objects = text.rstrip("\n").split("\n")  # not splitlines(): JSON does not escape other line separators
     if readable(objects[-1]) == objects[-1]:
         return text.splitlines()[-num:]
-    whole = objects if readable(objects[0]) != objects[0] else objects[1:]  # the first may be cut off
+    whole = objects if readable(objects[0]) != objects[0] else objects[1:]  # the first may be incomplete
     return [readable(line) for line in whole][-num:]
 
 
 class LineSplitter:
-    """Puts pieces of output together to lines. Bytes that are no UTF-8 are replaced."""
+    """Joins pieces of output into lines. Bytes that are not UTF-8 are replaced."""
 
     def __init__(self, most: int = MOST) -> None:
         self._rest, self._most = b"", most
 
     def lines(self, data: bytes) -> Iterator[str]:
-        """The lines that are complete with this piece; one that is longer than `most` comes in parts."""
+        """The lines that this piece completes. A line longer than `most` is returned in parts."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
             yield from self._parts(line)
@@ -98,7 +98,7 @@ class LineSplitter:
             yield _text(part)
 
     def end(self) -> Iterator[str]:
-        """What has no end of line."""
+        """The last line, if it has no newline."""
         rest, self._rest = self._rest, b""
         if rest:
             yield from self._parts(rest)
@@ -109,7 +109,7 @@ class LineSplitter:
 
 
 class JsonLog:
-    """Takes the output of a process in pieces, and writes it as JSON lines."""
+    """Takes the output of a process in pieces and writes it as JSON lines."""
 
     def __init__(self, write: Callable[[bytes], None], role: str, index: int, replica: int = 0) -> None:
         self._write, self._who, self._splitter = write, (role, index, replica), LineSplitter()
@@ -126,9 +126,9 @@ class JsonLog:
 
 
 class JsonPipe:
-    """A named pipe in the place of a log: what is written to it is logged as JSON lines.
+    """A named pipe in place of a log file. Everything written to it is logged as JSON lines.
 
-    A thread reads until all writers have closed it or `close` is called. It owns `log`.
+    A thread reads until all writers have closed the pipe or `close` is called. It owns `log`.
     """
 
     def __init__(self, path: Path, log: LogFile, role: str, index: int) -> None:
@@ -141,7 +141,7 @@ class JsonPipe:
         self._thread.start()
 
     def close(self) -> None:
-        """Everything that was written is in the log, unless a writer goes on and on."""
+        """Wait until everything written is in the log, unless a writer keeps writing."""
         self._is_over = True
         self._thread.join(_PATIENCE)
         self._path.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ class JsonPipe:
             found = waiting.poll(_LOOK)
             if found and found[0][1] & select.POLLIN:
                 self._json.write(os.read(self._end, _PIECE))
-            elif found or self._is_over:  # the last writer has gone
+            elif found or self._is_over:  # the last writer has closed the pipe
                 break
         self._json.end()
         self._log.close()

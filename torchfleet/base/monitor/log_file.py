@@ -1,4 +1,4 @@
-"""The log of a process: its output as it wrote it, in at most two files of a given size."""
+"""The log of a process: its unmodified output, in at most two files of a given size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DEFAULT_BYTES = 1 << 30
 
 
 def before(log: Path) -> Path:
-    """Where the log lies that was full when this one was begun."""
+    """The path of the previous log file, which was full when this one was started."""
     return log.with_name(f"{log.name}.1")
 
 
 def last_bytes(log: Path, num: int) -> bytes:
-    """The end of a log, over both of its files."""
+    """The last `num` bytes of a log, across both of its files."""
     found = b""
     for path in (log, before(log)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -30,9 +30,9 @@ def last_bytes(log: Path, num: int) -> bytes:
 
 
 class LogFile:
-    """Written by one thread. A log that has reached `max_bytes` is put aside, in the place of the one before it.
+    """A log file with one writing thread. A file that reaches `max_bytes` is renamed and replaces the previous one.
 
-    A disk that is full, or gone, does not stop the process whose log this is: `complain` is told once, and what cannot
+    A full or missing disk does not stop the process that is logged: `complain` is called once, and output that cannot
     be written is lost.
     """
 

@@ -1,4 +1,4 @@
-"""Lines for people, on stderr."""
+"""Messages for users, on stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 
 
 def tell(text: str) -> None:
-    """Print a line. stderr may lead to a disk that is full: then nobody is told, and the process goes on."""
+    """Print a line to stderr. If stderr cannot be written, as on a full disk, the line is lost and the process
+    continues.
+    """
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a launcher sees of its job at one moment: every process, its state, and the status that it reported last."""
+"""A launcher's view of its job at one moment: every process, its state, and its last reported status."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_STILL = 10.0  # seconds without a step after which a worker is at a standstill, or
-_NUM_STEPS = 3  # of its steps, if these take longer
-_OF_STEPS = ("waiting", "pull_wait_ms", "push_wait_ms")  # what is known only while steps are made
+_STILL = 10.0  # seconds without a step after which a worker is stalled, or
+_NUM_STEPS = 3  # the duration of this many of its steps, if that is longer
+_OF_STEPS = ("waiting", "pull_wait_ms", "push_wait_ms")  # fields that are valid only while steps are made
 
 
 def name_for_people(role: str, index: int, replica: int) -> str:
-    """server 0; of the process that began as its backup: server 0, replica 1."""
+    """The display name: server 0, or server 0, replica 1 for the process that began as its backup."""
     return f"{role} {index}{f', replica {replica}' if replica else ''}"
 
 
 def number_in_files(index: int, replica: int) -> str:
-    """What tells the files of a process from those of others of its role."""
+    """The part of a file name that distinguishes this process from others of its role."""
     return f"{index}{f'.replica{replica}' if replica else ''}"
 
 
@@ -27,32 +27,32 @@ class RoleSnapshot:
 
     role: str  # "server", "worker" or "rank"
     index: int
-    state: str  # "starting", "running", "done", "failed", or "waiting": for room in a cluster
-    status: dict[str, Any] = field(default_factory=dict)  # docs/watching.md has the fields; empty before the first
+    state: str  # "starting", "running", "done", "failed", or "waiting" for resources of a cluster
+    status: dict[str, Any] = field(default_factory=dict)  # fields: docs/watching.md; empty before the first report
     replica: int = 0  # of a server: 1 is the process that began as the backup
-    returncode: int | None = None  # None while it starts or runs
+    returncode: int | None = None  # None while the process starts or runs
     num_restarts: int = 0
     log: str = ""  # the name of its log in the folder of the run
 
     @property
     def key(self) -> str:
-        """What tells it from the other processes, as in the names of files: server.0, server.0.replica1, worker.3."""
+        """A unique key of the process, as used in file names: server.0, server.0.replica1, worker.3."""
         return f"{self.role}.{number_in_files(self.index, self.replica)}"
 
     @property
     def name(self) -> str:
-        """For people: server 0."""
+        """The display name: server 0."""
         return name_for_people(self.role, self.index, self.replica)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the script reported: loss, auc, ..."""
+        """The numbers that the script reported: loss, auc, ..."""
         return dict(self.status.get("metrics", {}))
 
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """All processes that one launcher watches, at the same moment."""
+    """All processes that one launcher watches, at one moment."""
 
     time: float  # seconds since 1970
     roles: Sequence[RoleSnapshot]
@@ -62,14 +62,15 @@ class JobSnapshot:
 
 
 class RatesOfNow:
-    """Workers report when they make a step. One that makes none for long keeps its last report, whose rates and time
-    left are not those of now: it waits for a server, evaluates, or is stuck."""
+    """Corrects the rates of stalled workers. Workers report when they make a step. A worker that waits for a server,
+    evaluates or hangs keeps its last report, whose rates and time left are outdated.
+    """
 
     def __init__(self) -> None:
-        self._reports: dict[str, tuple[float, dict[str, Any]]] = {}  # by key: since when it is so, and the status
+        self._reports: dict[str, tuple[float, dict[str, Any]]] = {}  # by key: (time of the last change, status)
 
     def of(self, snapshot: JobSnapshot) -> JobSnapshot:
-        """The snapshot with rates of nothing for those at a standstill. To be asked for every snapshot, in order."""
+        """The snapshot with zero rates for stalled workers. Must be called for every snapshot, in order."""
         return JobSnapshot(snapshot.time, [self._role(role, snapshot.time) for role in snapshot.roles])
 
     def _role(self, role: RoleSnapshot, now: float) -> RoleSnapshot:

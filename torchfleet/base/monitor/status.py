@@ -1,6 +1,6 @@
-"""The status file, by which a process reports to its launcher: small JSON, replaced in one step.
+"""The status file, with which a process reports to its launcher: a small JSON file that is replaced atomically.
 
-docs/watching.md has all fields. A field that does not apply to a process is left out.
+docs/watching.md lists all fields. A field that does not apply to a process is omitted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Protocol
 from torchfleet.base.monitor.notices import tell
 
 _PERIOD = 0.5  # seconds between two writes
-_PATIENCE = 5.0  # seconds that the end of a process waits for the disk
+_PATIENCE = 5.0  # seconds that a process waits for the disk when it ends
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Port(Protocol):
-    """Where a status is published beside the file: prometheus/metrics_port.py."""
+    """Where a status is published in addition to the file: prometheus/metrics_port.py."""
 
     def publish(self, status: dict[str, Any]) -> None:
-        """`status` belongs to the port from now on."""
+        """Publish a status. The port takes ownership of `status`."""
 
     def step_made(self) -> None: ...
 
@@ -35,34 +35,35 @@ class Port(Protocol):
 
 
 class StatusFile:
-    """Writes `make()` to a file, and publishes it on a port, at most once in a period. Does nothing without either."""
+    """Writes `make()` to a file and publishes it on a port, at most once per period. Without either, does nothing."""
 
     def __init__(self, path: str | None, make: Callable[[], dict[str, Any]], port: Port | None = None) -> None:
         self._file = None if path is None else _StatusWriter(path)
         self._make, self._port = make, port
-        self._next = math.inf if path is None and port is None else 0.0  # when the next one is due
-        self._one = threading.Lock()  # the training thread writes it, and others beside it
+        self._next = math.inf if path is None and port is None else 0.0  # when the next write is due
+        self._one = threading.Lock()  # the training thread and others write
         self._host = socket.gethostname()
 
     def step_made(self) -> None:
-        """A training step has ended."""
+        """Record the end of a training step."""
         if self._port is not None:
             self._port.step_made()
         self.write()
 
     def write(self, now: bool = False) -> None:
-        """Write the status if a period has passed since the last time, or at once. A reader never sees half of it.
+        """Write the status if a period has passed since the last write, or at once with `now`. Replaces the file
+        atomically.
 
-        Called for every step, and for every turn of a server's loop: one look at a clock is all that most calls do, and
-        none waits for the disk but those that write at once. A status that cannot be written, as on a full disk, is
-        told once on stderr: training goes on without.
+        Every step calls this, and every iteration of a server's event loop. Most calls only read a clock, and only
+        calls with `now` wait for the disk. If the status cannot be written, as on a full disk, a message is printed
+        once to stderr and training continues.
         """
         if now or time.monotonic() >= self._next:
             self._write_due(now)
 
     def _write_due(self, now: bool) -> None:
         with self._one:
-            is_due = time.monotonic() >= self._next  # another thread may have written it meanwhile
+            is_due = time.monotonic() >= self._next  # another thread may have written it in the meantime
             if (self._file is None and self._port is None) or not (now or is_due):
                 return
             self._next = time.monotonic() + _PERIOD
@@ -73,7 +74,7 @@ class StatusFile:
                 self._file.put(json.dumps(status), now)
 
     def close(self) -> None:
-        """The port is given back; the file stays for its reader, with the last status in it."""
+        """Close the port. The file stays for its reader, with the last status."""
         port, self._port = self._port, None
         if port is not None:
             port.close()
@@ -81,36 +82,36 @@ class StatusFile:
             self._file.close()
 
     def _process(self) -> dict[str, Any]:
-        """What every process tells. The pid is asked for each time: a process may have been forked."""
+        """Fields that every process reports. The pid is read each time, since the process may have been forked."""
         return {"host": self._host, "pid": os.getpid(), "memory": resident_bytes()}
 
 
 class _StatusWriter:
-    """Replaces a file by one text after the other, from a thread of its own, which is there from the first on.
+    """Replaces the contents of a file from a background thread, which the first `put` starts.
 
-    To replace a file may take milliseconds of waiting for the disk: ext4 first gives the new one its blocks there.
+    Replacing a file may wait milliseconds for the disk: ext4 allocates the blocks of the new file first.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._has_told = path, False
-        self._one = threading.Lock()  # around the file
-        self._latest: str | None = None  # what is not written yet
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
+        self._one = threading.Lock()  # guards the file
+        self._latest: str | None = None  # not written yet
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: end the thread
         self._thread: threading.Thread | None = None
 
     def put(self, text: str, now: bool) -> None:
-        """`now`: it is there when this returns."""
+        """Write `text` in the background; with `now`, before this returns."""
         self._latest = text
         if now:
             self._write_latest()
             return
-        if self._thread is None or not self._thread.is_alive():  # not alive: this process was forked
+        if self._thread is None or not self._thread.is_alive():  # a thread that is not alive: this process was forked
             self._thread = threading.Thread(target=self._run, name="status file", daemon=True)
             self._thread.start()
         self._wake.put(True)
 
     def close(self) -> None:
-        """What was put is there, unless the disk takes too long for it."""
+        """Wait for the last write, for a limited time."""
         if self._thread is not None:
             self._wake.put(False)
             self._thread.join(_PATIENCE)
@@ -136,6 +137,6 @@ class _StatusWriter:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has in use."""
+    """The resident memory of this process, in bytes."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE

@@ -1,4 +1,4 @@
-"""Whether this process was asked to save and to end: by SIGUSR1, which schedulers send before they end a job."""
+"""Whether this process was asked to save and exit, by SIGUSR1, which schedulers send before they end a job."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import NoReturn
 
 from torchfleet.base.errors import FleetError
 
-REQUEUE = 75  # the exit status of a job that has saved because it was asked to end: start it again
+REQUEUE = 75  # the exit status of a job that saved because it was asked to end and must be started again
 
 
 class StopRequest:
-    """Looks for SIGUSR1 from the first question on. Where it is blocked (launch/clusters/), it may come before."""
+    """Handles SIGUSR1 from the first call of `has_come` on. Where it is blocked (launch/clusters/), it may come
+    earlier.
+    """
 
     def __init__(self) -> None:
         self._is_looking = self._came = False
@@ -35,11 +37,11 @@ class StopRequest:
         self._came = True
 
 
-stop_request = StopRequest()  # signals belong to the process
+stop_request = StopRequest()  # one per process, as are signal handlers
 
 
 def end_with_save(save: Callable[[], object], dirname: str) -> NoReturn:
-    """Save and end this process, so that it is started again. An error of the save is raised."""
+    """Save and exit with the status that requests a restart. Raises the error of a failed save."""
     print(f"asked to end (SIGUSR1): saving to {dirname}", flush=True)
     save()
     print(f"saved to {dirname}; ending with status {REQUEUE}, to be started again", flush=True)

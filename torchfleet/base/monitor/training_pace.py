@@ -1,4 +1,4 @@
-"""How fast a process goes: rates of the last seconds, and since its first step."""
+"""The speed of a process: rates over the last seconds and since its first step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-WINDOW = 5.0  # seconds that a recent rate is taken over
+WINDOW = 5.0  # seconds over which a recent rate is measured
 
 
 class RecentRates:
-    """Rates of counters over the last seconds, by what they were each time that somebody looked."""
+    """Rates of counters over the last seconds, from their values at each call of `look`."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._looks: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def look(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Per second, by name; empty the first time. After a pause the rate is that of the time since the last look."""
+        """Rates per second by name; empty at the first call. After a pause, the rate covers the time since the last
+        call.
+        """
         now = self._now()
         while len(self._looks) > 1 and now - self._looks[0][0] > WINDOW:
             self._looks.popleft()
@@ -31,18 +33,18 @@ class RecentRates:
 
 
 class TrainingPace:
-    """The steps and samples of a worker or rank, as its status has them."""
+    """The steps and samples of a worker or rank, as reported in its status."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._rates = now, RecentRates(now)
-        self._first: tuple[float, int] | None = None  # when the first step was over, and the samples until then
-        self._last, self._num_steps = 0.0, 0  # when a step was last known, and how many there were
+        self._first: tuple[float, int] | None = None  # when the first step ended, and the samples until then
+        self._last, self._num_steps = 0.0, 0  # when a step was last seen, and the number of steps then
 
     def status(self, steps: int, samples: int, waits: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`waits`: seconds so far that training waited, by what for; their means per step are in milliseconds."""
+        """`waits`: seconds that training has waited so far, by cause. Their means per step are in milliseconds."""
         if self._first is None and steps:
             self._first = self._now(), samples
-        if steps > self._num_steps:  # the mean is of the time of training, not of what comes behind it
+        if steps > self._num_steps:  # the mean covers the time of training, not the time after it
             self._last, self._num_steps = self._now(), steps
         waits = waits or {}
         rates = self._rates.look({"steps": steps, "samples": samples, **waits})

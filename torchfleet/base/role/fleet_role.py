@@ -10,11 +10,11 @@ from torchfleet.base.role.named_variables import NamedVariables
 from torchfleet.base.role.process_settings import loss_of
 from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
 
-ASK = "ask"  # of FLEET_RESTART: the servers know how often a worker was started before
+ASK = "ask"  # value of FLEET_RESTART: the servers know how often a worker was started before
 
 
 def fleet_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
-    """`common`: what every process is told, beside its role. Without a role: one local worker."""
+    """Read the role. `common`: fields of RoleInfo that do not depend on the role. Without a role: one local worker."""
     found = variables.environment
     role = _role(variables)
     if role is None:
@@ -62,7 +62,7 @@ def _role(variables: NamedVariables) -> str | None:
 
 
 def _refuse_fleet_without_role(variables: NamedVariables) -> None:
-    """What speaks of other processes needs a role: to train alone then would be a silent mistake."""
+    """Refuse variables about other processes without a role: training alone would be a silent mistake."""
     for name, missing, alone in (
         ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE", ""),
         ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE", ""),
@@ -70,7 +70,7 @@ def _refuse_fleet_without_role(variables: NamedVariables) -> None:
         ("PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "1"),
         ("FLEET_WORKER_INDEX", "FLEET_ROLE", "0"),
         ("PADDLE_TRAINER_ID", "TRAINING_ROLE", "0"),
-        ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for servers that was started by torchrun
+        ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for servers that torchrun started
     ):
         value = variables.environment.get(name)
         if value and value != alone:
@@ -95,7 +95,7 @@ def _server_index(variables: NamedVariables, servers: Sequence[str]) -> int:
 
 
 def _replica(variables: NamedVariables, places: str) -> dict[str, Any]:
-    """Which replica of its shard a server is, and who decides which is primary."""
+    """Which replica of its shard this server is, and the address of the coordinator, which chooses the primary."""
     num = len(places.split("|"))
     replica = variables.number("FLEET_REPLICA") if variables.environment.get("FLEET_REPLICA") else 0
     if replica >= num:

@@ -1,4 +1,4 @@
-"""Variables of the environment by their names, of which one thing may have two: ours and Paddle's."""
+"""Environment variables by name. A variable may have two names: ours and Paddle's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from torchfleet.base.errors import RoleError
 
-NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
+NUMBER = re.compile(r"[0-9]{1,18}")  # int() may refuse longer ones
 
 
 class NamedVariables:
-    """Several names may stand for one variable: those that are set must agree."""
+    """Reads variables that may have several names. Those that are set must agree."""
 
     def __init__(self, environment: Mapping[str, str], is_collective: bool) -> None:
         self.environment, self._is_collective = environment, is_collective
@@ -45,9 +45,9 @@ class NamedVariables:
 
 
 def endpoints_of(text: str, source: str) -> tuple[str, ...]:
-    """Addresses `host:port`, separated by commas. An error names `source`, the variable or argument they come from."""
+    """Parse addresses `host:port`, separated by commas. An error names `source`, the variable or argument."""
     addresses = tuple(address.strip() for address in text.split(",") if address.strip())
-    is_replicated = "server" in source.lower()  # | stands between the replicas of a server
+    is_replicated = "server" in source.lower()  # | separates the replicas of a server
     places = [place for address in addresses for place in (address.split("|") if is_replicated else [address])]
     for address in places:
         host, colon, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Settings of a process that the environment has beside its role: timeouts, logs of servers, lost workers."""
+"""Settings of a process from the environment, apart from its role: timeouts, server logs, lost workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "
 
 
 def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of a process that come from the environment even if its role was set in code."""
+    """Settings that come from the environment even if the role was set in code."""
     threads = found.get("CPU_NUM", "0")
     if not (threads.isascii() and threads.isdigit()):
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
@@ -36,13 +36,14 @@ def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def start_timeout_of(found: Mapping[str, str]) -> float:
-    """Seconds that a process waits for others that give no sign, as the environment says it. Raises RoleError."""
+    """Seconds that a process waits for others that do not respond, from the environment. Raises RoleError."""
     return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
 
 
 def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:
-    """With how many workers a job begins, and what the loss of one means, as the environment says it. Raises
-    RoleError."""
+    """The number of workers with which a job begins and the rule for lost workers, from the environment. Raises
+    RoleError.
+    """
     least = found.get(MIN_WORKERS) or "0"
     if not NUMBER.fullmatch(least) or int(least) > num_workers:
         raise RoleError(
@@ -61,7 +62,7 @@ def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:
 
 
 def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
-    """How servers keep what they promise, as the environment says it. Raises RoleError."""
+    """The durability settings of servers, from the environment. Raises RoleError."""
     kind = found.get(DURABILITY) or RoleInfo.durability
     if kind not in SETTINGS:
         raise RoleError(f"{DURABILITY} must be one of {', '.join(SETTINGS)}; found {kind!r}")
@@ -77,14 +78,14 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:
-    """`or_never`: 0 is allowed, and stands for it."""
+    """`or_never`: 0 is allowed and means never."""
     text = found.get(name) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     is_never = or_never and text.strip() in ("0", "0.0")
-    if not is_never and not 1.0 <= seconds <= MAX_SECONDS:  # NaN among them
+    if not is_never and not 1.0 <= seconds <= MAX_SECONDS:  # also refuses NaN
         never = ", or 0 for never" if or_never else ""
         raise RoleError(f"{name} must be a number of seconds from 1 to {MAX_SECONDS:g}{never}, found {text!r}")
     return seconds

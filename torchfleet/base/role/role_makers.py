@@ -1,7 +1,7 @@
-"""Who says what the role of a process is: its environment, or its script.
+"""Role makers: the role of a process, from its environment or set in its script.
 
-No other module reads roles from the environment. Variables about something else are read where they are used, such as
-FLEET_DEVICE in collective/world.py.
+No other module reads roles from the environment. Other variables are read where they are used, such as FLEET_DEVICE in
+collective/world.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
 
 
 class PaddleCloudRoleMaker:
-    """The role from the environment: FLEET_* variables, or Paddle's names as they are.
+    """The role from the environment: FLEET_* variables, or Paddle's names unchanged.
 
     FLEET_ROLE (WORKER | SERVER)            TRAINING_ROLE (TRAINER | PSERVER)
     FLEET_SERVER_ENDPOINTS                  PADDLE_PSERVERS_IP_PORT_LIST
@@ -56,7 +56,7 @@ class PaddleCloudRoleMaker:
 
 
 def is_collective_job(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment is that of a rank: it has a number of ranks, and no role in a job with servers."""
+    """Whether the environment is that of a rank: it sets a number of ranks, and no role in a job with servers."""
     found = os.environ if environment is None else environment
     servers = ("FLEET_ROLE", "TRAINING_ROLE", "FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
     ranks = ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
@@ -105,9 +105,9 @@ class UserDefinedRoleMaker:
 
 
 def _rank_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
-    """The role of a process in a collective job; without ranks in the environment, that of the only one.
+    """The role of a process in a collective job; without ranks in the environment, that of a single rank.
 
-    `common`: what every process is told, beside its role.
+    `common`: fields of RoleInfo that do not depend on the role.
     """
     found = variables.environment
     if found.get("FLEET_SERVER_ENDPOINTS") or found.get("PADDLE_PSERVERS_IP_PORT_LIST"):
@@ -125,7 +125,7 @@ def _rank_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
     if found.get("MASTER_ADDR") or size == 1:
         if found.get("MASTER_ADDR") and not found.get("MASTER_PORT"):
             raise RoleError("MASTER_ADDR is set, but MASTER_PORT is missing. Set it, or start with fleetrun.")
-        master = ""  # torch reads these two itself
+        master = ""  # torch itself reads these two
     else:
         workers = variables.endpoints("PADDLE_TRAINER_ENDPOINTS")
         if len(workers) != size:
@@ -145,7 +145,7 @@ def _rank_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
 
 
 def _local_size(variables: NamedVariables, own: str, workers: Sequence[str]) -> int:
-    """Ranks of this machine: as the launcher says, or as many as have its address; 0 if neither is there."""
+    """Ranks on this machine: as the launcher says, or the number of workers with its address; 0 if unknown."""
     if variables.environment.get("LOCAL_WORLD_SIZE"):
         return variables.number("LOCAL_WORLD_SIZE", at_least=1)
     host = own.rpartition(":")[0]

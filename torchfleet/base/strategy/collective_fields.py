@@ -1,6 +1,6 @@
 """The fields of collective training: a switch for each strategy and its dictionary. docs/collective/ explains each.
 
-A new strategy is a class here, with its keys, and two lines in CollectiveFields. Files, flags and checks follow.
+To add a strategy, add a class with its keys here and two lines to CollectiveFields. Files, flags and checks follow.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class ShardingConfigs(
 
 class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": "accumulate_steps"}):
     accumulate_steps = Key(1, at_least=1)
-    micro_batch_size = Key(0, at_least=0)  # 0: what accumulate_steps makes of the batch
+    micro_batch_size = Key(0, at_least=0)  # 0: derived from the batch and accumulate_steps
     schedule_mode = Key("1F1B", choices=("1F1B", "F-then-B"))
-    stages = ListKey(str)  # names of the modules at which the second, third, ... stage begins
+    stages = ListKey(str)  # the names of the modules at which the second, third, ... stage begins
 
 
 class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):
@@ -97,7 +97,7 @@ class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):
 
 
 class HybridConfigs(Configs, name="hybrid_configs"):
-    dp_degree = Key(0, at_least=0)  # 0: what the other degrees leave
+    dp_degree = Key(0, at_least=0)  # 0: the ranks that remain after the other degrees
     mp_degree = Key(1, at_least=1)
     pp_degree = Key(1, at_least=1)
     sharding_degree = Key(1, at_least=1)
@@ -107,7 +107,7 @@ _BYTES = "torch's DistributedDataParallel cuts its buckets by bytes alone: use f
 
 
 class CollectiveFields(Fields):
-    """The fields of DistributedStrategy that collective training has. Texts are those of a command line's --help."""
+    """The fields of DistributedStrategy for collective training. The texts appear in a command line's --help."""
 
     amp = Switch("mixed precision: matrix products in half precision, with loss scaling for float16")
     amp_configs = ConfigsField(AmpConfigs)
@@ -156,7 +156,7 @@ class CollectiveFields(Fields):
     execution_strategy = ObjectField(ExecutionStrategy, "threads of a rank on the CPU")
 
 
-# Strategy → the key of its own dictionary that is also a degree of hybrid_configs, and that degree.
+# Strategy → the key of its dictionary that is also a degree of hybrid_configs, and the name of that degree.
 DEGREES = {
     "tensor_parallel": ("tensor_parallel_degree", "mp_degree"),
     "sharding": ("sharding_degree", "sharding_degree"),
@@ -169,17 +169,17 @@ OBJECTS: dict[str, Mapping[str, Key[Any]]] = {
 _CLASSES = {
     name.removesuffix("_configs"): field.configs for name, field in _ALL.items() if isinstance(field, ConfigsField)
 }
-# Strategy → keys of its dictionary, and → other names of these keys.
+# Strategy → keys of its dictionary, and → aliases of these keys.
 CONFIGS: dict[str, Mapping[str, Key[Any]]] = {name: fields_of(configs) for name, configs in _CLASSES.items()}
 ALIASES: dict[str, Mapping[str, str]] = {name: aliases_of(configs) for name, configs in _CLASSES.items()}
-# Fields that have a single value.
+# Fields with a single value.
 FIELDS: dict[str, Key[Any]] = {
     name: field for name, field in _ALL.items() if not isinstance(field, (ConfigsField, ObjectField))
 }
 
 
 def check_hybrid(settings: CollectiveFields) -> None:
-    """Raise StrategyError for what the network of hybrid mode cannot have beside sparse tables."""
+    """Raise StrategyError for settings that the network of hybrid mode does not support together with sparse tables."""
     for name in ("pipeline", "tensor_parallel"):
         if getattr(settings, name):
             raise StrategyError(

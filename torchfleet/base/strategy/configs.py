@@ -12,11 +12,11 @@ OwnConfigs = TypeVar("OwnConfigs", bound="Configs")
 
 
 class Configs(Fields, Mapping[str, Any]):
-    """A dictionary with a fixed set of keys, all of them present. It is read-only and is assigned whole.
+    """A read-only dictionary with a fixed set of keys, all of them present. It can only be assigned as a whole.
 
-    It is made of a dictionary of some of the keys, which are checked; the others have their default. A subclass is
-    given the `name` of its field in DistributedStrategy and `aliases`, other names of keys as Paddle's documents have
-    them.
+    The constructor takes a dictionary with some of the keys and checks them; the others have their defaults. A subclass
+    declares the `name` of its field in DistributedStrategy and `aliases`, other names of keys that Paddle's
+    documentation uses.
     """
 
     _NAME: ClassVar[str] = ""
@@ -52,10 +52,10 @@ class Configs(Fields, Mapping[str, Any]):
         return f"{type(self).__name__}({vars(self)})"
 
     def copy(self) -> dict[str, Any]:
-        """A dictionary of its own, which can be changed and assigned."""
+        """A plain dictionary, which can be changed and assigned."""
         return dict(self)
 
-    if not TYPE_CHECKING:  # to a type checker, a class with these can be changed
+    if not TYPE_CHECKING:  # with these methods, type checkers would consider the class mutable
 
         def __setitem__(self, key: str, value: Any) -> None:
             self._assign(key, value)
@@ -91,7 +91,7 @@ class Configs(Fields, Mapping[str, Any]):
 
 
 class ConfigsField(Field[OwnConfigs]):
-    """A field that holds a dictionary of settings. Any dictionary can be assigned; it is checked then."""
+    """A field that holds a dictionary of settings. Any dictionary can be assigned, and is checked on assignment."""
 
     def __init__(self, configs: type[OwnConfigs], help: str = "") -> None:
         super().__init__(configs(), help)
@@ -110,5 +110,5 @@ class ConfigsField(Field[OwnConfigs]):
 
 
 def aliases_of(configs: type[Configs]) -> Mapping[str, str]:
-    """Other names of keys → the keys."""
+    """Aliases of keys → the keys."""
     return configs._ALIASES

@@ -1,4 +1,4 @@
-"""DistributedStrategy: every setting of a job, checked the moment it is set."""
+"""DistributedStrategy: every setting of a job, checked on assignment."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from torchfleet.base.strategy.server_fields import ACTS_IN, SHARED_KEYS, AsyncCo
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 _KEYS = fields_of(AsyncConfigs)
-_ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is printed: dictionaries come after switches
+_ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # in files and in print: dictionaries follow switches
 
-_MOST_VALUES = 10_000  # of a file
+_MOST_VALUES = 10_000  # in a file
 
 
 def _from_yaml(path: str | Path) -> dict[str, Any]:
-    """The fields in a file; what is unknown or wrong is found when they are set."""
+    """The fields in a file. Unknown or wrong fields are found when they are set."""
     if Path(path).suffix == ".prototxt":
         return prototxt.load(path)
     try:
@@ -51,7 +51,7 @@ def _from_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class Loader:
-    """A method that makes a strategy from a file, called on the class, or changes the strategy that it is called on."""
+    """A method that, called on the class, makes a strategy from a file; called on a strategy, changes that strategy."""
 
     def __init__(self, read: Callable[[str | Path], dict[str, Any]]) -> None:
         self._read = read
@@ -65,25 +65,25 @@ class Loader:
 
 
 class DistributedStrategy(ServerFields, CollectiveFields):
-    """Settings of a job, set by attribute or keyword. Nothing is accepted and ignored.
+    """Settings of a job, set by attribute or keyword. No setting is silently ignored.
 
-    A dictionary is assigned whole, `strategy.amp_configs = {"incr_ratio": 4.0}`; keys that are not given have their
+    A dictionary is assigned as a whole, `strategy.amp_configs = {"incr_ratio": 4.0}`; missing keys have their
     default. It is read by `strategy.amp_configs.incr_ratio` or `strategy.amp_configs["incr_ratio"]`.
 
-    Of a parameter-server job:
+    For a parameter-server job:
 
     - `a_sync`: False: sync. True: async; geo, half_async and hybrid by a_sync_configs.
     - `a_sync_configs`: a dictionary; docs/modes/README.md explains each key.
-    - `rpc_retry_times`: how often a request without an answer is sent again (3)
-    - `rpc_timeout`: seconds until a server without an answer is given up and named (30)
+    - `rpc_retry_times`: how often a request without a reply is retried (3)
+    - `rpc_timeout`: seconds without a reply after which a request fails and names the server (30)
     - `sync_timeout`: seconds that a worker waits for the others in sync mode and at barriers (1800)
     - `sync_mean`: where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
       all "workers" alike ("samples")
 
-    Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy
+    For a collective job (fleet.init(is_collective=True)) and the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
     fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`.
-    docs/collective/README.md tells which to choose.
+    docs/collective/README.md explains which to choose.
     """
 
     def __init__(self, /, **fields: Any) -> None:
@@ -91,10 +91,10 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         super().__init__(**dict(sorted(fields.items())))
 
     def __copy__(self) -> DistributedStrategy:
-        return copy.deepcopy(self)  # a copy that shared its values would change the original
+        return copy.deepcopy(self)  # a shallow copy would share its values with the original
 
     def __repr__(self) -> str:
-        """A table of what is in force: every collective strategy that is on; without any, the parameter-server mode."""
+        """A table of the active settings: the enabled collective strategies, or else the parameter-server mode."""
         changed = {name: value for name, value in self.differences().items() if name in _COLLECTIVE}
         rows: dict[str, Any] = {}
         for name in SWITCHES:
@@ -114,7 +114,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
     def _in_force(self, name: str) -> Mapping[str, Any]:
-        """The dictionary of a strategy, with the degree that hybrid_configs gives it."""
+        """The dictionary of a strategy, with its degree from hybrid_configs."""
         configs: Mapping[str, Any] = getattr(self, f"{name}_configs", {})
         own, other = DEGREES.get(name, ("", ""))
         degree = self.hybrid_configs[other] if own else 0
@@ -139,7 +139,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         return "half_async" if self.a_sync_configs.half_async else "async"
 
     def is_default(self, name: str) -> bool:
-        """Whether a field has its default."""
+        """Whether a field has its default value."""
         return bool(getattr(self, name) == self._FIELDS[name].default)
 
     def differences(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         return {name: _plain(getattr(self, name)) for name in _ORDER if not self.is_default(name)}
 
     def changed_values(self) -> dict[str, Any]:
-        """As `differences`, with the changed keys of dictionaries by themselves: `a_sync_configs.k_steps`."""
+        """Like `differences`, with the changed keys of dictionaries listed separately: `a_sync_configs.k_steps`."""
         default, found = type(self)(), {}
         for name, value in self.differences().items():
             if isinstance(value, Mapping):
@@ -158,25 +158,26 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         return found
 
     def shared_fields(self) -> dict[str, Any]:
-        """What must be the same for all workers of a job with servers, by name: the mode, and what decides on how
-        pushes become updates. Time-outs and queues are each worker's own."""
+        """The settings that must be equal on all workers of a job with servers, by name: the mode, and the settings
+        that decide how pushes become updates. Timeouts and queues may differ between workers.
+        """
         shared: dict[str, Any] = {"a_sync": self.a_sync, "sync_mean": self.sync_mean}
         shared |= {f"a_sync_configs.{name}": self.a_sync_configs[name] for name in SHARED_KEYS}
-        for name in _COLLECTIVE if self.mode == "hybrid" else ():  # the network is a collective job
+        for name in _COLLECTIVE if self.mode == "hybrid" else ():  # the network is trained like a collective job
             value = _plain(getattr(self, name))
             shared |= _flat(name, value) if isinstance(value, Mapping) else {name: value}
         return shared
 
     def lock(self, user: str) -> None:
-        """From now on a change is an error."""
+        """Make the strategy read-only. `user` is named in the error that a change raises."""
         self._used_by = self._used_by or user
 
     def unlock(self) -> None:
-        """The job that used it is no more: it may be changed again."""
+        """Allow changes again, after the job that used the strategy has ended."""
         self._used_by = ""
 
     def freeze(self, user: str) -> None:
-        """For a parameter-server job. Contradictions that depend on two fields are found here."""
+        """Check the strategy for a parameter-server job, including contradictions between fields."""
         if self.mode == "hybrid":
             check_hybrid(self)
         for name in _COLLECTIVE if self.mode != "hybrid" else ():
@@ -214,12 +215,12 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         """Write the settings that differ from the defaults."""
         Path(path).write_bytes(msgspec.yaml.encode(self.differences()))
 
-    # Of the class: a new strategy. Of a strategy: that one, into which the fields of the file are put.
-    load_from_yaml = Loader(_from_yaml)  # a `.prototxt` is one of Paddle's
-    load_from_prototxt = Loader(prototxt.load)  # a file of Paddle's save_to_prototxt; prototxt.py tells how it is read
+    # On the class: returns a new strategy. On a strategy: sets the fields of the file on it.
+    load_from_yaml = Loader(_from_yaml)  # a `.prototxt` is read as Paddle's
+    load_from_prototxt = Loader(prototxt.load)  # a file of Paddle's save_to_prototxt; see prototxt.py
 
     def take(self, fields: Mapping[str, Any]) -> DistributedStrategy:
-        """Set fields, all of them or, if one is wrong, none. Dictionaries are taken key by key, lists as a whole."""
+        """Set all of these fields, or none if one is wrong. Dictionaries are merged by key, lists are replaced."""
         changed = copy.copy(self)
         for name, value in fields.items():
             setattr(changed, name, _merged(getattr(changed, name), value))
@@ -235,15 +236,16 @@ class DistributedStrategy(ServerFields, CollectiveFields):
 
 
 def _plain(value: Any) -> Any:
-    """A value as a file has it."""
+    """A value as it is stored in a file."""
     if isinstance(value, Configs):
         return dict(value)
     return dict(vars(value)) if isinstance(value, ObjectFields) else value
 
 
 def _is_endless(value: Any) -> bool:
-    """Whether it has too many values, each counted as often as it is referred to: aliases of YAML may make of a few
-    lines what no memory holds, and the text of an error would."""
+    """Whether a value has too many elements, counted once per reference: with YAML aliases, a few lines can expand
+    beyond all memory, for instance in the text of an error.
+    """
     waiting, num = [value], 0
     while waiting and num <= _MOST_VALUES:
         found = waiting.pop()
@@ -256,7 +258,7 @@ def _is_endless(value: Any) -> bool:
 
 
 def _merged(present: Any, given: Any) -> Any:
-    """A dictionary of settings with those that are given in the place of what it has; any other value as given."""
+    """Merge the given settings into a dictionary; any other value is replaced."""
     if not isinstance(present, (Configs, ObjectFields)) or not isinstance(given, Mapping):
         return given
     aliases = aliases_of(type(present)) if isinstance(present, Configs) else {}

@@ -1,4 +1,4 @@
-"""BuildStrategy and ExecutionStrategy: how a rank fuses operators and how many threads it has."""
+"""BuildStrategy and ExecutionStrategy: operator fusion and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ OwnObject = TypeVar("OwnObject", bound="ObjectFields")
 
 
 class ObjectFields(Fields):
-    """Fields by keyword or attribute. The object is made by itself and assigned to a field of DistributedStrategy."""
+    """Fields set by keyword or attribute. The object is created separately and assigned to a field of
+    DistributedStrategy.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -31,7 +33,7 @@ class ObjectFields(Fields):
 
 
 class ObjectField(Field[OwnObject]):
-    """A field that holds such an object. A dictionary of its fields can be assigned too, as a file has it."""
+    """A field that holds such an object. A dictionary of its fields can be assigned too, as read from a file."""
 
     def __init__(self, kind: type[OwnObject], help: str) -> None:
         super().__init__(kind(), help)
@@ -48,7 +50,7 @@ class ObjectField(Field[OwnObject]):
             value = self.kind(**{str(name): item for name, item in value.items()})
         if not isinstance(value, self.kind):
             raise StrategyError(f"{where} expects a fleet.{self.kind.__name__}, found {value!r}")
-        return copy.deepcopy(value)  # not the caller's own
+        return copy.deepcopy(value)  # not the caller's object
 
 
 _GRAPHS = "eager PyTorch has no graph of operators to change; torch.compile chooses by itself"
@@ -61,7 +63,7 @@ class BuildStrategy(ObjectFields):
     fuse_bn_act_ops = Field(False)
     fuse_bn_add_act_ops = Field(False)
     fuse_relu_depthwise_conv = Field(False)
-    allow_cuda_graph_capture = Field(False)  # and its kernels are launched by one call, as a CUDA graph
+    allow_cuda_graph_capture = Field(False)  # also launch the kernels as one CUDA graph
     fuse_all_optimizer_ops = Field(False)  # the optimizer's own fused or foreach kernels
     fuse_broadcast_ops = Field(False, only="DistributedDataParallel broadcasts first values in one go already")
     enable_inplace = Field(False, only=_GRAPHS)
@@ -71,7 +73,7 @@ class BuildStrategy(ObjectFields):
 
 
 class ExecutionStrategy(ObjectFields):
-    """How a rank computes. num_threads: threads of torch on the CPU (0: as torch decides)."""
+    """How a rank computes. num_threads: threads of torch on the CPU (0: torch decides)."""
 
     num_threads = Field(0, at_least=0)
     num_iteration_per_drop_scope = Field(10, only="eager PyTorch has no scopes")

@@ -1,4 +1,4 @@
-"""The mechanism of settings: a declared field has a type, a default and limits, and checks each value that is set.
+"""Declares settings: a field has a type, a default and limits, and checks each value that is assigned.
 
     class LarsConfigs(Configs, name="lars_configs"):
         lars_coeff = Key(0.001, at_least=0.0)
@@ -27,12 +27,12 @@ _NUMBERS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float)}
 
 
 class Key(Generic[Value]):
-    """A key of a dictionary of settings. It is read as an attribute and cannot be set: Configs is read-only.
+    """A key of a dictionary of settings. It is read as an attribute and cannot be set, since Configs is read-only.
 
-    default    also tells the type of the values; a whole number is accepted for a float
-    choices    the values there are; (): all
-    only       the reason, if the default is the only value that can be had
-    help       what a command line says about it
+    default    also determines the type of the values; an integer is accepted for a float
+    choices    the allowed values; (): all
+    only       the reason why only the default is available, if so
+    help       the help text on a command line
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Key(Generic[Value]):
         instance._assign(self.name, value)
 
     def initial(self) -> Value:
-        """The default, as a value that its owner may keep."""
+        """The default, as a value that the caller may own."""
         return self.default
 
     def checked(self, where: str, value: Any) -> Value:
-        """The value as it is kept; a wrong one is an error that begins with `where`."""
+        """The value as it is stored. Raises StrategyError for a wrong value; its message begins with `where`."""
         kept = self._of_type(where, value)
         if self.only and kept != self.default:
             raise StrategyError(f"{where}={kept!r} cannot be had: {self.only}. Leave it at {self.default!r}.")
@@ -108,7 +108,7 @@ class ListKey(Key[list[Element]]):
 
 
 class Field(Key[Value]):
-    """A field that can be set, and is checked then."""
+    """A field that can be set. Values are checked on assignment."""
 
     def __set__(self, instance: Fields, value: Value) -> None:
         instance._assign(self.name, value)
@@ -124,8 +124,8 @@ class Switch(Field[bool]):
 class Fields:
     """An object whose public attributes are the fields that its class declares, in `_FIELDS`.
 
-    Values are in the object's own dictionary, under the names of the fields. An unknown name is an error that lists the
-    known ones.
+    The object's `__dict__` holds the values under the names of the fields. An unknown name raises an error that lists
+    the known ones.
     """
 
     _FIELDS: ClassVar[Mapping[str, Key[Any]]] = {}
@@ -142,7 +142,7 @@ class Fields:
                 raise StrategyError(self._unknown(name))
             setattr(self, name, value)
 
-    if not TYPE_CHECKING:  # to a type checker, a class with these has every attribute
+    if not TYPE_CHECKING:  # with these methods, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
@@ -168,7 +168,7 @@ class Fields:
 
 
 def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
-    """The keys or fields that a class declares, by name, in the order of the declaration."""
+    """The keys or fields that a class declares, by name, in declaration order."""
     return owner._FIELDS
 
 

@@ -29,7 +29,7 @@ HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() 
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a script's description as it is written, and the default of every option that has one."""
+    """Shows a script's description unchanged, and the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add flags for all collective fields. A wrong value ends the script with a text that says what was expected."""
+    """Add flags for all collective fields. A wrong value ends the script with a message that says what was expected."""
     group = parser.add_argument_group(
         "strategy",
         "How ranks work together. KEY=VALUE,... may also be a JSON object; in a list, the elements after the first "
@@ -68,14 +68,14 @@ def _add_dictionary(group: argparse._ArgumentGroup, name: str) -> None:
 
 
 def strategy_of(options: argparse.Namespace) -> DistributedStrategy:
-    """The strategy that the flags describe. A dictionary for a strategy that is off is an error that names both."""
+    """The strategy that the flags describe. A dictionary for a disabled strategy is an error that names both flags."""
     strategy = DistributedStrategy.load_from_yaml(options.strategy) if options.strategy else DistributedStrategy()
     for name in FIELDS:
         value = getattr(options, name)
         if value is not None:
             setattr(strategy, name, value)
         if value is False and name in CONFIGS:
-            setattr(strategy, f"{name}_configs", {})  # a file's settings of a strategy that the flag turns off
+            setattr(strategy, f"{name}_configs", {})  # drop the file's settings of a strategy that the flag disables
     for name in _DICTIONARIES:
         given = getattr(options, name)
         if given is None:
@@ -117,7 +117,7 @@ def _dictionary(name: str) -> Any:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, if DistributedStrategy accepts it; otherwise an error that argparse prints."""
+    """The value, if DistributedStrategy accepts it; otherwise raises an error that argparse prints."""
     try:
         DistributedStrategy(**{name: value})
     except StrategyError as error:
@@ -136,7 +136,7 @@ def _json(name: str, text: str) -> dict[str, Any]:
 
 
 def _pairs(name: str, text: str) -> dict[str, Any]:
-    """`key=value,...`; a word alone is a further element of the list before it, or a flag that is switched on."""
+    """Parse `key=value,...`. A word without `=` extends the preceding list, or enables a flag."""
     given: dict[str, Any] = {}
     last = ""
     for item in filter(None, (piece.strip() for piece in text.split(","))):

@@ -1,7 +1,7 @@
 """Fields of Paddle's DistributedStrategy (distributed_strategy.proto, Paddle 2.0 to 2.6) that torchfleet does not have.
 
-A file of Paddle's may contain such a field at its default. Another value is refused, with the reason given here. Where
-the default differs between versions of Paddle, each of them is accepted.
+A file written by Paddle may contain such a field with its default. Other values are refused, with the reason given
+here. Where the default differs between versions of Paddle, each default is accepted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def _each(reason: str, **defaults: Any) -> dict[str, Absent]:
     return {name: Absent((value,), reason) for name, value in defaults.items()}
 
 
-# Fields of both whose default in Paddle is not available here or would switch something on. Paddle writes defaults out,
-# so these values are no choice of the user: they stand for torchfleet's own default.
+# Common fields whose default in Paddle is not available here or would enable something. Paddle writes defaults out,
+# so these values are not the user's choice: they map to torchfleet's own default.
 LEFT: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {"cudnn_batchnorm_spatial_persistent": (True,), "conv_workspace_size_limit": (4000,)},
     "build_strategy": {"fuse_bn_add_act_ops": (True,)},
     "execution_strategy": {"num_threads": (1,)},
     "a_sync_configs": {"send_queue_size": (16,)},
-    "hybrid_configs": {"dp_degree": (-1,)},  # both mean: what the other degrees leave
+    "hybrid_configs": {"dp_degree": (-1,)},  # both mean: the ranks that remain after the other degrees
 }
-# Fields of both with different defaults: a file without the field means Paddle's default.
+# Common fields with different defaults: a file without the field means Paddle's default.
 DIFFERENT: dict[str, dict[str, Any]] = {"amp_configs": {"decr_ratio": 0.8}}
 RENAMED = {"sharding_configs": {"broadcast_MB": "segment_broadcast_MB"}}
 WITHOUT_SWITCH = ("qat_configs", "model_parallel_configs")  # their switch is refused, so they are never in use

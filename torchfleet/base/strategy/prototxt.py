@@ -42,9 +42,9 @@ _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "tex
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The fields of Paddle's file, for torchfleet.DistributedStrategy(**fields).
+    """Read the fields of Paddle's file, for torchfleet.DistributedStrategy(**fields).
 
-    - A `<name>_configs` or the like whose switch is off is skipped: Paddle writes those out too, and they do nothing.
+    - A `<name>_configs` whose switch is off is skipped: Paddle writes it out, but it has no effect.
     - A field that only Paddle has is accepted at Paddle's default; another value is an error that gives the reason.
       A field that neither has is an error.
     - Degrees above 1 in hybrid_configs switch tensor_parallel, pipeline and sharding on, as they do in Paddle.
@@ -91,7 +91,7 @@ def _a_sync(given: list[Any], configs: Message) -> dict[str, Any]:
 
 
 def _translated(where: str, message: Message) -> dict[str, Any]:
-    """The fields of a message that torchfleet has, in its types. Others must be at Paddle's default."""
+    """The fields of a message that torchfleet has, in its types. Other fields must have Paddle's default."""
     known, absent, left = _KNOWN.get(where, {}), ABSENT.get(where, {}), LEFT.get(where, {})
     renamed = {**RENAMED.get(where, {}), **ALIASES.get(where.removesuffix("_configs"), {})}
     found: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def _message(name: str, values: list[Any]) -> Message:
 
 
 def _value(name: str, key: Key[Any], values: list[Any]) -> Any:
-    """The value in the type of the key. The text alone does not tell 1 from true, nor an element from a list."""
+    """Convert the value to the type of the key. The text alone does not distinguish 1 from true, or a list of one."""
     if isinstance(key, ListKey):
         return [_scalar(name, key.element, value) for value in values]
     return _scalar(name, type(key.default), _single(name, values))
@@ -143,8 +143,8 @@ def _scalar(name: str, kind: type, value: Any) -> Any:
     if kind is bool and (isinstance(value, Word) or type(value) is int) and str(value) in _BOOLEANS:
         return _BOOLEANS[str(value)]
     if kind is float and isinstance(value, (int, float)):
-        with np.errstate(over="ignore"):  # a number beyond protobuf's float is infinite there
-            single = np.float32(min(max(value, -_LARGEST), _LARGEST))  # an integer may be beyond any float
+        with np.errstate(over="ignore"):  # a number beyond the range of protobuf's float is infinite there
+            single = np.float32(min(max(value, -_LARGEST), _LARGEST))  # an integer may exceed the range of any float
         return float(str(single))  # older protobuf wrote a float of 0.001 as 0.0010000000474974513
     if (kind is int and type(value) is int) or (kind is str and isinstance(value, str)):
         return str(value) if kind is str else value

@@ -1,4 +1,4 @@
-"""The fields of training with parameter servers: the mode, its dictionary, and time-outs. docs/modes/ explains each."""
+"""The fields for training with parameter servers: the mode, its dictionary and timeouts. docs/modes/ explains each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.configs import Configs, ConfigsField
 from torchfleet.base.strategy.fields import Field, Fields, Key, Value, fields_of
 
-_WEEK = 7 * 24 * 3600.0  # MAX_BARRIER_SECONDS of a server, which refuses a longer wait
-# The modes in which a key of a_sync_configs acts, where those are not all. In hybrid mode rows are sent as in async.
+_WEEK = 7 * 24 * 3600.0  # MAX_BARRIER_SECONDS of a server, which refuses longer waits
+# The modes in which a key of a_sync_configs applies, if not all. Hybrid mode sends rows as async mode does.
 ACTS_IN = {
     "hybrid_keep_seconds": ("hybrid",),
     "max_merge_var_num": ("async", "hybrid"),
@@ -22,9 +22,9 @@ ACTS_IN = {
     "gather": ("async", "half_async"),
     "gather_max_age": ("async", "half_async"),
 }
-# Keys of a_sync_configs that all workers of a job must have alike. The others are about a worker's own threads.
+# Keys of a_sync_configs that must be equal on all workers of a job. The others configure a worker's own threads.
 SHARED_KEYS = ("k_steps", "half_async", "hybrid", "max_staleness", "gather", "gather_max_age", "launch_barrier")
-# Keys of the queue between training and the threads that send.
+# Keys of the queue between the training thread and the sending threads.
 _QUEUE = (
     *("max_merge_var_num", "send_queue_size", "independent_recv_thread", "min_send_grad_num_before_recv"),
     *("thread_pool_size", "send_wait_times"),
@@ -37,7 +37,7 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
     hybrid = Key(False)
     hybrid_keep_seconds = Key(10.0, at_least=0.0)  # between two copies of the network on the servers
     max_merge_var_num = Key(1, at_least=1)
-    send_queue_size = Key(2, at_least=1)  # Paddle: 16, which can make rows older than workers are many
+    send_queue_size = Key(2, at_least=1)  # Paddle: 16, with which staleness can exceed the number of workers
     independent_recv_thread = Key(False)
     min_send_grad_num_before_recv = Key(1, at_least=1)
     thread_pool_size = Key(1, at_least=1)
@@ -80,19 +80,19 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
 
 
 class PositiveField(Field[Value]):
-    """A number of tries, from 0, or of seconds, above 0; up to `at_most`."""
+    """A number of tries (0 or more) or of seconds (more than 0), up to `at_most`."""
 
     def checked(self, where: str, value: Any) -> Value:
         kept = self._of_type(where, value)
         if kept < 0 or (isinstance(kept, float) and kept == 0):
             raise StrategyError(f"{where} cannot be {value!r}: it must be positive")
-        if not kept <= self.at_most:  # so that not-a-number is refused too
+        if not kept <= self.at_most:  # written so that NaN is refused too
             raise StrategyError(f"{where} must be at most {self.at_most:g}, found {value!r}")
         return kept  # type: ignore[no-any-return]
 
 
 class ServerFields(Fields):
-    """The fields of DistributedStrategy that training with parameter servers has."""
+    """The fields of DistributedStrategy for training with parameter servers."""
 
     a_sync = Field(False)
     a_sync_configs = ConfigsField(AsyncConfigs)

@@ -1,4 +1,4 @@
-"""A parser of protobuf's text format, without a schema: each field of a message has a list of its values, in order.
+"""A parser of protobuf's text format without a schema. Each field of a message maps to the list of its values.
 
 message   = { name ( ":" value | [":"] "{" message "}" | [":"] "<" message ">" ) [ "," | ";" ] }
 value     = number | "text" { "text" } | word | "[" value { "," value } "]"
@@ -16,7 +16,7 @@ Message = dict[str, list[Any]]
 
 
 class Word(str):
-    """A value without quotes that is not a number: true, false, the name of an enum."""
+    """An unquoted value that is not a number: true, false, the name of an enum."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ _DEEPEST = 50
 
 
 def parse(text: str) -> Message:
-    """The message that a text holds. An error names the line."""
+    """Parse a message. An error names the line."""
     return _Reader(text).message("", 0)
 
 
@@ -94,7 +94,7 @@ class _Reader:
     def _number(self) -> int | float:
         try:
             number = _number(self._token)
-        except ValueError:  # 09, which is no octal number; or more digits than int() takes
+        except ValueError:  # 09 is not a valid octal number; int() refuses too many digits
             raise self._error("a number") from None
         self._advance()
         return number
@@ -124,7 +124,7 @@ class _Reader:
         return token
 
     def _advance(self) -> None:
-        """Go to the next token. At the end of the text, its kind is ''."""
+        """Advance to the next token. At the end of the text, its kind is ''."""
         self._kind = self._token = ""
         while self._at < len(self._text):
             found = _TOKENS.match(self._text, self._at)

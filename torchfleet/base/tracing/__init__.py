@@ -1,1 +1,1 @@
-"""Spans of training steps, on workers and servers: recorded, exported to OpenTelemetry, kept for a profile."""
+"""Spans of training steps on workers and servers: recorded, exported to OpenTelemetry, and saved for a profile."""

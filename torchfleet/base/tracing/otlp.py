@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, by OTLP over HTTP, from the thread of OpenTelemetry's BatchSpanProcessor."""
+"""Exports spans to an OpenTelemetry collector by OTLP over HTTP, in the thread of its BatchSpanProcessor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchfleet.base.tracing.span_recorder import Recorder
 
 VARIABLE = "FLEET_TRACE_EVERY"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-_LAST = 5.0  # seconds that the end of a process waits for the last export
+_LAST = 5.0  # seconds that a process waits for the last export when it ends
 
 
 def trace_every(found: Mapping[str, str] = os.environ) -> int:
-    """One step of how many is traced, as the environment says it; 0: none is. Raises RoleError."""
+    """The environment's trace interval n: one step in n is traced; 0: none. Raises RoleError."""
     text = found.get(VARIABLE) or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise RoleError(f"{VARIABLE} must be a number of steps, 0 for no traces; found {text!r}")
@@ -28,14 +28,14 @@ def trace_every(found: Mapping[str, str] = os.environ) -> int:
 
 
 class OtlpExport:
-    """Sends the spans of its recorder by OpenTelemetry's BatchSpanProcessor, which queues them and has a thread.
+    """Exports the spans of its recorder with OpenTelemetry's BatchSpanProcessor, which has a queue and a thread.
 
-    The processor is set up by its own variables (OTEL_BSP_MAX_QUEUE_SIZE and its like). While its queue is full it
-    drops the oldest spans.
+    The processor reads its own variables (OTEL_BSP_MAX_QUEUE_SIZE etc.). When its queue is full, it drops the oldest
+    spans.
     """
 
     def __init__(self, role: str, index: int, origin: int = 0) -> None:
-        """Raises MissingPackage if opentelemetry is not there."""
+        """Raises MissingPackage if opentelemetry is not installed."""
         exporting = required(EXPORTER, VARIABLE, "otel")
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -45,15 +45,17 @@ class OtlpExport:
 
     @property
     def num_exported(self) -> int:
-        """Spans that the collector has taken."""
+        """The number of spans that the collector has accepted."""
         return self._exporter.num_exported
 
     def close(self) -> str:
-        """Send what is left, for some seconds at most. Returns what was lost, in words, or nothing."""
+        """Export the remaining spans, for a few seconds at most. Returns a description of what was lost, or an empty
+        string.
+        """
         ending = threading.Thread(target=self._processor.shutdown, name="end of OTLP export", daemon=True)
         ending.start()
         ending.join(_LAST)
-        if ending.is_alive():  # an exporter that is shut down gives up what it is at
+        if ending.is_alive():  # shutting down an exporter aborts its current export
             self._exporter.shutdown()
         lost = self.recorder.num_forwarded - self.num_exported
         if not lost:
@@ -66,15 +68,16 @@ class OtlpExport:
 
 
 class _Queued(NamedTuple):
-    """A span in the processor's queue, which reads the context's flags alone. A ReadableSpan takes ten times as long
-    to make, and is made by the thread that sends it."""
+    """A span in the processor's queue, which reads only the context's flags. Creating a ReadableSpan takes ten times as
+    long, so the exporting thread creates it.
+    """
 
     span: Span
     context: Any
 
 
 class _Forwarding(Recorder):
-    """Hands its spans on, and keeps none."""
+    """Forwards its spans and keeps none."""
 
     def __init__(self, forward: Callable[[Any], None], origin: int) -> None:
         from opentelemetry.trace import SpanContext, TraceFlags
@@ -91,7 +94,7 @@ class _Forwarding(Recorder):
 
 
 class _Exporter:
-    """A SpanExporter that counts what arrives. Spans become those of opentelemetry here, in the processor's thread."""
+    """A SpanExporter that counts exported spans. Converts spans to opentelemetry's type in the processor's thread."""
 
     def __init__(self, exporter: Any, resource: Any) -> None:
         self._exporter, self._resource = exporter, resource
@@ -113,7 +116,7 @@ class _Exporter:
 
 
 def _resource(role: str, index: int) -> Any:
-    """Who speaks. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES add to it, or take its place."""
+    """Identifies this process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES extend or override it."""
     from opentelemetry.sdk.resources import Resource
 
     own: dict[str, str | int] = {
@@ -127,7 +130,7 @@ def _resource(role: str, index: int) -> Any:
 
 
 def readable(span: Span, resource: Any) -> Any:
-    """The span as opentelemetry's exporters take it."""
+    """Convert a span to the type that opentelemetry's exporters take."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
@@ -151,7 +154,7 @@ def readable(span: Span, resource: Any) -> Any:
 
 
 def _place(span: Span) -> tuple[int, int]:
-    """(its identity, that of its parent, or 0)."""
+    """(span id, parent's span id or 0)."""
     if span.kind == STEP:
         return step_id(span.origin, span.trace), 0
     if span.kind == REQUEST:

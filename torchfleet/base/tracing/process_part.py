@@ -1,4 +1,4 @@
-"""A process of a job as `fleet profile` sees it: who it is, and the files by which it takes part."""
+"""A process of a job as `fleet profile` sees it: its identity, and the files with which it takes part."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchfleet.base.tracing.span_recorder import Recorder
 
 @dataclass(frozen=True)
 class ProcessName:
-    """Who a process is in its job."""
+    """The identity of a process in its job."""
 
     role: str  # "worker", "server" or "rank"
     index: int
     num_workers: int
     num_servers: int
-    process: int  # its number, by which others know it
+    process: int  # its unique number, by which other processes identify it
     mode: str = ""
 
     def path(self, folder: Path, ending: str) -> Path:
         return folder / f"{self.role}.{self.index}.{ending}"
 
     def part(self, recorder: Recorder | None = None) -> Part:
-        """What it has to say; without a recorder, only who it is."""
+        """The process's part of a profile; without a recorder, only its identity."""
         own = (self.role, self.index, self.num_workers, self.num_servers)
         made = Part(*own, socket.gethostname(), machine_number(), os.getpid(), self.process, self.mode)
         if recorder is not None:

@@ -1,11 +1,11 @@
-"""The folder in which a profile is asked for, and in which the processes of a job leave their parts of it.
+"""The folder in which profiles are requested and in which the processes of a job write their parts.
 
-request.json              what is asked for; whoever runs a job looks for it twice a second
+request.json              the request; the processes of a job look for it twice a second
 ID/ROLE.N.here            this process takes part
-ID/ROLE.N.ready           of a worker: it could begin
-ID/begin.json             when all workers begin: written when all are ready
-ID/ROLE.N.part.json       its spans; beside it ROLE.N.torch.json, what torch.profiler saw
-ID/end                    servers write their parts: all workers have
+ID/ROLE.N.ready           of a worker: it is ready to begin
+ID/begin.json             when all workers begin; written when all are ready
+ID/ROLE.N.part.json       the spans of the process; beside it ROLE.N.torch.json, the output of torch.profiler
+ID/end                    all workers have written their parts; servers now write theirs
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.tracing.span import Span
 
 VARIABLE = "FLEET_PROFILE"
-NAME = ".profile"  # of the folder beside the logs of a run
-LOOK = 0.5  # seconds between two looks for a request
-MOST_STEPS = 10_000  # of one profile
+NAME = ".profile"  # the folder beside the logs of a run
+LOOK = 0.5  # seconds between two checks for a request
+MOST_STEPS = 10_000  # in one profile
 _ID = re.compile("[0-9a-f]{16}")
-_MAX_BYTES = 1 << 16  # of a request
-LIFE = 600.0  # seconds after which a request is not looked at any more, unless it says otherwise
+_MAX_BYTES = 1 << 16  # size limit of a request
+LIFE = 600.0  # seconds after which a request expires, unless it says otherwise
 
 Body = TypeVar("Body")
 
@@ -38,13 +38,13 @@ _Steps = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
 
 
 class ProfileRequest(msgspec.Struct):
-    """Steps `skip` to `skip + steps` of every worker, counted from when it sees this."""
+    """Requests steps `skip` to `skip + steps` of every worker, counted from when the worker reads the request."""
 
     id: str
     steps: _Steps
     skip: _Steps
     with_torch: bool
-    until: float  # seconds since 1970: nobody begins later
+    until: float  # seconds since 1970: no process begins later
 
 
 class Begin(msgspec.Struct):
@@ -54,7 +54,7 @@ class Begin(msgspec.Struct):
 
 
 class Offset(msgspec.Struct):
-    """How far the clock of a server's process is ahead of the one that wrote this, by its fastest request."""
+    """How far the clock of a server's process is ahead of the writer's clock, measured by its fastest request."""
 
     process: int
     round_trip: int
@@ -62,16 +62,16 @@ class Offset(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What one process of a job has to say."""
+    """One process's part of a profile."""
 
     role: str
     index: int
     num_workers: int
     num_servers: int
     host: str
-    machine: str  # the number of the machine's start: processes with the same one share a clock
+    machine: str  # the boot id of the machine: processes with the same one share a clock
     pid: int
-    process: int  # the number of the process, by which others know it
+    process: int  # the number by which other processes identify this one
     mode: str
     spans: list[Span] = []
     offsets: list[Offset] = []
@@ -85,13 +85,13 @@ class Part(msgspec.Struct):
 def new_request(
     steps: int, skip: int, with_torch: bool, now: float | None = None, life: float = LIFE
 ) -> ProfileRequest:
-    """`life`: seconds for which processes may begin."""
+    """`life`: seconds during which processes may begin."""
     until = (time.time() if now is None else now) + life
     return ProfileRequest(secrets.token_hex(8), steps, skip, with_torch, until)
 
 
 def machine_number() -> str:
-    """Different for every machine, and for every start of one."""
+    """Unique for every machine and every boot of it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -99,7 +99,7 @@ def machine_number() -> str:
 
 
 def write(path: Path, body: object) -> None:
-    """Replaced in one step: a reader never sees half of it. A link that stands in its way is not followed."""
+    """Replace the file atomically: a reader never sees partial contents. Does not follow a link at `path`."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
     unfinished.unlink(missing_ok=True)
     with open(unfinished, "xb") as file:
@@ -108,7 +108,7 @@ def write(path: Path, body: object) -> None:
 
 
 def read(path: Path, expected: type[Body]) -> Body | None:
-    """What is written there; None if there is no such file. Raises FleetError if it is something else."""
+    """Read a file; None if it does not exist. Raises FleetError if it has other contents than `expected`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=expected)
     except FileNotFoundError:
@@ -118,14 +118,14 @@ def read(path: Path, expected: type[Body]) -> Body | None:
 
 
 class ProfileFolder:
-    """A process's view of the folder. `root` is None where a process has none: then nobody asks."""
+    """A process's view of the folder. Without a folder, `root` is None and there are no requests."""
 
     def __init__(self, root: Path | None) -> None:
         self._root, self._seen = root, ""
         self._next = 0.0
 
     def look(self) -> ProfileRequest | None:
-        """A request that is new to this process, at most once in a period; None: there is none."""
+        """A request that is new to this process, or None. Checks the folder at most once per period."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -136,26 +136,26 @@ class ProfileFolder:
                 return None
             found = read(path, ProfileRequest)
         except (FleetError, OSError):
-            return None  # not ours, or just gone
+            return None  # not ours, or removed just now
         if found is None or found.id == self._seen or not _ID.fullmatch(found.id) or time.time() > found.until:
             return None
         self._seen = found.id
         return found
 
     def of(self, request: ProfileRequest) -> Path:
-        """Where the parts of this profile are left. The folder was made by whoever asked."""
+        """The folder for the parts of this profile. The requester has created it."""
         assert self._root is not None
         return self._root / request.id
 
 
 def _may_ask(about: os.stat_result) -> bool:
-    """Whether this is a request of our own user, or of root: no link, and no pipe that a reader would wait for."""
+    """Whether this is a regular file of this user or root: not a link, nor a pipe that would block a reader."""
     is_small_file = stat.S_ISREG(about.st_mode) and about.st_size <= _MAX_BYTES
     return is_small_file and about.st_uid in (os.geteuid(), 0)
 
 
 def folder_of(status_file: str | None) -> ProfileFolder:
-    """The folder of this process: that of FLEET_PROFILE, or the one beside its status file."""
+    """The profile folder of this process: FLEET_PROFILE, or the one beside its status file."""
     given = os.environ.get(VARIABLE)
     if given:
         return ProfileFolder(Path(given))

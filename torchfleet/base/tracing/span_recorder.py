@@ -1,4 +1,4 @@
-"""What a process records of traced steps. `active` is None where nothing is traced: a look at it is all it costs."""
+"""Records the spans of a process's traced steps. `active` is None without tracing, so that a check costs little."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from dataclasses import dataclass
 
 from torchfleet.base.tracing.span import QUEUE, REQUEST, WAIT, Span, Value
 
-LIMIT = 200_000  # spans that are kept; later ones are counted and dropped
-_MOST_OFFSET = 10**9 * 3600 * 24 * 365  # a clock that is further off is none
+LIMIT = 200_000  # spans that are kept; later ones are only counted
+_MOST_OFFSET = 10**9 * 3600 * 24 * 365  # nanoseconds: clocks that differ by more than this are not used
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A traced step, on its way from one thread to another."""
+    """A traced step, for handing work from one thread to another."""
 
     trace: int
     since: int
 
 
 class _Own(threading.local):
-    """What a thread is at."""
+    """The traced step of the calling thread."""
 
     trace = 0
     track = ""
 
 
 class Recorder:
-    """Spans of one process. Any thread may add to it."""
+    """The spans of one process. Any thread may add spans."""
 
     def __init__(self, origin: int = 0, clock: Callable[[], int] = time.time_ns, limit: int = LIMIT) -> None:
-        """`origin`: the number of the worker's process, whose steps it counts; 0 on a server."""
+        """`origin`: the number of the worker's process that makes the steps; 0 on a server."""
         self.origin, self.now = origin, clock
         self.num_dropped = 0
-        self.offsets: dict[int, tuple[int, int]] = {}  # by server process: (round trip, its clock less ours), shortest
+        self.offsets: dict[int, tuple[int, int]] = {}  # by server process: (shortest round trip, its clock minus ours)
         self._spans: deque[Span] = deque()
         self._limit = limit
         self._own = _Own()
 
     @property
     def trace(self) -> int:
-        """The number of the traced step that the calling thread is at; 0: none."""
+        """The number of the calling thread's traced step; 0: none."""
         return self._own.trace
 
     def begin(self, trace: int, track: str) -> None:
-        """The calling thread is at this step from now on; 0: at none that is traced."""
+        """Begin a traced step in the calling thread; 0: a step that is not traced."""
         self._own.trace, self._own.track = trace, track
 
     def add(self, span: Span) -> None:
@@ -58,7 +58,7 @@ class Recorder:
             self.num_dropped += 1
 
     def take(self) -> list[Span]:
-        """All spans so far, which are forgotten here."""
+        """Return all spans so far and clear them."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -66,12 +66,12 @@ class Recorder:
         return taken
 
     def note(self, name: str, kind: str, start: int, **more: Value) -> None:
-        """A span of the calling thread's step that ends now."""
+        """Add a span of the calling thread's step that ends now."""
         own = self._own
         self.add(Span(name, kind, start, self.now(), own.track, own.trace, self.origin, more=more))
 
     def note_request(self, request: Request, server: str, incarnation: int, taken: int, answered: int) -> None:
-        """A reply is there. `taken`, `answered`: as the server says, by its clock; both 0 if it does not know."""
+        """Record a reply. `taken`, `answered`: times by the server's clock; both 0 if the server does not know them."""
         now, more = self.now(), dict[str, Value](server=server, bytes=request.num_bytes)
         own = answered - taken
         round_trip = now - request.sent - own
@@ -90,7 +90,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The calling thread waits for a reply."""
+        """Record a span while the calling thread waits for a reply."""
         start = self.now()
         try:
             yield
@@ -100,7 +100,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def as_part_of(self, marks: Sequence[Mark], track: str) -> Iterator[None]:
-        """What the calling thread does meanwhile belongs to the first of these steps; they have waited until now."""
+        """The calling thread's spans belong to the first of these steps. Records the steps' time in the queue until
+        now.
+        """
         for mark in marks:
             self._own.trace, self._own.track = mark.trace, f"{track}: queue"
             self.note("queue", QUEUE, mark.since)
@@ -113,7 +115,7 @@ class Recorder:
 
 @dataclass(slots=True)
 class Request:
-    """A request that is traced, as its sender knows it."""
+    """A traced request, on the sender's side."""
 
     name: str
     trace: int
@@ -127,20 +129,20 @@ active: Recorder | None = None
 
 
 def use(recorder: Recorder | None) -> Recorder | None:
-    """From now on this process records there; None: nowhere. Returns where it did before."""
+    """Set the recorder of this process; None: record nothing. Returns the previous one."""
     global active
     before, active = active, recorder
     return before
 
 
 def mark() -> Mark | None:
-    """The calling thread's step, to be taken to another thread; None if it is not traced."""
+    """The calling thread's traced step, to hand to another thread; None if it is not traced."""
     if active is None or not active.trace:
         return None
     return Mark(active.trace, active.now())
 
 
 def part_of(marks: Sequence[Mark | None], track: str) -> contextlib.AbstractContextManager[None]:
-    """As Recorder.as_part_of, of those that are traced."""
+    """Like Recorder.as_part_of, for the marks that are not None."""
     found = [each for each in marks if each is not None]
     return active.as_part_of(found, track) if active is not None and found else contextlib.nullcontext()

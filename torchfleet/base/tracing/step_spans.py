@@ -1,4 +1,4 @@
-"""The phases of a training step, as the thread that trains goes through them."""
+"""The phases of a training step in the training thread."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torchfleet.base.tracing.span import MAX_TRACE, PHASE, STEP, Span
 from torchfleet.base.tracing.span_recorder import Recorder
 
 DATA, FORWARD, LOSS, BACKWARD, UPDATE = "data", "forward", "loss", "backward", "update"
-UNSEEN = "data, forward, backward"  # the model was not called as a whole: parts of it were, or a pipeline ran it
+UNSEEN = "data, forward, backward"  # the model was not called as a whole: the script called parts, or a pipeline ran it
 
 
 class Moment:
-    """A time that another thread may note: on GPUs backward runs in threads of torch."""
+    """A time that another thread may record: on GPUs, backward runs in threads of torch."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.time = 0
 
     def note(self) -> None:
-        """Now, unless it was noted before."""
+        """Record the current time, unless a time was recorded before."""
         self.time = self.time or self._recorder.now()
 
 
 class _Own(threading.local):
-    """Where the calling thread is in its step."""
+    """The calling thread's position in its step."""
 
-    step = 0  # steps that it has made
+    step = 0  # steps made by the thread
     began = 0
     phase = ""
     since = 0
@@ -34,10 +34,10 @@ class _Own(threading.local):
 
 
 class StepSpans:
-    """Steps of all training threads of a process: one of `every` is traced, by each thread.
+    """The steps of all training threads of a process. Each thread traces one step in `every`.
 
-    A phase ends where the next begins. Between the end of a step and the call of the model is `data`: reading, and what
-    the loop does otherwise.
+    A phase ends where the next begins. The phase `data`, between the end of a step and the call of the model, covers
+    reading data and other work of the loop.
     """
 
     def __init__(self, recorder: Recorder, every: int = 1) -> None:
@@ -49,11 +49,11 @@ class StepSpans:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the step that the calling thread is at is traced."""
+        """Whether the calling thread's current step is traced."""
         return self._recorder.trace != 0
 
     def begin_step(self) -> None:
-        """A step of the calling thread begins."""
+        """Begin a step of the calling thread."""
         own = self._own
         own.step += 1
         if own.step % self._every:
@@ -69,7 +69,7 @@ class StepSpans:
         self._recorder.begin(number, track)
 
     def enter(self, phase: str) -> None:
-        """The phase before ends here, if there was one."""
+        """Begin a phase. The previous phase, if any, ends here."""
         if not self.is_traced:
             return
         own, now = self._own, self._recorder.now()
@@ -82,14 +82,15 @@ class StepSpans:
         own.phase, own.since = phase, now
 
     def enter_loss(self) -> Moment:
-        """The model has returned. What comes is `loss` up to the returned moment, which any thread may note, and
-        `backward` from then on."""
+        """The model has returned. The phase `loss` lasts until the returned moment, which any thread may record; then
+        `backward` begins.
+        """
         self.enter(LOSS)
         self._own.backward = Moment(self._recorder)
         return self._own.backward
 
     def end_step(self) -> None:
-        """The step ends, and the next begins."""
+        """End the step and begin the next."""
         if self.is_traced:
             own = self._own
             self.enter("")
@@ -97,7 +98,7 @@ class StepSpans:
         self.begin_step()
 
     def leave(self) -> None:
-        """The calling thread's step is not traced any longer, and is none."""
+        """Stop tracing the calling thread's current step and discard it."""
         self._recorder.begin(0, "")
 
     def _note(self, name: str, kind: str, start: int, end: int) -> None:

@@ -1,1 +1,1 @@
-"""A process's status as metrics of Prometheus, on a port of its own."""
+"""Prometheus metrics of a process's status, on its own port."""

@@ -1,4 +1,4 @@
-"""A status as families of metrics, in the types of prometheus_client."""
+"""Converts a status to metric families of prometheus_client."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torchfleet.base.monitor.prometheus.step_times import BOUNDS, StepTimes
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, *((EXACT_AGES << i) - 1 for i in range(7)))  # updates: ends of buckets
+_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, *((EXACT_AGES << i) - 1 for i in range(7)))  # updates: upper bounds of buckets
 _KINDS = ("dense", "sparse")
 
 
 @dataclass
 class Published:
-    """What a process published last. Replaced as a whole by the thread that owns the state; read by the port's."""
+    """The last published status. The thread that owns the state replaces it as a whole; the port's thread reads it."""
 
     status: Status = field(default_factory=dict)
     at: float = field(default_factory=time.monotonic)
 
 
 class Exposition:
-    """A collector of prometheus_client: the metrics of one process, each with the labels that tell it from others."""
+    """A collector of prometheus_client: the metrics of one process, with the labels that identify it."""
 
     def __init__(self, labels: Mapping[str, str], steps: StepTimes) -> None:
         self._labels, self._steps = dict(labels), steps
         self.published = Published()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at every scrape, in the thread of the port."""
+        """The registry calls this at every scrape, in the port's thread."""
         from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
 
         status, names, values = self.published.status, tuple(self._labels), tuple(self._labels.values())
@@ -82,7 +82,9 @@ class Exposition:
         yield family
 
     def _staleness(self, status: Status) -> Iterator[Metric]:
-        """Ages from EXACT_AGES on are known by powers of two, so their sum is not: there is no torchfleet_..._sum."""
+        """From EXACT_AGES on, staleness is counted by powers of two. Its sum is unknown, so there is no
+        torchfleet_..._sum.
+        """
         from prometheus_client.metrics_core import HistogramMetricFamily
 
         text = "Updates between a value's pull and the push of its gradient, by kind of table."
@@ -98,7 +100,7 @@ class Exposition:
 
 
 def buckets_of(ages: Mapping[int, int]) -> list[tuple[str, float]]:
-    """Pushes whose age is at most so many updates."""
+    """Cumulative buckets: the pushes with at most this staleness, in updates."""
     ends = [*_AGES, math.inf]
     return [
         ("+Inf" if end == math.inf else str(end), float(sum(num for age, num in ages.items() if age <= end)))

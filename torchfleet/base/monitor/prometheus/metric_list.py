@@ -1,7 +1,7 @@
-"""All metrics, by name: what each means, and where its value stands in the status of a process.
+"""All metrics by name, with their meaning and the field of a process's status that holds the value.
 
-Names and units follow the conventions of Prometheus: base units (seconds, bytes, ratios from 0 to 1), counters end in
-`_total` and never go down while the process lives. docs/metrics_export.md has the same list; a test compares them.
+Names and units follow the conventions of Prometheus: base units (seconds, bytes, ratios from 0 to 1); counters end in
+`_total` and never decrease while the process lives. docs/metrics_export.md has the same list; a test compares them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Mapping[str, Any]
-Found = float | Mapping[str, float] | None  # None: the status does not say; a mapping: by value of the label
+Found = float | Mapping[str, float] | None  # None: not in the status; a mapping: by value of the label
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A metric that is one number of a status, or one for each value of `label`."""
+    """A metric with one value from a status, or one for each value of `label`."""
 
-    name: str  # of a counter without its _total
+    name: str  # of a counter: without _total
     kind: Literal["counter", "gauge"]
     text: str
     of: Callable[[Status], Found]
@@ -50,7 +50,7 @@ def _within(name: str, field: str) -> Callable[[Status], Found]:
 
 
 def _of_tables(field: str) -> Callable[[Status], Found]:
-    """By table, a field of `tables`."""
+    """A field of `tables`, by table."""
 
     def found(status: Status) -> Found:
         return {name: table[field] for name, table in status.get("tables", {}).items() if field in table}

@@ -1,4 +1,4 @@
-"""The port on which a process gives its metrics to Prometheus: GET /metrics, read-only, one request at a time."""
+"""The port from which Prometheus scrapes a process's metrics: GET /metrics, read-only, one request at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PORT, HOST = "FLEET_METRICS_PORT", "FLEET_METRICS_HOST"
 LOOPBACK = "127.0.0.1"
-# One request at a time, so that scrapes cost the process one thread, however many come.
+# One request at a time, so that any number of scrapes costs the process one thread.
 BOUNDS = Bounds(connections=1, request_seconds=2.0, reply_seconds=2.0, request_bytes=8192)
 
 
@@ -37,12 +37,12 @@ class MetricsPort:
                 f"the metrics port {host}:{port} ({PORT}) cannot be opened: {error}. Give another --metrics_port, or "
                 "end what has it."
             ) from None
-        self.port = self._listener.server_port  # the one it has, if 0 was asked for
+        self.port = self._listener.server_port  # the actual port, if 0 was requested
         self.step_made = self._steps.note
         self._listener.start()
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        """`status` belongs to the port from now on."""
+        """Publish a status. The port takes ownership of `status`."""
         self._exposition.published = Published(status)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class MetricsPort:
 
 
 def open_metrics_port(role: str, index: int, replica: int = 0) -> MetricsPort | None:
-    """The port that FLEET_METRICS_PORT asks for; None if it is not set. Raises RoleError."""
+    """Open the port that FLEET_METRICS_PORT names; None if it is not set. Raises RoleError."""
     text = os.environ.get(PORT)
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""How long steps take, as counts by duration."""
+"""A histogram of step durations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 import time
 from bisect import bisect_left
 
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds, ends of buckets
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds, bounds of buckets
 
 
 class StepTimes:
-    """Counts the times between steps. Any number of training threads may note theirs."""
+    """Counts the times between steps. Any number of training threads may record theirs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class StepTimes:
         self._last: float | None = None
 
     def note(self) -> None:
-        """A step has ended. The first one has no time: before it lies the start of the job."""
+        """Record the end of a step. The first step is not timed, since the start of the job precedes it."""
         now = time.monotonic()
         with self._lock:
             last, self._last = self._last, now
@@ -27,6 +27,6 @@ class StepTimes:
                 self._total += now - last
 
     def taken(self) -> tuple[list[int], float]:
-        """Steps by bucket, the last of which has no end, and the seconds of all of them."""
+        """Steps by bucket, the last of which has no upper bound, and the total seconds of all steps."""
         with self._lock:
             return list(self._counts), self._total
