@@ -73,6 +73,7 @@ test-install: setup
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem
 quick: setup
+	$(KERNELS)
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
 
 check: setup
