@@ -55,11 +55,11 @@ def quick_looks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(no_old_garbage: None) -> Iterator[None]:
-    before = set(threading.enumerate())
+    before, others = set(threading.enumerate()), set(children())  # earlier tests of this process may have started some
     yield
     gc.collect()
     jobs.wait_until(lambda: not set(threading.enumerate()) - before, "all threads have ended", SECONDS)
-    jobs.wait_until(lambda: not children(), "no child process is left", SECONDS)
+    jobs.wait_until(lambda: not set(children()) - others, "no child process is left", SECONDS)
 
 
 def children() -> list[psutil.Process]:
