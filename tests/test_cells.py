@@ -188,7 +188,7 @@ def test_reset_of_a_worker_whose_servers_are_gone_says_so_and_ends(capsys: pytes
 
 
 def test_a_collective_cell_can_be_run_again_with_its_own_model() -> None:
-    if dist.is_initialized():  # by an earlier test of this process
+    if dist.is_initialized():  # perhaps by an earlier test of this process: which one is not known
         dist.destroy_process_group()
     model: torch.nn.Module = torch.nn.Linear(3, 1)
     for _ in range(3):
