@@ -73,7 +73,7 @@ def test_the_ps_benchmark_reports_all_its_figures():
         assert found[f"{what}_ratio"] == pytest.approx(ratio)
         assert ratio > 0  # busy cores tell no more; benchmarks/log.md has the quiet figures
     kept = 16 * MOST_KEYS / (1_000_000 * 72)  # of pulls that no push has followed: it matters in so small a table alone
-    assert found["bytes_per_row_ratio"] <= 1.25 + kept + 0.05  # 1.50 was measured on 16 cores with a smaller table; the cause is not known
+    assert found["bytes_per_row_ratio"] <= 1.25 + kept + 0.05  # 1.50 on 16 cores, cause not known
     assert 0 < found["growth_p999_ms"] <= found["growth_max_ms"]
 
 
