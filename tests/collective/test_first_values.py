@@ -21,7 +21,6 @@ from torchfleet.collective.tensors.local_tensors import local
 
 WORDS, DIM = 13, 6
 CPU = torch.device("cpu")
-SLACK = 14 << 20  # bytes: one module that is whole for a moment, and what torch allocates beside
 
 
 def made() -> nn.Module:
@@ -126,7 +125,7 @@ def peak() -> dict[str, Any]:
     for width in (8, 1024):  # the small one imports what is needed
         job = start(**sharded(3))
         with torch.device("meta"):
-            bare = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))
+            bare = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(64)))
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the largest so far is forgotten
         model = job.distribute_model(bare)
@@ -136,8 +135,8 @@ def peak() -> dict[str, Any]:
 
 def test_a_rank_never_holds_more_than_its_part(ranks: Ranks) -> None:
     for found in ranks.run(peak, 2):
-        assert found["part"] == 32 << 20
-        assert found["rise"] <= 1.1 * found["part"] + SLACK
+        assert found["part"] == 128 << 20
+        assert found["rise"] <= 1.5 * found["part"]  # 1.1 to 1.2 is usual; 2 if the model were whole for a moment
 
 
 class Bare(nn.Module):

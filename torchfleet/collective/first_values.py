@@ -60,9 +60,11 @@ class Filling:
         self._device, self._home, self._seed, self._whole = device, home, seed, whole
         self._pinned = home.type == "cpu" and device.type == "cuda"
         self._made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor without memory: tied tensors stay tied
+        self._parts: dict[torch.Tensor, torch.Tensor] = {}  # allocated, and not filled yet
 
     @torch.no_grad()
     def fill(self, model: torch.nn.Module) -> None:
+        self._allocate_parts(model)
         for name, module, initializers in _innermost_first(model):
             own = [slot for slot in _slots(module) if slot[0][slot[1]].is_meta]
             if own:
@@ -71,6 +73,13 @@ class Filling:
             for tensors, key in _slots(module):
                 self._move(tensors, key, key in module._parameters)
         model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # tells FSDP2 of its new parameters
+
+    def _allocate_parts(self, model: torch.nn.Module) -> None:
+        """Allocate all parts before whole modules: parts that were allocated between them would fragment the heap."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta and hasattr(tensor, "placements"):
+                home = self._home if isinstance(tensor, torch.nn.Parameter) else self._device
+                self._parts[tensor] = torch.empty_like(tensor.detach(), device=home, pin_memory=self._pinned)
 
     def _fill_module(self, name: str, module: torch.nn.Module, own: list[Slot], initializers: list[Any]) -> None:
         prefix = name + "." if name else ""
@@ -109,14 +118,14 @@ class Filling:
     def _placed(self, bare: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of `whole`, on the device and with the sharding of `bare`."""
         is_parameter = isinstance(bare, torch.nn.Parameter)
-        home = self._home if is_parameter else self._device
         if not hasattr(bare, "placements"):
+            home = self._home if is_parameter else self._device
             whole.data = whole.data.to(home, bare.dtype)
             vars(whole).update(vars(bare))
             return whole  # if it was given: the user's own object
         piece = piece_of(bare)
         box = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
-        values = torch.empty_like(bare.detach(), device=home, pin_memory=self._pinned)
+        values = self._parts.pop(bare)
         local(values).copy_(whole.detach()[box])
         return torch.nn.Parameter(values, bare.requires_grad) if is_parameter else values
 

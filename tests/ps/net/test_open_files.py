@@ -20,7 +20,13 @@ from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
 SERVE = """
-import resource, sys
+import os, resource, sys, time
+if len(sys.argv) > 3:
+    close = os.close
+    def close_and_wait(number):
+        close(number)
+        time.sleep(0.002)
+    os.close = close_and_wait
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 from torchfleet.ps.server.main import main
 sys.exit(main(["--endpoint", "tcp://127.0.0.1:0"]))
@@ -28,8 +34,8 @@ sys.exit(main(["--endpoint", "tcp://127.0.0.1:0"]))
 
 
 @contextlib.contextmanager
-def server(soft: int, hard: int):
-    command = [sys.executable, "-c", SERVE, str(soft), str(hard)]
+def server(*words: object):
+    command = [sys.executable, "-c", SERVE, *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -38,8 +44,10 @@ def server(soft: int, hard: int):
             process.kill()
 
 
-def test_a_full_server_says_so_and_serves_those_who_are_in() -> None:
-    with server(100, 100) as (process, endpoint), contextlib.ExitStack() as stack:
+@pytest.mark.parametrize("words", [(), ("ZeroMQ is faster",)])
+def test_a_full_server_says_so_and_serves_those_who_are_in(words: tuple[str, ...]) -> None:
+    """The second time, ZeroMQ always takes the descriptors that the server frees in order to turn newcomers away."""
+    with server(100, 100, *words) as (process, endpoint), contextlib.ExitStack() as stack:
         client = stack.enter_context(Client.connect([endpoint], patience=Patience(WAIT, 1)))
         client.create_table(TableSpec("t", dim=1))
         place = (endpoint.removeprefix("tcp://").split(":")[0], int(endpoint.rpartition(":")[2]))

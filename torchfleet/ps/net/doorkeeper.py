@@ -112,6 +112,11 @@ class Doorkeeper:
             connection.shutdown(socket.SHUT_RDWR)
         self.news.append(f"ended a connection from {door.address}: {why}")
 
+    def shut_newest(self, num: int) -> None:
+        """Shut down the `num` connections that were accepted last."""
+        for number in list(reversed(self._doors))[:num] if num else ():
+            self.shut(number, "the server has no file descriptor for it")
+
     def close(self) -> None:
         self._listening.disable_monitor()
         self._monitor.close(linger=0)  # an open socket would block the end of its context

@@ -6,13 +6,13 @@ Otherwise ZeroMQ would try to accept the waiting connections again and again, an
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import socket
 import sys
 
 _MOST = 1024  # connections that are closed at a time
+_RESERVE = 8  # descriptors that are kept for accept(), since ZeroMQ takes some of them as soon as they are free
 
 
 class OpenFiles:
@@ -22,24 +22,42 @@ class OpenFiles:
         """Takes ownership of `listening`; None: there is no socket to accept from."""
         self._limit = _raise_limit()
         self._listening = listening
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # closed for a moment, so that accept() has a descriptor
-        self.num_turned_away = 0
+        self._reserve: list[int] = []
+        self._fill()
+        self._was_full = False
+
+    def lacking(self) -> int:
+        """The number of descriptors that the reserve lacks: ZeroMQ has accepted as many connections with them."""
+        self._fill()
+        return _RESERVE - len(self._reserve)
 
     def look(self) -> None:
         """If the limit is reached, close the connections that wait, so that the accepted ones are served."""
-        try:
-            os.close(os.dup(self._spare))
-        except OSError as error:
-            if error.errno == errno.EMFILE and self._listening is not None:
-                self._turn_away(self._listening)
+        if self._listening is not None and not self._fill():
+            self._turn_away(self._listening)
+            self._fill()
 
     def close(self) -> None:
-        os.close(self._spare)
+        self._release()
         if self._listening is not None:
             self._listening.close()
 
+    def _fill(self) -> bool:
+        """Open what the reserve lacks. False: no descriptor is free beside it."""
+        try:
+            while len(self._reserve) < _RESERVE:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY))
+            os.close(os.dup(self._reserve[0]))
+        except OSError:
+            return False
+        return True
+
+    def _release(self) -> None:
+        while self._reserve:
+            os.close(self._reserve.pop())
+
     def _turn_away(self, listening: socket.socket) -> None:
-        if not self.num_turned_away:
+        if not self._was_full:
             print(
                 f"torchfleet server: {self._limit:,} files and connections are open, which is all that `ulimit -n` "
                 "allows. Newcomers are turned away, and those who are connected are served on. Start the server with a "
@@ -47,13 +65,11 @@ class OpenFiles:
                 file=sys.stderr,
                 flush=True,
             )
-        os.close(self._spare)
-        with contextlib.suppress(OSError):  # BlockingIOError: no connection waits, or ZeroMQ was faster
+        self._was_full = True
+        self._release()
+        with contextlib.suppress(OSError):  # no connection waits, or ZeroMQ was faster
             for _ in range(_MOST):
                 listening.accept()[0].close()
-                self.num_turned_away += 1
-        with contextlib.suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY)
 
 
 def _raise_limit() -> int:

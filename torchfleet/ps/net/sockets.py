@@ -79,6 +79,7 @@ class Listener:
             if now >= next_tick:
                 self._reply(handler.tick(now), handler)
                 self._doorkeeper.look(now)
+                self._doorkeeper.shut_newest(self._files.lacking())
                 self._tell(handler)
                 self._files.look()
                 next_tick = now + TICK
