@@ -198,8 +198,7 @@ def train_autocast(dtype: str, scale: float) -> dict[str, Any]:
     for x, y in batches(STEPS, rank, 2):
         with torch.autocast("cpu", getattr(torch, dtype)):
             output = model(x)
-        output = output.float() if dtype == "float16" else output
-        (F.cross_entropy(output, y) * scale).backward()
+        (F.cross_entropy(output.float(), y) * scale).backward()
         for parameter in model.parameters():
             parameter.grad /= scale
         stepping.step()
