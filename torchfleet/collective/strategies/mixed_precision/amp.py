@@ -179,6 +179,9 @@ class Amp(Strategy):
             dist.all_reduce(self.scaling.overflow, dist.ReduceOp.MAX)
         return self.scaling.update()
 
+    def gradient_factor(self) -> float:
+        return 1.0 / self.row_scale() if self.is_pure else 1.0
+
     def _check_backward(self) -> None:
         if self.is_pure:
             self._check_scaled()
