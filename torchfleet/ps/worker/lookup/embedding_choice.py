@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.lookup.converted import TorchEmbedding, clash
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
-TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
 AUTO_BYTES = 1 << 20  # bytes of weights: a dense table is sent whole in every step, both ways
 Sparse = str | int | None  # "auto", a number of rows, or None
 
@@ -74,6 +75,11 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
             f"'{path}.weight' is a {type(module.weight).__name__}, and rows on servers stand for a plain "
             "torch.nn.Parameter. Remove its parametrization, or leave it dense: sparse=False."
         )
+    if reason := clash(module):
+        raise ModelError(
+            f"'{path}' ({type(module).__name__}): {reason}. Rename it, or put an embedding of torch's into a module "
+            "that has it."
+        )
     if module.weight.dtype != torch.float32:
         raise ModelError(f"'{path}' is {module.weight.dtype}: servers hold float32. Use model.float().")
     padding = module.padding_idx if isinstance(module, torch.nn.Embedding) else None  # bags leave it out
@@ -124,7 +130,7 @@ def _tied_elsewhere(model: torch.nn.Module, wanted: Collection[int]) -> dict[str
 
 def _torch_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, TorchEmbedding]]:
     for path, module in model.named_modules():
-        if isinstance(module, TorchEmbedding):
+        if not isinstance(module, SparseEmbedding) and isinstance(module, TorchEmbedding):
             yield path, module
 
 
