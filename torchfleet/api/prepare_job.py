@@ -95,9 +95,9 @@ def prepare(
         prepared[id(optimizer)] = distributing.distributed_optimizer(optimizer)
     start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
-    for thing in objects:
+    for number, thing in enumerate(objects):
         if isinstance(thing, DataLoader):
-            prepared[id(thing)] = PreparedLoader(shared_loader(thing, *process_role.data_shard(), _of_worker_0), device)
+            prepared[id(thing)] = PreparedLoader(_shared(thing, f"the loader of argument {number + 1}"), device)
         elif isinstance(thing, LRScheduler):
             prepared[id(thing)] = distributing.distributed_scheduler(thing)
     return tuple(prepared[id(thing)] for thing in objects)
@@ -176,5 +176,11 @@ def follow(
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 
 
-def _of_worker_0(data: bytes) -> bytes:
-    return process_role.gather("fleet.prepare", data)[0]
+def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
+    """This worker's share. Workers that make their steps together meet at the beginning of each pass, too."""
+    each_pass = process_role.mode() in ("sync", "collective")
+    return shared_loader(loader, *process_role.data_shard(), _of_worker_0, each_pass, name)
+
+
+def _of_worker_0(name: str, data: bytes) -> bytes:
+    return process_role.gather(f"fleet.prepare: {name}", data)[0]
