@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchfleet.api import distributing, job_life, process_role, saves, training_passes
+from torchfleet.api.first_batch import num_lookups
 from torchfleet.api.loader_shard import shared_loader
 from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.tensors.outputs import map_tensors
+from torchfleet.ps.worker.lookup.embedding_choice import Auto
 
 
 class PreparedLoader:
@@ -75,7 +77,8 @@ def prepare(
     fleet.stop_worker.
 
     `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None to follow the environment.
-    `sparse`: as in distributed_model. `dirname`: a saved model to continue from. See docs/prepare.md.
+    `sparse`: as in distributed_model; with a loader, "auto" selects the tables of which a batch leaves most rows
+    untouched. `dirname`: a saved model to continue from. See docs/prepare.md.
     """
     model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
     if not optimizers:
@@ -88,7 +91,7 @@ def prepare(
             )
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
-    made = distributing.distributed_model(model, strategy, sparse)
+    made = distributing.distributed_model(model, strategy, _by_batch(sparse, objects))
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
         follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
@@ -174,6 +177,15 @@ def follow(
             if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad creates its state before any step
                 raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
+
+
+def _by_batch(sparse: str | int | None, objects: Sequence[Any]) -> str | int | None:
+    """For "auto": what is known of a batch of the first loader."""
+    loader = next((thing for thing in objects if isinstance(thing, DataLoader)), None)
+    if sparse != "auto" or loader is None or process_role.is_collective():
+        return sparse
+    found = num_lookups(loader)
+    return sparse if found is None else Auto(found)
 
 
 def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any]:

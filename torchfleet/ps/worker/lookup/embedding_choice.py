@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,27 @@ from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 AUTO_BYTES = 1 << 20  # bytes of weights: a dense table is sent whole in every step, both ways
+AUTO_LEAST_BYTES = 1 << 12  # less costs nothing beside the rest of a message
+AUTO_UNTOUCHED = 0.5  # the share of rows that a batch must leave untouched
 Sparse = str | int | None  # "auto", a number of rows, or None
+
+
+class Auto(str):
+    """sparse="auto" where it is known how many rows a batch looks up at most."""
+
+    num_lookups: int
+
+    def __new__(cls, num_lookups: int) -> Auto:
+        made = super().__new__(cls, "auto")
+        made.num_lookups = num_lookups
+        return made
+
+    def is_worth_moving(self, module: TorchEmbedding) -> bool:
+        """Whether a batch leaves most rows untouched, were its ids drawn evenly. Those of real data repeat more often,
+        and leave more.
+        """
+        untouched = math.exp(-self.num_lookups / module.num_embeddings)
+        return module.weight.nbytes >= AUTO_LEAST_BYTES and untouched >= AUTO_UNTOUCHED
 
 
 @dataclass
@@ -32,8 +53,9 @@ class Choice:
 
 
 def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
-    """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with "auto",
-    those whose weights are trained and have at least AUTO_BYTES. An embedding that servers do not support stays dense,
+    """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with Auto,
+    those that are trained and of which a batch leaves most rows untouched; with "auto", those that are trained and have
+    at least AUTO_BYTES. An embedding that servers do not support stays dense,
     with the reason. So does an embedding whose weight another module computes with: a weight that is used whole is
     trained whole.
     """
@@ -45,6 +67,7 @@ def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
     choice, wanted = Choice(sparse), []
     for path, module in _torch_embeddings(model):
         is_large = module.weight.nbytes >= AUTO_BYTES if least is None else module.num_embeddings >= least
+        is_large = sparse.is_worth_moving(module) if isinstance(sparse, Auto) else is_large
         if not module.sparse and (sparse is None or not is_large):
             choice.dense[path] = f"{module.num_embeddings:,} x {module.embedding_dim}"
         elif not module.sparse and (reason := _obstacle(module, path, least is not None)):
