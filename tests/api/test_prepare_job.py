@@ -37,6 +37,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def predicted_by_torch() -> torch.Tensor:
     """Batches of 16 are what two workers see together."""
     parts = plain_parts(16)
+    torch.manual_seed(0)
     train(*parts)
     return parts[0](IDS).detach()
 
@@ -80,6 +81,7 @@ def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path
 
 def on_a_rank() -> dict[str, Any]:
     parts = fleet.prepare(*plain_parts(8))
+    torch.manual_seed(fleet.worker_index())
     train(*parts)
     found = {"out": parts[0](IDS).detach(), "length": len(parts[2])}
     fleet.stop_worker()
