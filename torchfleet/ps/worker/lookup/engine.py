@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ class Engine(LookingAhead):
         """
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
+        self.unforeseen_cost.step_made()
         if self._is_recording:  # if parts of the model are called by themselves, no call of the whole model comes
             self.end_recording()
         return taken
@@ -134,7 +136,9 @@ class Engine(LookingAhead):
         if missing is None:
             return False
         self._check_range(table, missing)
+        began = time.monotonic()
         pulled = self._source.pull({table: missing}, create).result()
+        self.unforeseen_cost.waited(time.monotonic() - began)
         rows.append(missing, pulled.rows[table], pulled.versions[table])
         return True
 
