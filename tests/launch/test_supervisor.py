@@ -210,9 +210,7 @@ class TestStandIns:
     @pytest.mark.parametrize("server", ["exit", "sleep"])
     def test_a_script_that_never_calls_init_is_no_finished_job(self, tmp_path: Path, server: str) -> None:
         """It ran once for every role, and trained as often by itself. Starting it again would not help."""
-        with forked_fleetrun(
-            tmp_path, "--worker_num", "2", "--max_job_restart", "1", STAND_IN, server, "line"
-        ) as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", "--max_job_restart", "1", STAND_IN, server, "line") as job:
             assert job.wait(SOON) == 1
         assert lines_naming(job.output, "[fleetrun] warning", "3 times", "fleet.init()", "fleet.prepare()")
         assert "finished" not in job.output

@@ -95,7 +95,9 @@ def test_samples_divided_by_seconds_are_the_rate_also_if_workers_took_turns() ->
     slow.status["samples_per_s_mean"] = 100.0
     totals = totals_of(JobSnapshot(1.0, [quick, slow]))
     assert (totals.samples, totals.training_s, totals.mean_rate) == (9_000, 40.0, 225.0)
-    assert names(end_lines(JobSnapshot(1.0, [quick, slow]), 66.0)[0], "9,000 samples", "40.0 s", "225 samples/s", "66 s")
+    assert names(
+        end_lines(JobSnapshot(1.0, [quick, slow]), 66.0)[0], "9,000 samples", "40.0 s", "225 samples/s", "66 s"
+    )
 
 
 def test_a_single_step_has_no_rate() -> None:

@@ -44,8 +44,8 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     found = {name: str(value) for name, value in given.items() if value is not None}
     if options.fsync_ms is not None and not 0 <= options.fsync_ms <= MAX_FSYNC_MS:
         raise RoleError(
-            f"--fsync_ms must be a number of milliseconds from 0 (every answer waits for the disk) to {MAX_FSYNC_MS:g}, "
-            f"found {options.fsync_ms:g}"
+            f"--fsync_ms must be a number of milliseconds from 0, with which every answer waits for the disk, to "
+            f"{MAX_FSYNC_MS:g}; found {options.fsync_ms:g}"
         )
     settings = durability_of({**environment, **found})
     if settings["durability"] == "none":
