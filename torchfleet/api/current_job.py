@@ -13,8 +13,8 @@ from torchfleet.base.errors import FleetError
 
 NO_JOB = "call fleet.init() first"
 STOPPED = (
-    "fleet.stop_worker() was called: this process has left its job. Save, predict and ask for statistics before it, and "
-    "call it once; fleet.init() begins another job"
+    "fleet.stop_worker() was called: this process has left its job. Save, predict and ask for statistics before it, "
+    "and call it once; fleet.init() begins another job"
 )
 
 

@@ -60,8 +60,8 @@ def _check_same(given: dict[str, Any]) -> None:
         before = current.arguments[name]
         if value != before:
             raise FleetError(
-                f"fleet.init was called before with {name}={before!r:.200}, and now with {name}={value!r:.200}: a job has "
-                "one setting. Leave one of the two calls out, or call fleet.reset() between them to begin anew."
+                f"fleet.init was called before with {name}={before!r:.200}, and now with {name}={value!r:.200}: a job "
+                "has one setting. Leave one of the two calls out, or call fleet.reset() between them to begin anew."
             )
 
 

@@ -42,8 +42,8 @@ def check_optimizer(given: Any) -> None:
         rate = group.get("lr", 0.0)
         if isinstance(rate, (int, float, torch.Tensor)) and not 0 <= float(rate) < math.inf:
             raise ModelError(
-                f"fleet.distributed_optimizer: {type(given).__name__} has lr={float(rate)} in param group {number}; expected a "
-                "finite number >= 0"
+                f"fleet.distributed_optimizer: {type(given).__name__} has lr={float(rate)} in param group {number}; "
+                "expected a finite number >= 0"
             )
 
 

@@ -85,8 +85,8 @@ def summary(stats: dict[str, Any]) -> str:
     if worker["unforeseen_wait"] >= _WORTH_TELLING:
         first += (
             f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups were unforeseen and took "
-            f"{100 * worker['unforeseen_wait']:.0f} % of the time: their ids were not known before the model was called, so "
-            "that each waited for its rows (docs/lookups.md)"
+            f"{100 * worker['unforeseen_wait']:.0f} % of the time: their ids were not known before the model was "
+            "called, so that each waited for its rows (docs/lookups.md)"
         )
     lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
     if stats["dropped"]:
