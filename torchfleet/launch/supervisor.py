@@ -117,11 +117,11 @@ class JobSupervisor:
         self._odd_since = self._odd_since or time.monotonic()
         if time.monotonic() - self._odd_since < _TOO_LONG:
             return None
-        if self._has_no_member():
-            return self._refuse_script(watch)
         if early:
             self._report_failure(early[0], watch)
             return 1
+        if self._has_no_member():
+            return self._refuse_script(watch)
         names = ", ".join(process.task.name for process in idle)
         watch.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1

@@ -23,11 +23,11 @@ from torchfleet.ps.worker.client.connection import Patience
 _PATIENCE = Patience(timeout=5.0)
 
 
-def show_stats(servers: str, key_dir: str | None, as_json: bool) -> None:
-    """Print tables, requests and workers of `servers`: host:port, separated by commas, or the folder of a run that has
+def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
+    """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run that has
     not ended, or the --log_dir that holds it.
     """
-    endpoints = _of_run(Path(servers)) if Path(servers).is_dir() else list(map(_endpoint, servers.split(",")))
+    endpoints = _of_run(Path(asked)) if Path(asked).is_dir() else list(map(_endpoint, asked.split(",")))
     reached, key_dir = way_in(endpoints, key_dir)
     for endpoint in reached:
         _expect_server(endpoint, bool(key_dir))
