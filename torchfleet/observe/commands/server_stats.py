@@ -24,8 +24,8 @@ _PATIENCE = Patience(timeout=5.0)
 
 
 def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
-    """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run that has
-    not ended, or the --log_dir that holds it.
+    """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run
+    that has not ended, or the --log_dir that holds it.
     """
     endpoints = _of_run(Path(asked)) if Path(asked).is_dir() else list(map(_endpoint, asked.split(",")))
     reached, key_dir = way_in(endpoints, key_dir)
