@@ -171,6 +171,7 @@ class TestFacade:
         optimizer.param_groups[-1]["lr"] = rate
         with pytest.raises(ModelError, match=naming("SGD", f"lr={rate}", len(groups) - 1)):
             fleet.distributed_optimizer(optimizer)
+        fleet.reset()  # the process group of the collective job
 
     @pytest.mark.parametrize("rate", [float("inf"), float("nan"), -0.1])
     @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
