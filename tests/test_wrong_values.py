@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import jobs
@@ -12,6 +13,7 @@ from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError, TableError
+from torchfleet.ps.tables.settings.rule import Rule
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +160,96 @@ class TestFacade:
         wrong: Any = 3
         with pytest.raises(FleetError, match=naming("loss_fn", 3)):
             fleet.train_from_dataset(len, fleet.InMemoryDataset(), optimizer, wrong)
+
+    @pytest.mark.parametrize("rate", [float("inf"), float("nan"), -0.1])
+    @pytest.mark.parametrize("is_collective", [False, True])
+    def test_a_learning_rate_is_a_finite_number(self, rate: float, is_collective: bool) -> None:
+        fleet.init(is_collective=is_collective)
+        model = fleet.distributed_model(torch.nn.Linear(2, 1) if is_collective else Small())
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        optimizer.param_groups[-1]["lr"] = rate
+        with pytest.raises(ModelError, match=naming("SGD", f"lr={rate}", len(groups) - 1)):
+            fleet.distributed_optimizer(optimizer)
+        fleet.reset()  # the process group of the collective job
+
+    @pytest.mark.parametrize("rate", [float("inf"), float("nan"), -0.1])
+    @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+    def test_a_rule_of_a_table_has_a_finite_rate(self, rule: str, rate: float) -> None:
+        with pytest.raises(TableError, match=naming("rule.lr", "finite", rate)):
+            Rule(rule, lr=rate)
+
+    @pytest.mark.parametrize(
+        "ids",
+        [torch.rand(3), torch.tensor([True]), torch.ones(2, dtype=torch.complex64), np.arange(3), 5, None, "ids"],
+        ids=lambda ids: str(getattr(ids, "dtype", ids)),
+    )
+    def test_ids_are_whole_numbers_in_a_tensor(self, ids: Any) -> None:
+        model, _ = training()
+        kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+        with pytest.raises(ModelError, match=naming("items", kind)) as raised:
+            model.items(ids)
+        assert isinstance(raised.value, TypeError)
+
+    @pytest.mark.parametrize(
+        ("name", "second"),
+        [
+            ("strategy", {"strategy": fleet.DistributedStrategy(a_sync=True)}),
+            ("is_collective", {"is_collective": True}),
+            ("role_maker", {"role_maker": fleet.UserDefinedRoleMaker(1, worker_num=2, server_endpoints=["a:1"])}),
+        ],
+    )
+    def test_a_second_init_with_other_arguments_names_them(self, name: str, second: dict[str, Any]) -> None:
+        fleet.init()
+        model = fleet.distributed_model(Small())
+        with pytest.raises(FleetError, match=naming("fleet.init", name, "fleet.reset()")):
+            fleet.init(**second)
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))  # the first job is still there
+        fleet.reset()
+        fleet.init(**second)
+
+    @pytest.mark.parametrize("role_maker", [None, fleet.PaddleCloudRoleMaker])
+    def test_a_second_init_with_the_same_arguments_begins_anew(self, role_maker: Any) -> None:
+        for _ in range(2):
+            fleet.init(role_maker and role_maker())
+            fleet.distributed_model(Small())
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            fleet.stop_worker,
+            lambda: fleet.save_persistables("model"),
+            lambda: fleet.save("model"),
+            lambda: fleet.save_inference_model("model"),
+            fleet.barrier_worker,
+            fleet.flush,
+            fleet.stats,
+        ],
+    )
+    def test_after_stop_worker_every_call_says_that_it_was_called(self, call: Callable[[], Any]) -> None:
+        training()
+        fleet.stop_worker()
+        with pytest.raises(FleetError, match=naming("fleet.stop_worker()", "fleet.init()")):
+            call()
+        fleet.init()
+        with pytest.raises(FleetError, match=naming("fleet.init_worker()")):  # of the new job
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [
+        (lambda: fleet.DistributedStrategy(a_syncc=True), "a_sync"),
+        (lambda: setattr(fleet.DistributedStrategy(), "recompute_config", {}), "recompute_configs"),
+        (lambda: fleet.DistributedStrategy(a_sync_configs={"kstep": 1}), "k_steps"),
+        (lambda: fleet.init_workers, "init_worker"),
+        (lambda: fleet.metrics.aucc, "auc"),
+        (lambda: fleet.util.get_file_shards, "get_file_shard"),
+        (lambda: fleet.callbacks.WandBCallback, "WandbCallback"),
+        (lambda: fleet.online.train_pass, "train_passes"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest_alone(call: Callable[[], Any], near: str) -> None:
+    with pytest.raises((FleetError, AttributeError), match=naming(f"did you mean '{near}'")) as raised:
+        call()
+    assert len(str(raised.value)) < 120

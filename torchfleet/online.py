@@ -13,6 +13,7 @@ from torchfleet.apps.online import (
     model_to_load,
     train_passes,
 )
+from torchfleet.base.lazy_names import nearest
 
 __all__ = [
     "FolderSource",
@@ -25,3 +26,4 @@ __all__ = [
     "model_to_load",
     "train_passes",
 ]
+__getattr__ = nearest(__name__, __all__)

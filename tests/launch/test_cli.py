@@ -60,6 +60,8 @@ class TestRefusedCommandLines:
             (("--worker_num", "1", "--servers", "127.0.0.1:7000"), "use one"),
             (LISTS[:2], "--servers and --workers"),
             (LISTS[2:], "--servers and --workers"),
+            (("--durability", "log", "--fsync_ms", "-3"), "--fsync_ms must be a number of milliseconds from 0"),
+            (("--fsync_ms", "nan"), "--fsync_ms must be a number of milliseconds from 0"),
             (("--max_restart", "-1"), "--max_restart must be at least 0, found -1"),
             (("--max_restart", "often"), "invalid int value: 'often'"),
             (("--max_table_bytes", "much"), "--max_table_bytes must be a number of bytes above 0, such as 8GB"),
@@ -108,6 +110,9 @@ class TestRefusedCommandLines:
             "127.0.0.1:70000",
             "127.0.0.1:²",
             "127.0.0.1:0",
+            "0.0.0.0:7000",
+            "[::]:7000",
+            "*:7000",
             ",",
             "127.0.0.1:7000,127.0.0.1:7000",
             "127.0.0.1:7000*2,127.0.0.1:7001",
@@ -124,6 +129,20 @@ class TestRefusedCommandLines:
     ) -> None:
         assert status_of("--dry_run", "--servers", servers, "--workers", "127.0.0.1:0", script) == 2
         assert "--servers" in capsys.readouterr().err
+
+    def test_every_address_of_loopback_is_this_machine(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        assert status_of("--dry_run", "--servers", "127.0.0.5:7000", "--workers", "127.0.0.1:0", script) == 0
+        assert names(capsys.readouterr().out, "server 0", "worker 0")
+
+    def test_a_folder_of_server_logs_that_cannot_be_made_is_named_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        wanted, logs = tmp_path / "file" / "store", tmp_path / "log"
+        arguments = ("--log_dir", str(logs), "--durability", "log", "--log_store", str(wanted), script)
+        assert status_of(*arguments) == 2
+        assert names(capsys.readouterr().err, "--log_store", wanted)
+        assert not logs.exists()
 
     def test_no_script_is_refused_with_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert status_of("--server_num", "2") == 2

@@ -326,7 +326,7 @@ class TestOneMachine:
         assert "[rank 0] sum [1, 2]" in job.output
         assert "[rank 0] a $$ sign" in job.output
         assert "[rank 1]" not in job.output
-        assert re.search(r"\[fleetrun\] 2,800 samples in .*loss 0.2500", job.output)
+        assert re.search(r"\[fleetrun\] 2,800 samples\b.*loss 0.2500", job.output)
         assert names(job.output.splitlines()[-1], "[fleetrun]", run_dir(tmp_path))
         assert echoed(job) == (tmp_path / "latest" / "workerlog.0").read_text().splitlines()
         assert sorted(path.name for path in run_dir(tmp_path).iterdir()) == [

@@ -164,7 +164,7 @@ class TestStandIns:
             assert job.left(grace=SOON) == []
 
     def test_children_of_a_worker_end_with_the_job(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "exit", "child,exit") as job:
+        with fleetrun(tmp_path, STAND_IN, "exit", "async,child,exit") as job:
             assert job.wait(SOON) == 0
             assert job.left(grace=SOON) == []
 
@@ -207,6 +207,14 @@ class TestStandIns:
             job.wait(SOON)
             assert job.left(grace=0) == []
 
+    @pytest.mark.parametrize("server", ["exit", "sleep"])
+    def test_a_script_that_never_calls_init_is_no_finished_job(self, tmp_path: Path, server: str) -> None:
+        """It ran once for every role, and trained as often by itself. Starting it again would not help."""
+        with forked_fleetrun(tmp_path, "--worker_num", "2", "--max_job_restart", "1", STAND_IN, server, "line") as job:
+            assert job.wait(SOON) == 1
+        assert lines_naming(job.output, "[fleetrun] warning", "3 times", "fleet.init()", "fleet.prepare()")
+        assert "finished" not in job.output
+
     def test_a_worker_killed_by_a_signal_without_a_name_is_told_like_any_other(self, tmp_path: Path) -> None:
         with forked_fleetrun(tmp_path, STAND_IN, "sleep", "signal:40") as job:
             assert job.wait(SOON) == 1
@@ -220,7 +228,7 @@ class TestStandIns:
             "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1",
             "FLEET_RESTART": "5",
         }
-        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "async,role", **around) as job:
             assert job.wait(SOON) == 0
         told = (tmp_path / "latest" / "workerlog.1").read_text()
         for part in (
@@ -236,7 +244,7 @@ class TestStandIns:
         with fleetrun(tmp_path, STAND_IN, "sleep", "line:first,async,sleep") as first:
             wait_until(in_log(tmp_path / "latest" / "workerlog.0", "line first"), SOON, "first job")
             before = run_dir(tmp_path)
-            with fleetrun(tmp_path, STAND_IN, "exit", "line:second,exit") as second:
+            with fleetrun(tmp_path, STAND_IN, "exit", "line:second,async,exit") as second:
                 assert second.wait(SOON) == 0
             assert first.process.poll() is None
             assert (before / ".status.worker.0").exists()
@@ -266,6 +274,7 @@ print("start", flush=True)
 if os.environ["FLEET_ROLE"] == "WORKER" and len(list(here.glob("failed*"))) < int(sys.argv[2]):
     (here / f"failed{time.time_ns()}").touch()
     sys.exit(3)
+Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "sync"}')  # as after fleet.init_worker()
 time.sleep(0.3)
 """
 

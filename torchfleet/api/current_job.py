@@ -12,6 +12,10 @@ from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError
 
 NO_JOB = "call fleet.init() first"
+STOPPED = (
+    "fleet.stop_worker() was called: this process has left its job. Save, predict and ask for statistics before it, "
+    "and call it once; fleet.init() begins another job"
+)
 
 
 class CurrentJob:
@@ -19,6 +23,8 @@ class CurrentJob:
 
     def __init__(self) -> None:
         self.job: Job | None = None
+        self.arguments: dict[str, Any] = {}  # of fleet.init, which made the job
+        self.has_stopped = False  # stop_worker has ended the last job
         self.callbacks = Callbacks()
 
 
@@ -26,9 +32,10 @@ current = CurrentJob()
 
 
 def any_job(missing: str = NO_JOB) -> Job:
-    """This process's job, of either kind. Raises an error with `missing`, which says what to call first."""
+    """This process's job, of either kind. Raises an error with `missing`, which says what to call first, or says that
+    the job was stopped."""
     if current.job is None:
-        raise FleetError(missing)
+        raise FleetError(STOPPED if current.has_stopped else missing)
     return current.job
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,8 @@ def init(
 
     With is_collective=True there are no servers: all processes train together (docs/collective/README.md). `strategy`:
     the settings of the job. distributed_model and distributed_optimizer also accept it; pass it to one of the three.
-    init may be called again while no worker or server is running: before it has started, or after it has stopped.
+    init may be called again with the same arguments while no worker or server is running, and with others after
+    stop_worker or reset.
     """
     if is_under_way():
         raise FleetError(
@@ -42,10 +43,26 @@ def init(
         raise RoleError(
             f"fleet.init(is_collective={is_collective}) got a role maker for the other kind of job: give both the same"
         )
+    given = {"is_collective": is_collective, "strategy": strategy, "role_maker": info}
+    _check_same(given)
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
     reset()
     current.job = _collective_job(info, strategy) if is_collective else ParameterServerJob(info, strategy)
+    current.arguments = given
+
+
+def _check_same(given: dict[str, Any]) -> None:
+    """Raise FleetError if there is a job that other arguments made: a model may be distributed by them already."""
+    if current.job is None:
+        return
+    for name, value in given.items():
+        before = current.arguments[name]
+        if value != before:
+            raise FleetError(
+                f"fleet.init was called before with {name}={before!r:.200}, and now with {name}={value!r:.200}: a job "
+                "has one setting. Leave one of the two calls out, or call fleet.reset() between them to begin anew."
+            )
 
 
 def _collective_job(info: RoleInfo, strategy: DistributedStrategy | None) -> Job:
@@ -103,7 +120,7 @@ def stop_worker() -> None:
     Worker 0 prints the staleness of the rows over all workers.
     """
     stats = any_job(NO_WORKER).stop()
-    current.job = None
+    current.job, current.has_stopped = None, True
     current.callbacks.end(stats)
 
 
@@ -114,7 +131,7 @@ def reset() -> None:
     its address. The process group of a collective job is destroyed if fleet created it. This does not wait for other
     processes: in a job of several processes, end with `stop_worker`.
     """
-    job, current.job = current.job, None
+    job, current.job, current.has_stopped = current.job, None, False
     if job is not None:
         job.reset()
     current.callbacks.end({})

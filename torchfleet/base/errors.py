@@ -37,6 +37,10 @@ class ModelError(FleetError):
     """A model or optimizer cannot be distributed as it is."""
 
 
+class WrongIds(ModelError, TypeError):
+    """Ids of a lookup are not whole numbers. Also a TypeError, as Python raises for arguments of a wrong type."""
+
+
 class WireError(FleetError):
     """Bytes are not a message of the wire protocol."""
 

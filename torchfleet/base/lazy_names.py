@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +27,7 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
 
     def get(name: str) -> Any:
         if name not in places:
-            near = get_close_matches(name, public, n=1)
-            advice = f"; did you mean '{near[0]}'?" if near else "; docs/reference/ lists its names"
-            raise AttributeError(f"{module} has no '{name}'{advice}")
+            raise AttributeError(_unknown(module, name, public))
         found = import_module(places[name])
         value = found if places[name] == f"{module}.{name}" else getattr(found, name)
         setattr(sys.modules[module], name, value)
@@ -40,6 +38,23 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         return sorted([*public, *(name for name in vars(sys.modules[module]) if name.startswith("__"))])
 
     return get, names, public
+
+
+def nearest(module: str, public: Sequence[str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for the module `module`, whose names are imported at once: it raises AttributeError with
+    the nearest of the names `public`.
+    """
+
+    def get(name: str) -> Any:
+        raise AttributeError(_unknown(module, name, public))
+
+    return get
+
+
+def _unknown(module: str, name: str, public: Sequence[str]) -> str:
+    near = get_close_matches(name, public, n=1)
+    advice = f"did you mean '{near[0]}'?" if near else "docs/reference/ lists its names"
+    return f"{module} has no '{name}'; {advice}"
 
 
 def names_of(stub: Path) -> dict[str, str]:

@@ -67,7 +67,7 @@ class JobWatch:
 
     def show_end(self, processes: Sequence[RunningTask]) -> None:
         """Show the end of a job that has finished."""
-        snapshot = snapshot_of(processes)
+        snapshot = self._rates.of(snapshot_of(processes))
         self._each(lambda watcher: watcher.end(snapshot))
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import random
 import socket
@@ -188,14 +189,28 @@ def own_addresses() -> set[str]:
 
 
 def is_here(place: str, own: set[str]) -> bool:
-    """Whether the host of `place`, host:port, is one of `own` or resolves to one."""
-    host = place.rpartition(":")[0].strip("[]")
+    """Whether the host of `place`, host:port, is one of `own`, resolves to one, or is an address of loopback."""
+    host = _host(place)
     if host in own:
         return True
     try:
-        return bool({str(found[4][0]) for found in socket.getaddrinfo(host, None)} & own)
+        found = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError:
         return False
+    return bool(found & own) or any(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def is_any_address(place: str) -> bool:
+    """Whether the host of `place` stands for all addresses of a machine: 0.0.0.0, [::] or *."""
+    host = _host(place)
+    try:
+        return host == "*" or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _host(place: str) -> str:
+    return place.rpartition(":")[0].strip("[]")
 
 
 def _numbered(workers: Sequence[str]) -> list[str]:

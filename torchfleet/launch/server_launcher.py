@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.endurance.durability import add_options as add_durability_options
-from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
+from torchfleet.launch.endurance.durability import durability_variables, log_store, make_store, refuse_both
 from torchfleet.launch.endurance.placement import (
     add_options,
     coordination,
@@ -24,7 +24,15 @@ from torchfleet.launch.endurance.worker_loss import add_option as add_loss_optio
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
-from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
+from torchfleet.launch.roles import (
+    JobLayout,
+    given_threads,
+    is_any_address,
+    one_machine,
+    several_machines,
+    spare_servers,
+    tasks,
+)
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
@@ -101,6 +109,8 @@ class ServerLauncher:
         layout, num_workers, url = _layout(job, options)
         planned = _tasks(job, options, layout, num_workers)  # finds mistakes before a folder is created
         check_free(job.watching, len(planned))
+        if layout.local_servers:
+            make_store(durability_variables(options))
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         told_now = tell_targets(run_dir, {task.name: task.environment for task in planned})
@@ -217,6 +227,13 @@ def _addresses(option: str, text: str) -> list[str]:
     addresses = [each for address in written for each in _expanded(option, address)]
     if not addresses:
         raise RoleError(f"{option} lists no address, found {text!r}")
+    for address in addresses:
+        if is_any_address(address):
+            raise RoleError(
+                f"{option}: {address} stands for all addresses of a machine, so that no machine takes it for its own "
+                "and no worker can reach it. Give the name or address by which other machines reach this one; "
+                "127.0.0.1 if all processes are on one machine."
+            )
     if option == "--servers" and len(set(addresses)) != len(addresses):
         raise RoleError(f"{option}: an address appears twice in {text!r}")
     return addresses

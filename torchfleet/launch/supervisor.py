@@ -120,6 +120,8 @@ class JobSupervisor:
         if early:
             self._report_failure(early[0], watch)
             return 1
+        if self._has_no_member():
+            return self._refuse_script(watch)
         names = ", ".join(process.task.name for process in idle)
         watch.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1
@@ -166,6 +168,8 @@ class JobSupervisor:
             watch.report(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
         self.is_finished = True
+        if self._has_no_member():
+            return self._refuse_script(watch)
         watch.show_end(self._processes)
         for name in self._lost:
             watch.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
@@ -174,6 +178,22 @@ class JobSupervisor:
             watch.report(f"[fleetrun] {old}")
         watch.report(f"[fleetrun] finished; logs in {self._log_dir}")
         return 1 if self._lost else 0
+
+    def _has_no_member(self) -> bool:
+        """Whether no process of this machine has become a server or a worker of the job: each reports when it does."""
+        return not any(process.status() for process in self._processes)
+
+    def _refuse_script(self, watch: JobWatch) -> int:
+        """Report that the script takes no part in the job, and return the exit status."""
+        num = len(self._processes)
+        times = "once" if num == 1 else f"{num} times, each time by itself"
+        watch.report(
+            f"[fleetrun] warning: no process has joined the job: the script ran {times}. A script of a job with "
+            "servers calls fleet.init(), and then fleet.init_worker() or fleet.run_server(), or fleet.prepare() "
+            "(docs/launch.md). Without them, start it with python instead of fleetrun. "
+            f"Logs in {self._log_dir}"
+        )
+        return 1
 
     def _go_on_without(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a failed process (--max_restart), or give a worker up if the others can continue without it. Returns

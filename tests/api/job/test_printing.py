@@ -10,10 +10,10 @@ from torchfleet.api.job.printing import configuration, summary
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
-WORKER = {"steps": 1200, "samples": 5, "lookups": 9, "unforeseen_lookups": 0}
+WORKER = {"steps": 1200, "samples": 5, "lookups": 9, "unforeseen_lookups": 0, "unforeseen_wait": 0.0}
 
 
-def told(dense: dict[int, int], sparse: dict[int, int], dropped: int = 0, **worker: int) -> list[str]:
+def told(dense: dict[int, int], sparse: dict[int, int], dropped: int = 0, **worker: float) -> list[str]:
     ages = {"staleness_dense": dense, "staleness_sparse": sparse, "dropped": dropped}
     return summary({"mode": "async", "worker": {**WORKER, **worker}, "servers": [], **ages}).splitlines()
 
@@ -29,9 +29,11 @@ def test_the_summary_has_one_line_of_staleness_over_all_tables():
     assert told({}, {}) == [steps]  # nothing is known: nothing is told
 
 
-def test_the_summary_tells_of_lookups_that_were_not_foreseen():
-    (line,) = told({}, {}, unforeseen_lookups=2)
-    assert names(line, "1,200 steps", "5 samples", "2 of 9 lookups")
+def test_the_summary_tells_of_lookups_that_were_not_foreseen_if_they_took_time():
+    (line,) = told({}, {}, unforeseen_lookups=2, unforeseen_wait=0.12)
+    assert names(line, "1,200 steps", "5 samples", "2 of 9 lookups", "12 %")
+    (line,) = told({}, {}, unforeseen_lookups=2, unforeseen_wait=0.001)
+    assert "lookups" not in line
 
 
 def test_the_summary_says_what_an_old_network_does():

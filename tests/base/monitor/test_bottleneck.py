@@ -43,6 +43,7 @@ def test_in_sync_workers_wait_for_each_other() -> None:
     told = bottleneck([0.3], [0.5, 0.6], ROOMY, is_sync=True)
     assert "slowest" in told
     assert "55 %" in told
+    assert "slowest" not in bottleneck([0.3], [0.6], ROOMY, is_sync=True)  # there is no other
 
 
 def test_it_says_nothing_of_what_it_does_not_know() -> None:

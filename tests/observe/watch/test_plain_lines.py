@@ -11,6 +11,7 @@ from support.messages import names
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch import display as display_module
 from torchfleet.observe.watch.display import Display
+from torchfleet.observe.watch.job_totals import totals_of
 from torchfleet.observe.watch.plain_lines import end_lines, job_line
 
 
@@ -61,9 +62,12 @@ def test_progress_is_that_of_the_last_worker() -> None:
     ahead = {"epoch": 1, "epochs": 2, "done": 10, "total": 100, "unit": "batches", "eta_s": 9.0}
     behind = {"epoch": 0, "epochs": 2, "done": 50, "total": 100, "unit": "batches", "eta_s": 75.0}
     line = job_line(JobSnapshot(1.0, [worker(0, progress=ahead), worker(1, progress=behind)]))
-    assert line.startswith("epoch 1/2 75 %, ETA 1:15 |")
-    line = job_line(JobSnapshot(1.0, [worker(0, progress=ahead, left=True), worker(1, progress=ahead)]))
-    assert line.startswith("epoch 2/2 55 %, ETA 0:09 |")
+    assert line.startswith("epoch 1/2 50 %, ETA 1:15 |")
+    slower = {**behind, "done": 29, "total": 50, "eta_s": 80.0}  # a share of its own samples
+    line = job_line(JobSnapshot(1.0, [worker(0, progress={**behind, "done": 67}), worker(1, progress=slower)]))
+    assert line.startswith("epoch 1/2 58 %, ETA 1:20 |")
+    line = job_line(JobSnapshot(1.0, [worker(0, progress=behind, left=True), worker(1, progress=ahead)]))
+    assert line.startswith("epoch 2/2 10 %, ETA 0:09 |")
     unknown = {"epoch": 4, "done": 1234, "unit": "samples"}
     assert job_line(JobSnapshot(1.0, [worker(0, progress=unknown)])).startswith("epoch 5: 1,234 samples |")
 
@@ -75,7 +79,7 @@ def test_nothing_is_told_of_a_job_that_has_done_nothing() -> None:
 def test_the_end_says_what_was_learned_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
     finished = [server(0, "done"), worker(0, "done", metrics={"auc": 0.75}), worker(1, "done", metrics={"auc": 0.25})]
     assert end_lines(JobSnapshot(1.0, finished), 62.4) == [
-        "1.23 M samples in 62 s, 38,000 samples/s, auc 0.5000",
+        "1.23 M samples in 32.3 s of training, 38,000 samples/s, auc 0.5000; the job took 62 s",
         "12,345 rows in 1 table, 1.2 MB; servers used 460 MB of memory",
     ]
     display = Display()
@@ -83,7 +87,31 @@ def test_the_end_says_what_was_learned_and_how_fast(capsys: pytest.CaptureFixtur
     display.end(JobSnapshot(1042.0, finished))
     lines = capsys.readouterr().out.splitlines()
     assert names(lines[-1], "[fleetrun]", "servers")
-    assert lines[-3].startswith("[fleetrun] 1.23 M samples in 42 s")
+    assert names(lines[-3], "[fleetrun]", "1.23 M samples", "42 s")
+
+
+def test_samples_divided_by_seconds_are_the_rate_also_if_workers_took_turns() -> None:
+    quick, slow = worker(0, "done", samples=5_000, samples_per_s_mean=1_000.0), worker(1, "done", samples=4_000)
+    slow.status["samples_per_s_mean"] = 100.0
+    totals = totals_of(JobSnapshot(1.0, [quick, slow]))
+    assert (totals.samples, totals.training_s, totals.mean_rate) == (9_000, 40.0, 225.0)
+    assert names(
+        end_lines(JobSnapshot(1.0, [quick, slow]), 66.0)[0], "9,000 samples", "40.0 s", "225 samples/s", "66 s"
+    )
+
+
+def test_a_single_step_has_no_rate() -> None:
+    first = worker(0, "done", samples=64)
+    del first.status["samples_per_s_mean"]
+    (line,) = end_lines(JobSnapshot(1.0, [first]), 9.0)
+    assert names(line, "64 samples", "9 s")
+    assert "samples/s" not in line
+
+
+def test_once_no_worker_trains_only_the_mean_is_told() -> None:
+    line = job_line(JobSnapshot(1.0, [server(0), worker(0, "done"), worker(1, left=True)]))
+    assert names(line, "mean 38,000 samples/s")
+    assert "0 samples/s (" not in line
 
 
 def test_lines_of_processes_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,13 @@ def check_optimizer(given: Any) -> None:
             "fleet.distributed_optimizer: expected a torch.optim.Optimizer made of model.parameters(), found "
             f"{given!r:.200}{_hint(given)}"
         )
+    for number, group in enumerate(given.param_groups):
+        rate = group.get("lr", 0.0)
+        if isinstance(rate, (int, float, torch.Tensor)) and not 0 <= float(rate) < math.inf:
+            raise ModelError(
+                f"fleet.distributed_optimizer: {type(given).__name__} has lr={float(rate)} in param group {number}; "
+                "expected a finite number >= 0"
+            )
 
 
 def check_scheduler(given: Any) -> None:

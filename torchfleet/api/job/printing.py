@@ -15,6 +15,7 @@ from torchfleet.ps.worker.lookup.embedding_choice import Choice
 from torchfleet.ps.worker.lookup.plan import Plan
 
 _MOST_NAMES = 3
+_WORTH_TELLING = 0.02  # share of the time that unforeseen lookups took
 
 
 def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
@@ -81,10 +82,11 @@ def summary(stats: dict[str, Any]) -> str:
     """
     worker = stats["worker"]
     first = f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker"
-    if worker["unforeseen_lookups"]:
+    if worker["unforeseen_wait"] >= _WORTH_TELLING:
         first += (
-            f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as "
-            "their ids were not known before the model was called)"
+            f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups were unforeseen and took "
+            f"{100 * worker['unforeseen_wait']:.0f} % of the time: their ids were not known before the model was "
+            "called, so that each waited for its rows (docs/lookups.md)"
         )
     lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
     if stats["dropped"]:

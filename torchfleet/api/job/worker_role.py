@@ -222,6 +222,7 @@ class WorkerRole:
             "lookups": self.engine.num_lookups,
             "unforeseen_lookups": self.engine.foresight.num_unforeseen,
             "unforeseen": self.engine.unforeseen(),
+            "unforeseen_wait": self.engine.unforeseen_cost.share,
         }
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())

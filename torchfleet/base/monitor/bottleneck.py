@@ -33,13 +33,13 @@ def bottleneck(
 
     `busy`: for each server, the share of time that its event loop computes. `waits`: for each worker, the share of time
     that it waits for a pull or a push. `machine`: where more processes would run; None if unknown. `tells_shares`:
-    append both means to the sentence.
+    append both means to the sentence. `is_sync`: workers make their steps together, if there are several.
     """
     if not busy or not waits:
         return ""
     load, wait = sum(busy) / len(busy), sum(waits) / len(waits)
     shares = f" (servers compute {load:.0%} of the time, workers wait {wait:.0%} of it)".replace("%", " %")
-    return _sentence(busy, wait, machine, is_sync) + (shares if tells_shares else "")
+    return _sentence(busy, wait, machine, is_sync and len(waits) > 1) + (shares if tells_shares else "")
 
 
 def _sentence(busy: Sequence[float], wait: float, machine: Machine | None, is_sync: bool) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 _STILL = 10.0  # seconds without a step after which a worker is stalled, or
 _NUM_STEPS = 3  # the duration of this many of its steps, if that is longer
 _OF_STEPS = ("waiting", "pull_wait_ms", "push_wait_ms")  # fields that are valid only while steps are made
+_OF_NOW = (*_OF_STEPS, "steps_per_s", "samples_per_s", "requests_per_s", "busy", "queue", "queue_size")  # while it runs
 
 
 def name_for_people(role: str, index: int, replica: int) -> str:
@@ -62,20 +63,25 @@ class JobSnapshot:
 
 
 class RatesOfNow:
-    """Corrects the rates of stalled workers. Workers report when they make a step. A worker that waits for a server,
-    evaluates or hangs keeps its last report, whose rates and time left are outdated.
+    """Corrects the rates of stalled workers, and removes those of processes that are done. Workers report when they
+    make a step. A worker that waits for a server, evaluates or hangs keeps its last report, whose rates and time left
+    are outdated; so does a process that has ended.
     """
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, dict[str, Any]]] = {}  # by key: (time of the last change, status)
 
     def of(self, snapshot: JobSnapshot) -> JobSnapshot:
-        """The snapshot with zero rates for stalled workers. Must be called for every snapshot, in order."""
+        """The snapshot with zero rates for stalled workers, and none for processes that have ended or workers that have
+        left. Must be called for every snapshot, in order."""
         return JobSnapshot(snapshot.time, [self._role(role, snapshot.time) for role in snapshot.roles])
 
     def _role(self, role: RoleSnapshot, now: float) -> RoleSnapshot:
         status, pace = role.status, role.status.get("steps_per_s")
-        if role.state != "running" or not isinstance(pace, (int, float)) or status.get("left"):
+        if role.returncode is not None or status.get("left"):
+            self._reports.pop(role.key, None)
+            return replace(role, status=_without(status, _OF_NOW))
+        if role.state != "running" or not isinstance(pace, (int, float)):
             self._reports.pop(role.key, None)
             return role
         since, before = self._reports.get(role.key, (now, {}))
@@ -90,8 +96,13 @@ def _patience(steps_per_s: float) -> float:
 
 
 def _at_standstill(status: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in status.items() if name not in _OF_STEPS}
-    found |= {name: 0.0 for name in ("steps_per_s", "samples_per_s") if name in status}
+    found = _without(status, _OF_STEPS)
+    return found | {name: 0.0 for name in ("steps_per_s", "samples_per_s") if name in status}
+
+
+def _without(status: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The status without the fields `names`, and without the time left."""
+    found = {name: value for name, value in status.items() if name not in names}
     if isinstance(status.get("progress"), dict):
         found["progress"] = {name: value for name, value in status["progress"].items() if name != "eta_s"}
     return found

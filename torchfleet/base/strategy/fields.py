@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
@@ -173,4 +174,8 @@ def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
 
 
 def unknown(where: str, name: object, known: Iterable[str]) -> str:
-    return f"{where} has no field '{name}'; it has {', '.join(known)}"
+    """The text of an error about an unknown name: the nearest one, or all of them if none is near."""
+    names = list(known)
+    near = get_close_matches(str(name), names, n=1)
+    advice = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(names)}"
+    return f"{where} has no field '{name}'; {advice}"

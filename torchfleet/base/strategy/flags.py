@@ -19,7 +19,7 @@ from typing import Any
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS, SWITCHES, CollectiveFields
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.base.strategy.fields import Key, ListKey, fields_of
+from torchfleet.base.strategy.fields import Key, ListKey, fields_of, unknown
 
 _DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
@@ -158,9 +158,7 @@ def _key(name: str, given: str) -> Key[Any]:
     keys, aliases = _DICTIONARIES[name], ALIASES.get(name.removesuffix("_configs"), {})
     own = aliases.get(given, given)
     if own not in keys:
-        raise argparse.ArgumentTypeError(
-            f"{name} has no field '{given}'; it has {', '.join(sorted({*keys, *aliases}))}"
-        )
+        raise argparse.ArgumentTypeError(unknown(name, given, sorted({*keys, *aliases})))
     return keys[own]
 
 

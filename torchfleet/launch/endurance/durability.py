@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, durability_of
+from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, MAX_FSYNC_MS, durability_of
 from torchfleet.base.role.role_info import SETTINGS
 
 _FOLDER = "server_state"  # the folder of the servers' logs, in the folder of a run
@@ -42,6 +42,11 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     """Return the variables that tell servers and workers the durability. Raises RoleError for invalid options."""
     given = {DURABILITY: options.durability, LOG_STORE: options.log_store, FSYNC: options.fsync_ms}
     found = {name: str(value) for name, value in given.items() if value is not None}
+    if options.fsync_ms is not None and not 0 <= options.fsync_ms <= MAX_FSYNC_MS:
+        raise RoleError(
+            f"--fsync_ms must be a number of milliseconds from 0, with which every answer waits for the disk, to "
+            f"{MAX_FSYNC_MS:g}; found {options.fsync_ms:g}"
+        )
     settings = durability_of({**environment, **found})
     if settings["durability"] == "none":
         for name, option in ((LOG_STORE, "--log_store"), (FSYNC, "--fsync_ms")):
@@ -52,6 +57,22 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     if settings["log_store"]:
         found[LOG_STORE] = str(Path(settings["log_store"]).absolute())
     return found
+
+
+def make_store(variables: Mapping[str, str]) -> None:
+    """Make the given folder of the servers' logs, if one is given. Raises RoleError if no server could write there."""
+    if LOG_STORE not in variables:
+        return
+    folder = Path(variables[LOG_STORE])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except OSError as error:
+        raise RoleError(
+            f"--log_store {folder}: servers cannot keep their logs there: {error}. Give a folder that can be made and "
+            "written, or leave --log_store (FLEET_LOG_STORE) out."
+        ) from None
 
 
 def refuse_both(variables: Mapping[str, str], replicas: int) -> None:

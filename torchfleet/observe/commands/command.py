@@ -22,6 +22,7 @@ _EXAMPLES = """examples:
   fleet inspect model/ --table embedding                  histograms of its rows, and its top keys
   fleet inspect tcp://127.0.0.1:7000 --table embedding    the same of a server that is running
   fleet stats 127.0.0.1:7000,127.0.0.1:7001               what servers that are running hold and do
+  fleet stats log/latest                                  the same, of the job that writes its logs there
   fleet diff model/ other/                                rows that only one has, and how far the others differ
   fleet compact model/                                    a full save and its deltas become one full save
   fleet export model/ embedding rows.parquet              a table in a file that other programs read

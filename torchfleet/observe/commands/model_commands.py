@@ -153,7 +153,11 @@ def _add_stats(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="What running servers hold and do: rows of sparse tables, elements of dense ones, bytes, updates, "
         "staleness, requests, and the workers that have joined.",
     )
-    made.add_argument("servers", metavar="HOST:PORT[,HOST:PORT]", help="the servers, with commas between")
+    made.add_argument(
+        "servers",
+        metavar="HOST:PORT[,HOST:PORT]|LOG_DIR",
+        help="the servers, with commas between; or the folder of logs of a job that is running, such as log/latest",
+    )
     made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
     )

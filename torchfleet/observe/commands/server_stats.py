@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.base.monitor.bottleneck import bottleneck
 from torchfleet.base.printable import say
 from torchfleet.observe.commands.drawing import print_table
+from torchfleet.observe.dashboard.run_folders import RunFolders
+from torchfleet.observe.watch.history import HistoryReader
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import way_in
 from torchfleet.ps.net.probe import mechanism_at
@@ -20,9 +23,11 @@ from torchfleet.ps.worker.client.connection import Patience
 _PATIENCE = Patience(timeout=5.0)
 
 
-def show_stats(addresses: str, key_dir: str | None, as_json: bool) -> None:
-    """Print tables, requests and workers of the servers at `addresses`: host:port, separated by commas."""
-    endpoints = [_endpoint(address.strip()) for address in addresses.split(",")]
+def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
+    """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run
+    that has not ended, or the --log_dir that holds it.
+    """
+    endpoints = _of_run(Path(asked)) if Path(asked).is_dir() else list(map(_endpoint, asked.split(",")))
     reached, key_dir = way_in(endpoints, key_dir)
     for endpoint in reached:
         _expect_server(endpoint, bool(key_dir))
@@ -40,15 +45,40 @@ def show_stats(addresses: str, key_dir: str | None, as_json: bool) -> None:
     _print(endpoints, servers)
 
 
+def _of_run(folder: Path) -> list[str]:
+    """Return the addresses of the running servers of a run, from its record. Raises FleetError if there is none."""
+    runs = RunFolders([folder])
+    (run_dir,) = runs.folders(runs.names()[0]) or []
+    found: dict[str, dict[str, Any]] = {}  # the last record of every server
+    for record in HistoryReader(run_dir).records():
+        if record["kind"] in ("start", "end"):  # of the job, or of one attempt to run it
+            found.clear()
+        elif record["kind"] == "role" and record.get("role") == "server":
+            found[record["key"]] = record
+    ordered = sorted(found.values(), key=lambda record: (record["index"], record["replica"]))
+    running = [record["status"] for record in ordered if record["state"] == "running"]
+    addresses = [status["address"] for status in running if "address" in status and not status.get("backup")]
+    if not addresses:
+        raise FleetError(
+            f"no server is running in {run_dir}: expected the folder of a job with servers that has not ended. What is "
+            f"left of one that has ended is shown by `fleet dashboard {folder}`."
+        )
+    return addresses
+
+
 def _endpoint(address: str) -> str:
     """Convert host:port to tcp://host:port; tcp:// and ipc:// stay unchanged. Converts all addresses of replicas."""
+    address = address.strip()
     if SEPARATOR in address:
         return SEPARATOR.join(map(_endpoint, address.split(SEPARATOR)))
     if "://" in address:
         return address
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise FleetError(f"expected host:port of a server, or several with commas between; found {address!r}")
+        raise FleetError(
+            "expected host:port of a server, or several with commas between, or the folder of logs of a job that is "
+            f"running, such as log/latest; found {address!r}"
+        )
     return f"tcp://{address}"
 
 

@@ -37,6 +37,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def seconds(number: float) -> str:
+    """A measured time, with the digits that a reader needs to divide by it: 4.21 s, 11.3 s, 3:07."""
+    if number >= 100:
+        return duration(number)
+    return f"{number:.2f} s" if number < 10 else f"{number:.1f} s"
+
+
 def share(part: float | None) -> str:
     """40 %; nothing for what is not known."""
     return "" if part is None else f"{part:.0%}".replace("%", " %")

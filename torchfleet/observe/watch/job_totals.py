@@ -15,14 +15,14 @@ from torchfleet.observe.watch import figures
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of all workers together through their data."""
+    """The progress of the worker that is furthest behind."""
 
-    epoch: int  # from 0: of the slowest worker
+    epoch: int  # from 0
     epochs: int | None  # the total number, if the script reports it
     share: float | None  # of this epoch; None: its size is not known
     done: int
     unit: str
-    eta_s: float | None  # until the slowest worker is done
+    eta_s: float | None  # the largest of all workers
 
     @property
     def heading(self) -> str:
@@ -44,7 +44,8 @@ class JobTotals:
     mode: str = ""
     samples: int = 0
     rate: float = 0.0  # samples/s of the last seconds
-    mean_rate: float = 0.0  # since the first step
+    training_s: float | None = None  # seconds that the samples took, from the first step to the last
+    is_training: bool = False  # whether any worker is making steps
     metrics: dict[str, float] = field(default_factory=dict)  # means over the workers that report them
     progress: Progress | None = None
     rows: int | None = None
@@ -55,6 +56,11 @@ class JobTotals:
     waiting: float | None = None
     dense_ages: Ages = field(default_factory=dict)
     sparse_ages: Ages = field(default_factory=dict)
+
+    @property
+    def mean_rate(self) -> float:
+        """Samples per second since the first step."""
+        return self.samples / self.training_s if self.training_s else 0.0
 
     @property
     def staleness(self) -> str:
@@ -79,7 +85,8 @@ def totals_of(snapshot: JobSnapshot) -> JobTotals:
         mode=next((role.status["mode"] for role in workers if "mode" in role.status), ""),
         samples=sum(role.status.get("samples", 0) for role in workers),
         rate=sum(status.get("samples_per_s", 0.0) for status in training),
-        mean_rate=sum(role.status.get("samples_per_s_mean", 0.0) for role in workers),
+        training_s=_training_seconds([role.status for role in workers]),
+        is_training=bool(training),
         metrics=means(role.metrics for role in workers),
         progress=_progress([role.status for role in workers]),
         rows=sum(sum(found.values()) for found in rows) if any(rows) else None,
@@ -116,23 +123,30 @@ def means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in found.items()}
 
 
+def _training_seconds(statuses: Sequence[dict[str, Any]]) -> float | None:
+    """Return the seconds that training took: of the worker that took the longest, all its samples at its mean rate.
+
+    A worker measures the mean from the end of its first step on. This counts the first step as long as the others.
+    """
+    paces = [(status.get("samples", 0), status.get("samples_per_s_mean")) for status in statuses]
+    return max((samples / mean for samples, mean in paces if mean), default=None)
+
+
 def _progress(statuses: Sequence[dict[str, Any]]) -> Progress | None:
-    """Compute the progress. Workers that are ahead, or have left, count as done with the slowest worker's epoch."""
+    """Return the progress of the worker that is furthest behind, among those that have not left if there are any."""
     told = [status["progress"] for status in statuses if "progress" in status]
     open_ = [status["progress"] for status in statuses if "progress" in status and not status.get("left")]
     if not told:
         return None
-    last = min(open_ or told, key=lambda progress: progress["epoch"])
-    epoch = last["epoch"]
-    done = total = 0
-    for status in statuses:
-        if (found := status.get("progress")) is None:
-            continue
-        of_all = found.get("total")
-        is_through = found["epoch"] > epoch or status.get("left")
-        done += of_all if is_through and of_all else found["done"]
-        total = -1 if of_all is None or total < 0 else total + of_all
-    counted = [found for found in open_ if found["epoch"] == epoch or "epochs" in found]
+    last = min(open_ or told, key=lambda progress: (progress["epoch"], _share(progress) or 0.0, progress["done"]))
+    counted = [found for found in open_ if found["epoch"] == last["epoch"] or "epochs" in found]
     etas = [found["eta_s"] for found in counted if "eta_s" in found]
-    share = min(1.0, done / total) if total > 0 else None
-    return Progress(epoch, last.get("epochs"), share, done, last["unit"], max(etas, default=None))
+    return Progress(
+        last["epoch"], last.get("epochs"), _share(last), last["done"], last["unit"], max(etas, default=None)
+    )
+
+
+def _share(progress: dict[str, Any]) -> float | None:
+    """Return how much of its epoch a worker has done; None if its size is not known."""
+    total = progress.get("total")
+    return min(1.0, progress["done"] / total) if total else None

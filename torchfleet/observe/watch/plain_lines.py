@@ -52,8 +52,7 @@ def job_line(snapshot: JobSnapshot) -> str:
         return ""
     if totals.progress is not None:
         parts.append(totals.progress.text)
-    if totals.samples:
-        parts.append(f"{figures.rate(totals.rate)} samples/s (mean {figures.rate(totals.mean_rate)})")
+    parts += filter(None, [speed(totals)])
     if totals.metrics:
         parts.append(" ".join(totals.shown_metrics))
     if held := _held(totals):
@@ -65,13 +64,25 @@ def job_line(snapshot: JobSnapshot) -> str:
     return " | ".join(parts)
 
 
+def speed(totals: JobTotals) -> str:
+    """Return the speed now and on average; only the latter once no worker trains; "" if none is known."""
+    mean = figures.rate(totals.mean_rate)
+    if totals.samples and totals.is_training:
+        return f"{figures.rate(totals.rate)} samples/s (mean {mean})"
+    return f"mean {mean} samples/s" if totals.mean_rate else ""
+
+
 def end_lines(snapshot: JobSnapshot, elapsed: float) -> list[str]:
-    """Return the lines about the result of the job."""
+    """Return the lines about the result of the job. `elapsed`: seconds since the job began, of which training is a
+    part.
+    """
     totals, lines = totals_of(snapshot), []
     if totals.samples:
-        rate = f"{figures.rate(totals.mean_rate)} samples/s" if totals.mean_rate else ""
-        told = [f"{figures.count(totals.samples)} samples in {_time(elapsed)}", rate, *totals.shown_metrics]
-        lines.append(", ".join(part for part in told if part))
+        told = [f"{figures.count(totals.samples)} samples"]
+        if totals.training_s:
+            told[0] += f" in {figures.seconds(totals.training_s)} of training"
+            told.append(f"{figures.rate(totals.mean_rate)} samples/s")
+        lines.append(f"{', '.join([*told, *totals.shown_metrics])}; the job took {_time(elapsed)}")
     if totals.rows is not None:
         tables = figures.plural(totals.num_tables, "table")
         memory = f"; servers used {figures.size(totals.server_memory)} of memory" if totals.server_memory else ""

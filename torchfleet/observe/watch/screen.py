@@ -11,6 +11,7 @@ from torchfleet.base.printable import bare
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.columns_fit import Column, cropped, field_of, metrics_of, table
 from torchfleet.observe.watch.job_totals import JobTotals, Progress, totals_of
+from torchfleet.observe.watch.plain_lines import speed
 
 _MOST_WARNINGS = 3
 _LEAST = 4  # lines that are worth a table: headings and a few rows
@@ -160,8 +161,8 @@ def _bar(progress: Progress, width: int) -> Text:
 def _speed(totals: JobTotals) -> Text:
     if not totals.samples:
         return Text("  ".join(totals.shown_metrics))
-    line = Text(f"{figures.rate(totals.rate)} samples/s", "bold")
-    line.append(f" (mean {figures.rate(totals.mean_rate)}), {figures.count(totals.samples)} samples", "not bold")
+    parts = filter(None, [speed(totals), f"{figures.count(totals.samples)} samples"])
+    line = Text(", ".join(parts), "bold")
     return line.append("".join(f"   {text}" for text in totals.shown_metrics), "bold green")
 
 

@@ -102,7 +102,15 @@ class ServerRun:
         """Open the status file and the metrics port, and read the tracing settings. Raises FleetError."""
         place = self._place
         self._trace_every = trace_every()
-        self._status = ServerStatus(self.server.state, place.index or 0, place.status_file, place.replica, self.replica)
+        assert self.listener is not None
+        self._status = ServerStatus(
+            self.server.state,
+            place.index or 0,
+            place.status_file,
+            place.replica,
+            self.replica,
+            self.listener.endpoint,
+        )
 
     def serve(self) -> None:
         """Serve until all workers have left or `end` is called, then close everything.

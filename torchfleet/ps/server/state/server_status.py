@@ -34,9 +34,11 @@ class ServerStatus:
         status_file: str | None = None,
         replica: int = 0,
         standing: Standing | None = None,
+        address: str | None = None,
     ) -> None:
-        """`status_file`: None for a server without a launcher. Raises FleetError if the port is not available."""
-        self._state, self._standing = state, standing
+        """`status_file`: None for a server without a launcher. `address`: where clients reach the server. Raises
+        FleetError if the port is not available."""
+        self._state, self._standing, self._address = state, standing, address
         self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
         self._rates = RecentRates()
         state.counters.hot_keys.is_on = status_file is not None
@@ -53,6 +55,7 @@ class ServerStatus:
         stats = {table.spec.name: table.described() for table in state.tables.values()}
         rates = self._rates.look({"requests_per_s": state.counters.num_requests})
         maybe: dict[str, Any] = {"busy": state.counters.load.busy, "hot_keys": state.counters.hot_keys.top() or None}
+        maybe["address"] = self._address
         if state.saves.made.num:
             maybe["saves"] = dict(vars(state.saves.made))
         if standing is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchfleet.base.errors import ModelError
+from torchfleet.base.errors import ModelError, WrongIds
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
@@ -175,7 +175,10 @@ class SparseEmbedding(EmbeddingState):
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
-            raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
+            raise WrongIds(
+                f"table '{table}' expects ids in a tensor, a slot of a batch or a list of slots, found "
+                f"{type(ids).__name__}: use torch.as_tensor(ids)"
+            )
         self._check_weights(per_sample_weights, ids[0] if is_single else None)
         slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
         bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchfleet.base.errors import WrongIds
 from torchfleet.ps.worker.batch.bags import Bags
 from torchfleet.ps.worker.batch.batch_tensors import is_no_padding, keys_of, stamp_of, values_of_slot
 from torchfleet.ps.worker.batch.recipe import Replay
@@ -16,6 +18,8 @@ from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
 from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
+
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
 class Engine(LookingAhead):
@@ -59,6 +63,7 @@ class Engine(LookingAhead):
         """
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
+        self.unforeseen_cost.step_made()
         if self._is_recording:  # if parts of the model are called by themselves, no call of the whole model comes
             self.end_recording()
         return taken
@@ -98,8 +103,8 @@ class Engine(LookingAhead):
         Pulls rows that are unknown or no longer valid.
         """
         for ids in slots:
-            if ids.is_floating_point():
-                raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
+            if ids.dtype not in _WHOLE:
+                raise WrongIds(f"table '{table}' expects ids that are whole numbers, found {ids.dtype}: use ids.long()")
         self.num_lookups += 1
         if create and self.on_training is not None:
             self.on_training()
@@ -134,7 +139,9 @@ class Engine(LookingAhead):
         if missing is None:
             return False
         self._check_range(table, missing)
+        began = time.monotonic()
         pulled = self._source.pull({table: missing}, create).result()
+        self.unforeseen_cost.waited(time.monotonic() - began)
         rows.append(missing, pulled.rows[table], pulled.versions[table])
         return True
 

@@ -19,6 +19,7 @@ from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
 from torchfleet.ps.worker.batch.foresight import Foresight, Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder, hold_compiler, let_compiler_go
+from torchfleet.ps.worker.batch.unforeseen_cost import UnforeseenCost
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
@@ -41,6 +42,7 @@ class LookingAhead:
         self._own = ThreadState()
         self._count = threading.Lock()
         self.foresight = Foresight()
+        self.unforeseen_cost = UnforeseenCost()
         self.num_lookups = 0
         self.num_samples = 0
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
