@@ -41,7 +41,7 @@ demo: $(VENV)/.run
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 # In a fresh checkout: the servers' kernels are compiled once, by one process. All processes of the tests would do it.
-KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import warm_up; warm_up()"
+KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import compile_all; compile_all()"
 
 test: setup
 	$(KERNELS)
