@@ -189,6 +189,15 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return found
 
 
+def test_threads_that_are_no_number_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert cli.main(["--log_dir", str(tmp_path / "log"), "--worker_num", "1:2", STAND_IN, "exit", "exit"]) == 2
+    assert lines_naming(capsys.readouterr().err, "OMP_NUM_THREADS", "many")
+    assert not (tmp_path / "log").exists()
+
+
 def test_the_supervisor_lets_a_worker_join_and_the_job_finishes(
     cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

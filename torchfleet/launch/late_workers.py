@@ -139,7 +139,7 @@ class LateWorkers:
 
     def _consider(self, worker: LateWorker, is_needed: bool) -> None:
         if worker.was_killed and not is_needed:
-            worker.fail()  # nobody is sure to be there for what it had not finished
+            worker.fail()  # the workers that could take over its files have finished
         elif worker.was_killed:
             self._leave(worker, f"{worker.ending}; the others go on", is_told=False)
         elif worker.is_running and not is_needed and not worker.status().get("steps"):

@@ -149,6 +149,8 @@ def _tasks(
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     kept = durability_variables(options) if kept is None else kept
+    if job.min_workers:
+        given_threads()  # raises if it is not a number: workers join by it
     rules = loss_variables(options, num_workers, job.min_workers)
     base = {**job.environment, **server_bounds(options), **rules, **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
