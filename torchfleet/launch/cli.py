@@ -172,9 +172,10 @@ def check(options: argparse.Namespace) -> None:
     asked = [f"--{name}" for name in RESOURCES if getattr(options, name) is not None]
     if asked and options.cluster is None:
         raise RoleError(f"{', '.join(asked)}: a cluster is asked for resources, and this job runs on this machine")
-    if isinstance(options.worker_num, tuple) and not (options.cluster or "").startswith("ray"):
+    if isinstance(options.worker_num, tuple) and options.simulate:
         raise RoleError(
-            "--worker_num MIN:MAX: workers come and go with nodes of Ray. Add --cluster ray, or give a number."
+            "--worker_num MIN:MAX: workers come and go with the cores of a real machine or cluster. For a "
+            "simulation give one number."
         )
     check_script(options)
     for name in ("max_restart", "max_job_restart"):

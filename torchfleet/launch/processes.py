@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.base.monitor.json_lines import JsonLog, LineSplitter, last_lines
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
-from torchfleet.launch.job_spec import Report, RunningTask, Task
+from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
 
 _LINE = 1 << 16  # bytes of output per read
 _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
@@ -187,6 +187,16 @@ class Process:
         with process.stdout as stream, contextlib.closing(output):
             while data := os.read(stream.fileno(), _LINE):
                 output.write(data)
+
+
+def start_here(job: JobSpec, log_dir: Path) -> Start:
+    """Return the function that starts a task of the job as a process of this machine."""
+
+    def start(task: Task, report: Report, echo: bool, append: bool) -> Process:
+        options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
+        return Process(task, job.command, log_dir, report, echo, append, *options)
+
+    return start
 
 
 def end_all(processes: Sequence[RunningTask]) -> None:

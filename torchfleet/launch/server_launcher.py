@@ -23,6 +23,7 @@ from torchfleet.launch.endurance.placement import (
 from torchfleet.launch.endurance.worker_loss import add_option as add_loss_option
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.late_workers import is_late, supervisor_of
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import (
     JobLayout,
@@ -33,7 +34,6 @@ from torchfleet.launch.roles import (
     spare_servers,
     tasks,
 )
-from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
 from torchfleet.ps.net.keys import is_private
@@ -101,8 +101,11 @@ class ServerLauncher:
         layout, num_workers, _ = _layout(job, options)
         reasons += told(kind_of(job, layout, options.private, options.plain))
         local_tasks = _tasks(job, options, layout, num_workers)
-        lines = (describe_task(task, job.command, f"log: {job.latest / task.log_name}") for task in local_tasks)
-        return [*reasons, *(line for described in lines for line in described)]
+        lines = reasons
+        for task in local_tasks:
+            later = "joins when cores are free; " if is_late(job, task) else ""
+            lines += describe_task(task, job.command, f"{later}log: {job.latest / task.log_name}")
+        return lines
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
@@ -124,7 +127,7 @@ class ServerLauncher:
                 kept = stack.enter_context(log_store(durability_variables(options), run_dir))
                 asked = stack.enter_context(coordination(url, num_replicas(options.replicas), attempt))
                 local_tasks = _tasks(made, options, layout, num_workers, {**kept, **asked})
-                supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
+                supervisor = supervisor_of(made, layout, local_tasks, run_dir, attempt)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break
@@ -150,14 +153,18 @@ def _tasks(
     num_workers: int,
     kept: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """Return the processes to start on this machine. With `--server_num auto` the workers' threads leave one core for
-    every server. `kept`: variables for the servers' logs and coordinator, if they are known."""
+    """Return the processes to start on this machine. With `--server_num auto`, and in an elastic job, the workers'
+    threads leave one core for every server. `kept`: variables for the servers' logs and coordinator, if they are known.
+    """
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     kept = durability_variables(options) if kept is None else kept
-    base = {**job.environment, **server_bounds(options), **loss_variables(options, num_workers), **kept}
+    if job.min_workers:
+        given_threads()  # raises if it is not a number: workers join by it
+    rules = loss_variables(options, num_workers, job.min_workers)
+    base = {**job.environment, **server_bounds(options), **rules, **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
-    made = tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
+    made = tasks(layout, num_workers, base, num_local if job.min_workers or options.server_num == "auto" else 0)
     for number, task in enumerate(made):
         task.environment |= port_variables(job.watching, number)
     return made

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -14,9 +14,9 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import advice, summed
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
-from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of, keeps_log
+from torchfleet.launch.job_spec import JobSpec, RunningTask, Start, Task, ending_of, keeps_log
 from torchfleet.launch.job_watch import JobWatch
-from torchfleet.launch.processes import Process, end_all
+from torchfleet.launch.processes import end_all, start_here
 from torchfleet.launch.roles import JobLayout
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.replica_channels import SEPARATOR
@@ -31,7 +31,8 @@ _TOGETHER = "hybrid"  # the mode whose workers restart together: none can contin
 class JobSupervisor:
     """One attempt to run the tasks of a job. `attempt` counts from 0: the earlier attempts failed.
 
-    `start`: starts a task anywhere; None: as a process of this machine.
+    `start`: starts a task anywhere; None: as a process of this machine. `look`: called again and again while the job
+    runs.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class JobSupervisor:
         log_dir: Path,
         attempt: int = 0,
         start: Start | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._layout, self._tasks, self._log_dir = job, layout, tasks, log_dir
-        self._attempt, self._start = attempt, start or self._start_here
+        self._attempt, self._start, self._look = attempt, start or start_here(job, log_dir), look
         self.is_finished = False  # every process except lost workers has ended with status 0
         self._processes: list[RunningTask] = []
         self._lost: list[str] = []  # names of killed workers without which the job continues
@@ -78,6 +80,7 @@ class JobSupervisor:
             self._processes.append(self._start(task, watch.report, task is first, append))
         pause = _QUICK if self._layout.local_backups or len(self._layout.places) > len(self._layout.servers) else _PAUSE
         while not self._signal:
+            self._look()
             self._end_followers()
             failed = self._failed()
             if failed is not None and not self._go_on_without(failed, watch):
@@ -92,11 +95,6 @@ class JobSupervisor:
             time.sleep(pause)
         watch.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
-
-    def _start_here(self, task: Task, report: Report, echo: bool, append: bool) -> Process:
-        job = self._job
-        options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
-        return Process(task, job.command, self._log_dir, report, echo, append, *options)
 
     def _failed(self) -> RunningTask | None:
         """Return a failed process, preferably a killed one: the others failed because they needed it."""

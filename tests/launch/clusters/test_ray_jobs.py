@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
+from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import FleetError
 from torchfleet.launch import cli
 from torchfleet.launch.clusters.on_ray.ray_node import private_folder
@@ -87,6 +89,16 @@ def test_ctrl_c_ends_all_processes_on_all_nodes(nodes: RayNodes, tmp_path: Path)
         started.process.send_signal(signal.SIGINT)
         assert started.wait(SHORT) == 130
     assert num_scripts() == 0
+
+
+@pytest.mark.cluster
+def test_a_job_that_the_nodes_can_never_hold_ends_at_once_and_says_what_is_missing(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    with job(nodes, tmp_path, "--worker_num", "2", "--worker_cpus", "5", TINY) as started:
+        assert started.wait(SHORT) == 2
+    assert lines_naming(started.output, "2 workers", "5 CPU", "8 CPU", "4 CPU")
+    assert "waiting for room" not in started.output
 
 
 def num_scripts() -> int:
@@ -167,7 +179,7 @@ class TestWithoutACluster:
             (("--cluster", "ray", "--replicas", "2"), "give --coordinator etcd://"),
             (("--cluster", "ray", "--worker_cpus", "0"), "--worker_cpus must be a number above 0, found 0"),
             (("--cluster", "ray", "--worker_num", "3:2"), "expected MIN:MAX with 1 <= MIN <= MAX"),
-            (("--worker_num", "2:3"), "Add --cluster ray, or give a number"),
+            (("--worker_num", "2:3", "--simulate"), "give one number"),
             (("--placement", "pack"), "add --cluster ray"),
             (("--worker_cpus", "2"), "--worker_cpus: a cluster is asked for resources"),
         ],
@@ -207,6 +219,17 @@ class TestWithoutACluster:
     def test_options_from_python_are_checked_as_those_of_fleetrun(self, options: dict[str, str], message: str) -> None:
         with pytest.raises(FleetError, match=message):
             run(TINY, address=f"127.0.0.1:{free_ports(1)[0]}", **options)
+
+    @pytest.mark.cluster
+    @needing("ray")
+    def test_a_ray_of_our_own_has_room_for_more_processes_than_cores(self, tmp_path: Path) -> None:
+        num_workers = str(usable_cores() + 1)
+        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # paths of sockets are short
+            line = ("--cluster", "ray=local", "--worker_num", num_workers, TINY, "--mode", "async", "--steps", "3")
+            with fleetrun(tmp_path, *line, RAY_TMPDIR=folder) as started:
+                assert started.wait(SHORT) == 0, started.output
+        assert "waiting for room" not in started.output
+        assert len(places(started.output)) == usable_cores() + 2
 
     @pytest.mark.cluster
     @needing("ray")

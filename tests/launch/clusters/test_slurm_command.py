@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from torchfleet.launch.cli import main
+from torchfleet.launch.cli import main, parser
 
 
 def written(tmp_path: Path, *options: str) -> str:
@@ -51,7 +52,64 @@ def test_two_components_have_their_own_resources(tmp_path: Path) -> None:
     assert "gpus" not in servers
     assert "--ntasks=4\n#SBATCH --cpus-per-task=8\n#SBATCH --gpus-per-task=1\n" in workers
     assert text.count("--partition=long") == 2
-    assert "srun --kill-on-bad-exit=1 --het-group=0,1" in text
+    assert {"--het-group=0", "--cpus-per-task=1", "--het-group=1", "--cpus-per-task=8"} <= set(srun_words(text))
+    assert "--het-group=0,1" in srun_words(written(tmp_path, "--het", "--server_memory", "2GB"))
+
+
+def test_cores_of_a_task_are_said_to_srun_too_of_each_component_its_own(tmp_path: Path) -> None:
+    """From 22.05 on srun does not take them over from sbatch: a task would have one core."""
+    assert "--cpus-per-task" not in srun_words(written(tmp_path))
+    alike = srun_words(written(tmp_path, "--server_cpus", "4", "--worker_cpus", "4"))
+    assert "--cpus-per-task=4" in alike
+    assert ":" not in alike
+    ranks = srun_words(written(tmp_path, "--nproc_per_node", "2", "--worker_cpus", "8", "--insecure"))
+    assert "--cpus-per-task=8" in ranks
+    words = srun_words(written(tmp_path, "--het", "--server_cpus", "1", "--worker_cpus", "8"))
+    servers, workers = words[: words.index(":")], words[words.index(":") + 1 :]
+    assert {"--het-group=0", "--cpus-per-task=1", "--kill-on-bad-exit=1"} <= set(servers)
+    assert {"--het-group=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"} <= set(workers)
+    assert servers[servers.index("--cluster") :] == workers[workers.index("--cluster") :]
+
+
+def srun_words(text: str) -> list[str]:
+    """What bash makes of the line that starts the tasks."""
+    return shlex.split(text[text.index("\nsrun ") + 1 :].replace("\\\n", " "))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ctr", "--job-name=ctr"),
+        ("two words", '--job-name="two words"'),
+        ("it's #1", '--job-name="it\'s #1"'),
+        ('a "b" \\ c', '--job-name="a \\"b\\" \\\\ c"'),
+    ],
+)
+def test_a_job_name_is_one_value_to_sbatch(tmp_path: Path, name: str, line: str) -> None:
+    assert f"#SBATCH {line}\n" in written(tmp_path, "--job_name", name)
+
+
+def test_a_script_with_a_space_in_its_name_gives_the_job_one_name(tmp_path: Path) -> None:
+    script = tmp_path / "my train.py"
+    script.touch()
+    assert main(["slurm", "-o", str(tmp_path / "job"), str(script)]) == 0
+    assert '#SBATCH --job-name="my train"\n' in (tmp_path / "job").read_text()
+
+
+def test_no_argument_of_the_script_becomes_a_line_of_the_batch_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    argument = f"one\ntouch {tmp_path}/made"
+    assert main(["slurm", "-o", str(tmp_path / "job"), str(script), argument]) == 0
+    subprocess.run(["bash", "-c", f"srun() {{ true; }}; . {tmp_path}/job"], check=True)
+    assert not (tmp_path / "made").exists()
+
+
+def test_logs_of_servers_are_asked_for_in_the_tasks(tmp_path: Path) -> None:
+    options = ["--durability", "log", "--log_store", str(tmp_path / "store"), "--fsync_ms", "0.5"]
+    words = srun_words(written(tmp_path, *options))
+    task = parser().parse_args(words[words.index("--cluster") :])
+    assert (task.durability, task.log_store, task.fsync_ms) == ("log", str(tmp_path / "store"), 0.5)
 
 
 def test_a_collective_job_has_one_task_a_node(tmp_path: Path) -> None:
@@ -73,6 +131,10 @@ def test_a_collective_job_has_one_task_a_node(tmp_path: Path) -> None:
         (["--het", "--worker_cpus", "1.5"], "whole cores"),
         (["--partition", "a\n#SBATCH --uid=0"], "one line"),
         (["--nproc_per_node", "2", "--worker_num", "3"], "use one kind"),
+        (["--durability", "log"], "--log_store DIR"),
+        (["--log_store", "store"], "--durability log"),
+        (["--durability", "log", "--log_store", "store", "--nproc_per_node", "2"], "--durability"),
+        (["--job_name", "a\nb"], "one line"),
     ],
 )
 def test_what_cannot_work_is_refused(

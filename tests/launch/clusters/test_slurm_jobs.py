@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -99,10 +100,16 @@ def test_a_heterogeneous_job_that_is_asked_to_end_saves_and_goes_on_when_it_is_r
     script = [str(EXAMPLE / "train.py"), "--mode", "sync", "--epochs", "10000", "--data", str(data)]
     number = submitted(
         slurm, tmp_path, "--het", "--server_num", "1", "--worker_num", "2", "--time", "60", "--requeue",
+        "--job_name", "two words", "--server_cpus", "1", "--worker_cpus", "2",
         "--save_on_stop", model, "--resume", f"--init_model {model}", *script,
     )  # fmt: skip
     first, again = tmp_path / "log" / f"slurm-{number}.0", tmp_path / "log" / f"slurm-{number}.0-1"
     wait_for_log(slurm, first / "workerlog.0", "watch: loss")
+    assert slurm.run(["squeue", "-h", "-o", "%j", "-j", number], tmp_path).stdout.splitlines()[0] == "two words"
+    tasks = [process.environ() for process in roles(slurm, number, {"WORKER", "SERVER"})]
+    assert len(tasks) == 3
+    assert {each["SLURM_CPUS_PER_TASK_HET_GROUP_0"] for each in tasks} == {"1"}
+    assert {each["SLURM_CPUS_PER_TASK_HET_GROUP_1"] for each in tasks} == {"2"}
     slurm.run(["scancel", "--signal=USR1", number], tmp_path)  # as Slurm does so many seconds before the limit
     wait_for_log(slurm, first / "workerlog.0", f"saved to {model}; ending with status {REQUEUE}")
     wait_until(lambda: slurm.job(number)["Restarts"] == "1", START, "requeued job")
@@ -123,6 +130,30 @@ def test_a_killed_worker_ends_the_job_and_is_named(slurm: Slurm, tmp_path: Path)
     os.kill(_script_of(slurm, number, worker=1), signal.SIGKILL)
     assert wait_for_end(slurm, number)["JobState"] == "FAILED"
     assert lines_naming((tmp_path / "output").read_text(), "[fleetrun]", "worker 1", 128 + signal.SIGKILL)
+
+
+def test_servers_with_logs_go_on_with_their_rows_when_the_job_is_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
+    kept = ("--durability", "log", "--log_store", str(tmp_path / "store"))
+    number = submitted(slurm, tmp_path, *kept, TINY, "--steps", "100000", "--pause", "0.05")
+    wait_for_log(slurm, tmp_path / "log" / f"slurm-{number}.0" / "workerlog.0", "is training")
+    slurm.run(["scancel", number], tmp_path)
+    wait_for_end(slurm, number)
+    number = submitted(slurm, tmp_path, *kept, TINY, "--steps", "4")
+    assert wait_for_end(slurm, number)["JobState"] == "COMPLETED", (tmp_path / "output").read_text()
+    log = tmp_path / "log" / f"slurm-{number}.0" / "serverlog.0"
+    assert lines_naming(log.read_text(), f"{tmp_path / 'store'}"), log.read_text()
+
+
+def test_fleetrun_in_every_task_is_refused_and_one_in_a_batch_script_runs(slurm: Slurm, tmp_path: Path) -> None:
+    fleetrun = [sys.executable, "-m", "torchfleet.launch", "--worker_num", "2", TINY, "--steps", "4"]
+    told = slurm.run(["srun", "--ntasks=3", *fleetrun], tmp_path, timeout=START)
+    assert told.returncode == 2
+    assert lines_naming(told.stdout, "--cluster slurm", 3)
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "job.sbatch").write_text(f"#!/bin/bash\n#SBATCH --ntasks=3\n{shlex.join(fleetrun)}\n")
+    told = slurm.run(["sbatch", "--wait", "--output=output", "job.sbatch"], tmp_path, timeout=START)
+    assert told.returncode == 0, (tmp_path / "output").read_text()
+    assert len(list((tmp_path / "log" / "latest").glob("workerlog.*"))) == 2
 
 
 def test_tasks_are_the_machines_of_a_collective_job(slurm: Slurm, tmp_path: Path) -> None:
@@ -146,12 +177,21 @@ def test_ranks_that_are_asked_to_end_save_and_end_together(slurm: Slurm, tmp_pat
     assert (tmp_path / "model" / "manifest.json").exists()
 
 
-def _script_of(slurm: Slurm, job: str, worker: int) -> int:
-    """The process of the user's script: the task that is its parent has no role."""
-    wanted = {"FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(worker), "SLURM_JOB_ID": job}
-    wanted["SLURM_CONF"] = slurm.environment["SLURM_CONF"]
+def roles(slurm: Slurm, job: str, names: set[str]) -> list[psutil.Process]:
+    """The processes of the user's script with one of these roles: the tasks that are their parents have none."""
+    found, configuration = [], slurm.environment["SLURM_CONF"]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if wanted.items() <= process.environ().items():
-                return int(process.pid)
+            told = process.environ()
+            is_of_job = job in (told.get("SLURM_JOB_ID"), told.get("SLURM_JOB_ID_HET_GROUP_0"))
+            if is_of_job and told.get("SLURM_CONF") == configuration and told.get("FLEET_ROLE") in names:
+                found.append(process)
+    return found
+
+
+def _script_of(slurm: Slurm, job: str, worker: int) -> int:
+    """The process of a worker's script."""
+    for process in roles(slurm, job, {"WORKER"}):
+        if process.environ()["FLEET_WORKER_INDEX"] == str(worker):
+            return int(process.pid)
     raise AssertionError(f"no worker {worker} of job {job} is running")

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from support.messages import lines_naming, naming
 
 from torchfleet.base.errors import RoleError, SecurityError
-from torchfleet.launch.cli import main, parser
+from torchfleet.launch.cli import main
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import expand_hostlist, read_step
 from torchfleet.launch.clusters.slurm_watch import watched
 from torchfleet.launch.job_spec import JobSpec
-from torchfleet.launch.launchers import launcher_of
 from torchfleet.observe.watch.history import HistoryReader
 
 TASK = {
@@ -77,16 +76,49 @@ def test_other_numbers_than_those_of_the_step_are_refused(
     assert "srun" in described(capsys, monkeypatch, "--max_restart", "2")
 
 
+@pytest.mark.parametrize("options", [(), ("--worker_num", "2"), ("--nproc_per_node", "2"), ("--cluster", "ray")])
+def test_a_whole_job_in_every_task_of_a_step_is_refused_and_the_flag_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    assert main([*options, "--dry_run", __file__]) == 2
+    assert lines_naming(capsys.readouterr().err, "--cluster slurm", 5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "options"),
+    [
+        ({"SLURM_STEP_ID": ""}, ()),  # a batch script: SLURM_PROCID is set in it
+        ({"SLURM_STEP_NUM_TASKS": "1"}, ()),  # srun --pty
+        ({}, ("--servers", "localhost:7000", "--workers", "localhost:0")),  # every task is one machine's fleetrun
+        ({}, ("--nproc_per_node", "1", "--nnodes", "5", "--master", "localhost:7000", "--rank", "2", "--insecure")),
+    ],
+)
+def test_one_job_of_a_node_and_one_on_several_machines_start_under_slurm(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hidden: dict[str, str],
+    options: tuple[str, ...],
+) -> None:
+    for name, value in {**TASK, **hidden}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*options, "--dry_run", __file__]) == 0, capsys.readouterr().err
+
+
+def test_servers_of_a_task_without_a_log_need_no_store_and_those_with_one_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "FLEET_DURABILITY=none" in described(capsys, monkeypatch, "--durability", "none")
+    assert "--log_store" in described(capsys, monkeypatch, "--durability", "log")
+    told = described(capsys, monkeypatch, "--durability", "log", "--log_store", "/store")
+    assert "FLEET_LOG_STORE=/store" in told
+    assert "FLEET_LOG_RUN=slurm-17.0" in told
+
+
 def test_a_process_that_srun_did_not_start_is_told_so() -> None:
     with pytest.raises(RoleError, match="srun"):
         read_step({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"})  # as in the shell of an sbatch file
-
-
-def test_inside_an_allocation_a_job_without_the_flag_is_a_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TASK.items():
-        monkeypatch.setenv(name, value)
-    options = parser().parse_args(["--server_num", "1", "--worker_num", "4", "train.py"])
-    assert type(launcher_of(options)).__name__ == "ServerLauncher"
 
 
 def test_a_requeued_job_meets_elsewhere_and_jobs_try_different_ports(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
         "--worker_num",
         type=_count_or_range,
         metavar="N|MIN:MAX",
-        help="workers (default: 1); on Ray also MIN:MAX of them, which come and go with nodes of the cluster",
+        help="workers (default: 1); MIN:MAX: they come and go with the free cores of this machine or of Ray",
     )
 
 

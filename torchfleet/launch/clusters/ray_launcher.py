@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role.process_settings import DURABILITY, LOG_STORE, MIN_WORKERS
 from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
-from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
+from torchfleet.launch.clusters.on_ray.ray_room import cores_of
+from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both, require_store
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
@@ -94,14 +93,15 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
     Raises RoleError for invalid options before anything is started.
     """
     require_ray()
-    port_variables(job.watching, _plan(job, options, job.folder).num_processes - 1)  # raises for an invalid port
+    whole = _plan(job, options, job.folder)
+    port_variables(job.watching, whole.num_processes - 1)  # raises for an invalid port
     _variables(job, options)
     address = options.cluster.partition("=")[2] or "auto"
     url = coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
     attempts = 1 + (job.max_restart if _is_collective(options) else job.max_job_restart)
     code, result = 1, b""
     try:
-        with connected(address, job) as folder:
+        with connected(address, job, cores_of(whole.shares(job, whole.num_workers))) as folder:
             plan, run_dir = _plan(job, options, folder), job.make_run_dir()
             say = line_printer(job.watching)
             say(f"[fleetrun] logs in {run_dir}")
@@ -152,20 +152,19 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     """Return all processes' variables for logs, limits, lost workers, save folders and tracing. Raises RoleError."""
     kept = durability_variables(options)
-    if kept.get(DURABILITY, "none") == "log" and LOG_STORE not in kept and not os.environ.get(LOG_STORE):
-        raise RoleError(
-            "--durability log on Ray needs --log_store DIR, a folder that all nodes share: a server of a lost node "
-            "starts on another one, and the log on the lost node's own disk is gone"
-        )
+    require_store(
+        kept,
+        "a folder that all nodes share. A server of a lost node starts on another one, and the log on the lost node's "
+        "own disk is gone",
+    )
     refuse_both(kept, num_replicas(options.replicas))
     coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
     return {**_limits(job, options), **kept}
 
 
 def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
-    elastic = {MIN_WORKERS: str(job.min_workers)} if job.min_workers else {}
-    rules = loss_variables(options, job.num_workers or 1, {**os.environ, **elastic})
-    return {**server_bounds(options), **rules, **elastic, **job.telling_variables}
+    rules = loss_variables(options, job.num_workers or 1, job.min_workers)
+    return {**server_bounds(options), **rules, **job.telling_variables}
 
 
 def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:

@@ -12,9 +12,13 @@ from pathlib import Path
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
+from torchfleet.launch.endurance.durability import add_options as add_durability
+from torchfleet.launch.endurance.durability import durability_variables, require_store
 from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.observe.watch.watchers import add_exports
 
+_DURABILITY = ("durability", "log_store", "fsync_ms")
+_PLAIN = re.compile(r"[\w.,:@%+=/-]+")  # text that sbatch reads without quotes
 _TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
 _EXAMPLES = """examples:
   fleetrun slurm --server_num 2 --worker_num 4 --nodes 3 --time 4:00:00 -o job.sbatch train.py --epochs 3
@@ -72,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", default="log", help="a folder that all nodes see (default: log)")
     add("--key_dir", help="folder of keys (default: keys are made for every job)")
     add("--insecure", action="store_true", help="talk to other nodes without keys")
+    add_durability(parser.add_argument_group("logs of servers"))
     add_exports(parser.add_argument_group("watching"))
     parser.set_defaults(max_restart=0, max_job_restart=0)
     add_script(parser)
@@ -81,23 +86,54 @@ def _parser() -> argparse.ArgumentParser:
 def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """Return the whole file. Raises RoleError for invalid options."""
     _check(job, options)
-    lines = ["#!/bin/bash", *_header(job, options), "", f"# made by: fleetrun slurm {shlex.join(arguments)}", ""]
+    made_by = f"# made by: fleetrun slurm {shlex.join(arguments)}".replace("\n", "\n# ")
+    lines = ["#!/bin/bash", *_header(job, options), "", made_by, ""]
     more = ""
     if options.resume:
         manifest = shlex.quote(f"{options.save_on_stop.rstrip('/')}/manifest.json")
         lines += ["resume=()", f"[ -e {manifest} ] && resume=({options.resume})", ""]
         more = ' "${resume[@]}"'
-    srun = ["srun", "--kill-on-bad-exit=1"]
-    srun += ["--het-group=0,1"] if options.het else []
-    # Servers get the first ranks, which spreads them over the nodes.
-    srun += [] if options.nproc_per_node else ["--distribution=cyclic"]
-    command = [srun, [sys.executable, "-m", "torchfleet.launch", *_fleetrun(job, options)], _script(options)]
-    lines.append(" \\\n    ".join(map(shlex.join, command)) + more)
+    task = [shlex.join([sys.executable, "-m", "torchfleet.launch", *_fleetrun(job, options)])]
+    task.append(shlex.join(_script(options)) + more)
+    steps = [[shlex.join(part), *task] for part in _srun(job, options)]
+    lines.append(" \\\n    ".join(line for number, step in enumerate(steps) for line in ([":"] * bool(number) + step)))
     return "\n".join(lines) + "\n"
 
 
+def _srun(job: JobSpec, options: argparse.Namespace) -> list[list[str]]:
+    """Return the options of srun: one list, or one for each component if servers and workers differ in cores.
+
+    The cores are repeated here: from Slurm 22.05 on, srun does not take them over from sbatch.
+    """
+    if options.nproc_per_node:
+        return [["srun", "--kill-on-bad-exit=1", *_cores(job.resources_of("rank"))]]
+    # Servers get the first ranks, which spreads them over the nodes.
+    shared = ["--kill-on-bad-exit=1", "--distribution=cyclic"]
+    server, worker = job.resources_of("server"), job.resources_of("worker")
+    if not options.het:
+        return [["srun", *shared, *_cores(worker)]]
+    if server.cpus == worker.cpus:
+        return [["srun", *shared, "--het-group=0,1", *_cores(worker)]]
+    # srun would give the cores of one component to the other if that had none.
+    first, second = ([*shared, f"--het-group={i}", *_cores(each, 1)] for i, each in enumerate((server, worker)))
+    return [["srun", *first], second]
+
+
+def _cores(each: Resources, default: int | None = None) -> list[str]:
+    cores = default if each.cpus is None else int(each.cpus)
+    return [] if cores is None else [f"--cpus-per-task={cores}"]
+
+
+def _quoted(text: str) -> str:
+    """Return the text as sbatch reads it as one value: in quotes if it has spaces, quotes or a #."""
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 def _header(job: JobSpec, options: argparse.Namespace) -> Iterator[str]:
-    yield f"#SBATCH --job-name={options.job_name or Path(options.script).stem}"
+    yield f"#SBATCH --job-name={_quoted(_job_name(options))}"
     yield "#SBATCH --open-mode=append"  # a requeued job appends to its earlier output
     if options.requeue:
         yield "#SBATCH --requeue"
@@ -123,8 +159,8 @@ def _component(num: int | str | None, each: Resources, options: argparse.Namespa
         "mem-per-cpu": None if each.memory is None else f"{max(1, each.memory // int(each.cpus or 1) >> 20)}M",
         "gpus-per-task": None if each.gpus is None else int(each.gpus),
         "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
+        "partition": options.partition and _quoted(options.partition),
+        "account": options.account and _quoted(options.account),
     }
     yield from (f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None)
     if options.time and (options.save_on_stop or options.requeue):
@@ -140,6 +176,8 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
         found += ["--server_num", str(job.num_servers or 1), "--worker_num", str(job.num_workers or 1)]
     for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host"):
         found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    for name in _DURABILITY:
+        found += [f"--{name}", f"{getattr(options, name)}"] if getattr(options, name) is not None else []
     found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
     if "json" in (options.log_format, log_format()):  # tasks may inherit the variable that selects json
         found += ["--log_format", options.log_format]
@@ -166,6 +204,8 @@ def _check(job: JobSpec, options: argparse.Namespace) -> None:
         raise RoleError(f"--time expects minutes, H:M:S or D-H:M:S; found {options.time!r}")
     if options.resume and not options.save_on_stop:
         raise RoleError("--resume needs --save_on_stop DIR, the folder in which it looks for a save")
+    # The flags alone: the variables of the job are those of the shell that submits it.
+    require_store(durability_variables(options, {}), "a folder that a requeued job finds again")
     wrong = [option for option in (*options.sbatch, *_texts(options)) if "\n" in option]
     if wrong:
         raise RoleError(f"an option of sbatch is one line, found {wrong[0]!r}")
@@ -176,7 +216,7 @@ def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
     server, worker = job.resources_of("server"), job.resources_of("worker")
     if options.nproc_per_node:
         names = ("server_num", "worker_num", "server_cpus", "server_memory", "het", "save_on_stop", "key_dir")
-        wrong = [f"--{name}" for name in names if getattr(options, name)]
+        wrong = [f"--{name}" for name in (*names, *_DURABILITY) if getattr(options, name)]
         if wrong:
             raise RoleError(
                 f"--nproc_per_node makes a collective job, {', '.join(wrong)} one with servers: use one kind"
@@ -194,5 +234,10 @@ def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
         raise RoleError(f"Slurm gives whole cores and GPUs to a task, found {fractions[0]:g}")
 
 
+def _job_name(options: argparse.Namespace) -> str:
+    return str(options.job_name or Path(options.script).stem)
+
+
 def _texts(options: argparse.Namespace) -> list[str]:
-    return [text for name in ("job_name", "partition", "account", "resume") if (text := getattr(options, name))]
+    given = [text for name in ("partition", "account", "resume") if (text := getattr(options, name))]
+    return [_job_name(options), *given]

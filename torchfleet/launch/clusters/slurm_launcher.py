@@ -13,9 +13,9 @@ from torchfleet.base.role.process_settings import LOG_RUN, LOG_STORE, start_time
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
-from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
+from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step, refuse_copies
 from torchfleet.launch.clusters.slurm_watch import watched
-from torchfleet.launch.endurance.durability import durability_variables
+from torchfleet.launch.endurance.durability import durability_variables, require_store
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
 from torchfleet.launch.processes import Process
@@ -55,6 +55,8 @@ class SlurmLauncher:
         if own and not is_slurm:
             raise RoleError(f"{', '.join(own)}: for tasks of Slurm. Add --cluster slurm, or leave it out.")
         if not is_slurm:
+            if not _is_part(options):
+                refuse_copies(os.environ)
             return False
         wrong = [f"--{name}" for name in _OTHERS if getattr(options, name, None)]
         if wrong:
@@ -91,6 +93,12 @@ class SlurmLauncher:
         if status == REQUEUE and options.requeue and step.rank == num_servers:  # worker 0, or machine 0
             _requeue(step, line_printer(job.watching))
         return status
+
+
+def _is_part(options: argparse.Namespace) -> bool:
+    """Whether fleetrun starts one machine's part of a job on several: then srun may start it once on each."""
+    machines = options.servers or options.workers or options.ips or options.nnodes not in (None, "1")
+    return options.cluster is None and bool(machines)
 
 
 def _is_collective(options: argparse.Namespace) -> bool:
@@ -185,11 +193,8 @@ def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: li
 
 def _durability(options: argparse.Namespace, step: SlurmStep) -> Mapping[str, str]:
     found = durability_variables(options)
-    if not found:
-        return {}
-    if LOG_STORE not in found and LOG_STORE not in os.environ:
-        raise RoleError("--durability log needs --log_store DIR here: a folder that a requeued job finds again")
-    return {**found, LOG_RUN: step.name}
+    require_store(found, "a folder that a requeued job finds again")
+    return {**found, LOG_RUN: step.name} if LOG_STORE in found else found
 
 
 def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> argparse.Namespace:

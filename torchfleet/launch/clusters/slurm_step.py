@@ -84,6 +84,22 @@ def read_step(found: Mapping[str, str]) -> SlurmStep:
     )
 
 
+def refuse_copies(found: Mapping[str, str]) -> None:
+    """Raise RoleError if srun has started several tasks of which this is one: each would start the whole job.
+
+    A batch script, a shell in an allocation and `srun --pty` have one process, and may start a job on their node.
+    """
+    if not found.get("SLURM_STEP_ID") or not found.get("SLURM_PROCID"):
+        return
+    num_tasks = _number(found, "SLURM_STEP_NUM_TASKS", 1)
+    if num_tasks > 1:
+        raise RoleError(
+            f"srun has started fleetrun as task {_number(found, 'SLURM_PROCID')} of {num_tasks}, and each task would "
+            "start the whole job. Add --cluster slurm: every task then becomes one server or worker. If every task is "
+            "to start a job of its own, hide the step from it: srun env -u SLURM_STEP_ID fleetrun ..."
+        )
+
+
 def _cores(found: Mapping[str, str], rank: int, components: tuple[int, ...]) -> int:
     """Return the number of cores that Slurm gives a task: one by default."""
     for group, num in enumerate(components):

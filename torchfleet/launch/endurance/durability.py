@@ -75,6 +75,13 @@ def make_store(variables: Mapping[str, str]) -> None:
         ) from None
 
 
+def require_store(variables: Mapping[str, str], why: str) -> None:
+    """Raise RoleError, with `why` in its message, if servers keep logs and no folder of them was given. `variables`:
+    from durability_variables."""
+    if variables.get(DURABILITY) == "log" and LOG_STORE not in variables:
+        raise RoleError(f"--durability log needs --log_store DIR here: {why}")
+
+
 def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
     """Raise RoleError if servers would have both a log and backups. `variables`: from durability_variables."""
     if replicas > 1 and variables.get(DURABILITY, "none") != "none":

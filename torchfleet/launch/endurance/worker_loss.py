@@ -23,12 +23,17 @@ def add_option(group: argparse._ArgumentGroup) -> None:
 
 
 def loss_variables(
-    options: argparse.Namespace, num_workers: int, environment: Mapping[str, str] = os.environ
+    options: argparse.Namespace,
+    num_workers: int,
+    min_workers: int | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the variable that tells servers and workers the rule, if one was given. Raises RoleError."""
-    found = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
-    loss_of({**found, MIN_WORKERS: environment.get(MIN_WORKERS) or ""}, num_workers)
-    return {name: value for name, value in found.items() if value}
+    """Return the variables that tell servers and workers the rule, if one was given, and that the job is elastic, if
+    `min_workers` is given. Raises RoleError."""
+    rule = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
+    elastic = {} if min_workers is None else {MIN_WORKERS: str(min_workers)}
+    loss_of({MIN_WORKERS: environment.get(MIN_WORKERS) or "", **rule, **elastic}, num_workers)
+    return {name: value for name, value in (rule | elastic).items() if value}
 
 
 def may_restart(mode: str, variables: Mapping[str, str]) -> bool:

@@ -7,11 +7,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.base.extras import required
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Node, Work
@@ -25,7 +26,7 @@ _ANSWER = 10.0  # seconds that an actor has to answer
 _FIRST_ANSWER = 300.0  # seconds that an actor has to start: its node may have to unpack the script's folder
 _PARTING = 3.0  # seconds that an actor has to end: an actor whose node is lost never answers
 _ROOM = 1800.0  # seconds that a job waits for resources of the cluster
-_TELL = 5.0  # seconds between two messages about the wait
+_TELL = 5.0  # seconds between two looks at what is missing
 
 
 def require_ray() -> Any:
@@ -34,8 +35,9 @@ def require_ray() -> Any:
 
 
 @contextlib.contextmanager
-def connected(address: str, job: JobSpec) -> Iterator[Path]:
-    """Connect to the cluster at `address` ("auto": the cluster that Ray finds; "local": a new one on this machine).
+def connected(address: str, job: JobSpec, num_cores: int) -> Iterator[Path]:
+    """Connect to the cluster at `address` ("auto": the cluster that Ray finds; "local": a new one on this machine, with
+    room for `num_cores` even if the machine has fewer: its processes then share cores, as local processes do).
 
     Yields the local folder whose copy is the working directory of the actors. An existing connection is used, and stays
     open.
@@ -48,8 +50,9 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
     folder = Path.cwd() if _is_sent_by_job() else job.folder
     # None, not an empty runtime_env: that would replace the job's runtime_env and drop its working directory.
     environment = None if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
+    own = {"num_cpus": max(num_cores, usable_cores())} if address == "local" else {}
     try:
-        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR", **own)
     except Exception as error:
         raise RoleError(_why_not(ray, address, folder, error)) from None
     try:
@@ -158,17 +161,23 @@ class PlacementGroup:
         self._groups = import_module("ray.util.placement_group")
         self._group = self._groups.placement_group([dict(self._bundle) for _ in range(num)], strategy=strategy)
 
-    def wait(self, report: Report) -> None:
-        """Block until the cluster has reserved the resources. Raises RoleError after _ROOM seconds."""
-        deadline = time.monotonic() + _ROOM
+    def wait(self, report: Report, check: Callable[[], None]) -> None:
+        """Block until the cluster has reserved the resources. Tells `report` what is missing when that has changed.
+
+        Raises RoleError after _ROOM seconds, and whatever `check` raises, which is called every _TELL seconds.
+        """
+        deadline, told = time.monotonic() + _ROOM, ""
         while not self._group.wait(_TELL):
+            check()
             free, whole = self._ray.available_resources(), self._ray.cluster_resources()
             names = sorted({*self._bundle, "CPU"})
             has = ", ".join(f"{free.get(name, 0):g} of {whole.get(name, 0):g} {name}" for name in names)
             text = f"{self._what} need {_spelled(self._bundle)} each; the cluster has {has} free"
             if time.monotonic() > deadline:
                 raise RoleError(f"no room in the cluster for {_ROOM:g} s: {text}")
-            report(f"[fleetrun] waiting for room in the cluster: {text}")
+            if text != told:
+                report(f"[fleetrun] waiting for room in the cluster: {text}")
+                told = text
 
     def actor(self, number: int, is_restarted: bool) -> RayNode:
         """Create an actor in bundle `number`. `is_restarted`: Ray restarts it on another node if its node is lost."""

@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchfleet.base.errors import FleetError, RoleError
-from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
+from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode, bundle_of, require_ray
 from torchfleet.launch.clusters.on_ray.ray_node import FUNCTION, Work, keys_for, private_folder
+from torchfleet.launch.clusters.on_ray.ray_room import Share, refuse_too_large
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
 from torchfleet.launch.endurance.loss import leave_for
 from torchfleet.launch.job_spec import JobSpec, Report, Task
@@ -51,6 +53,11 @@ class RayPlan:
     def num_processes(self) -> int:
         return self.num_ranks or self.num_servers * self.replicas + self.num_workers
 
+    def shares(self, job: JobSpec, num_workers: int) -> list[Share]:
+        """What the servers and this number of workers, or the ranks, reserve."""
+        counts = {"server": self.num_servers * self.replicas, "worker": num_workers, "rank": self.num_ranks}
+        return [Share(num, role, bundle_of(job.resources_of(role))) for role, num in counts.items() if num]
+
 
 class RayJob:
     """The actors of a job and their supervisor. `function`: the pickled function that every process calls."""
@@ -75,7 +82,7 @@ class RayJob:
         """Run the job and return its exit status. `base`: variables of every process. No actor is left afterwards."""
         with self._stack:
             try:
-                self._reserve()
+                self._reserve(is_first=attempt == 0)
             except NodeLost as error:
                 self._report(f"[fleetrun] Ray cannot start the actors; is torchfleet installed on all nodes? {error}")
                 return 1
@@ -99,9 +106,16 @@ class RayJob:
         if told := tell_targets(self._run_dir, ports):
             self._report(f"[fleetrun] {told}")
 
-    def _reserve(self) -> None:
-        """Reserve resources, create an actor for every process, and get the address of each."""
+    def _reserve(self, is_first: bool) -> None:
+        """Reserve resources, create an actor for every process, and get the address of each.
+
+        Raises RoleError if the cluster can never have them. Only for the first attempt: a cluster that had room for it
+        and lost a node may get the node back.
+        """
         plan, groups = self._plan, []
+        shares = plan.shares(self._job, plan.min_workers) if is_first else []
+        check = partial(refuse_too_large, require_ray(), shares)
+        check()
         if plan.num_ranks:
             groups.append((self._group("rank", plan.num_ranks, plan.placement), "rank", plan.num_ranks, 1))
         else:
@@ -109,7 +123,7 @@ class RayJob:
             workers = self._group("worker", plan.min_workers, plan.placement)
             groups += [(servers, "server", plan.num_servers, plan.replicas), (workers, "worker", plan.min_workers, 1)]
         for group, role, num, replicas in groups:
-            group.wait(self._report)
+            group.wait(self._report, check)
             for i in range(num * replicas):
                 key = (role, i % num, i // num)
                 self._nodes[key] = group.actor(i, is_restarted=bool(self._job.max_restart))

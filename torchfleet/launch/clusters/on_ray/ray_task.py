@@ -159,16 +159,16 @@ class RayTask:
 
     def _again(self, call: Callable[[], Any], is_over: threading.Event) -> Any:
         """Repeat a call until the actor answers: Ray may still have to start it."""
-        told = time.monotonic() + _PATIENCE
+        begun, told = time.monotonic(), ""
         while True:
             try:
                 return call()
             except NodeLost as error:
                 if is_over.is_set():
                     raise
-                if self._needed is None and time.monotonic() > told:
+                if self._needed is None and time.monotonic() > begun + _PATIENCE and str(error) != told:
                     self._report(f"[fleetrun] {self.task.name} waits for a node of the cluster: {error}")
-                    told = time.monotonic() + 12 * _PATIENCE
+                    told = str(error)
             is_over.wait(_PAUSE)
 
     def _watch(self, is_over: threading.Event, number: int) -> None:
