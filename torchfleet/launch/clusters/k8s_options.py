@@ -93,7 +93,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
     group.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder for the manifests")
     group.add_argument("--in_image", action="store_true", help="the script is a path in the image")
-    group.add_argument("--script_alone", action="store_true", help="send the script without the files of its folder")
+    group.add_argument("--script_alone", action="store_true", help="send the script without what it imports")
+    group.add_argument(
+        "--files",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="send this file, or all files of this folder, too; below the script's folder; may be given several times",
+    )
     group.add_argument("--dry_run", action="store_true", help="print every pod's command and environment, nothing else")
 
 
@@ -219,6 +226,8 @@ def _check_kind(options: argparse.Namespace) -> None:
         raise RoleError(f"--{given[0]} makes a collective job, --{both[0]} one with servers: use one of them")
     if options.module and options.script_alone:
         raise RoleError("--script_alone is about a script, -m about a module, which is in the image")
+    if options.files and (options.module or options.in_image):
+        raise RoleError(f"--files {options.files[0]} is sent with a script, and this one is in the image: put it there")
     if options.output is not None and options.dry_run:
         raise RoleError("--dry_run writes nothing, -o writes manifests: use one of them")
     if options.format == "kustomize" and options.output is None and not options.dry_run:
