@@ -12,6 +12,7 @@ from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
 from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
+from torchfleet.launch.clusters.k8s.pod_resources import CPUS, MEMORY
 from torchfleet.launch.clusters.k8s.script_files import SCRIPT, ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_options import job_of, k8s_parser
 
@@ -36,7 +37,7 @@ def _write(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("\n".join([*described_files(files, left), *describe(job, files)]))
         return 0
-    for line in described_files(files, left):
+    for line in (*described_files(files, left), *described_defaults(options)):
         note(line)
     made = documents(job, files, {} if job.is_collective else new_keys())
     signs = any(file.sign for file in files)
@@ -81,12 +82,21 @@ def described_files(files: list[ScriptFile], left: dict[str, str]) -> list[str]:
     ]
 
 
+def described_defaults(options: argparse.Namespace) -> list[str]:
+    """Return a line about the cores and the memory that pods have because the user did not say how much."""
+    is_collective = options.nproc_per_node is not None or options.nnodes is not None
+    names = [f"{role}_{what}" for role in ("server", "worker") for what in ("cpus", "memory")]
+    missing = [f"--{name}" for name in names[2 * is_collective :] if getattr(options, name) is None]
+    given = f"{CPUS:g} core and {MEMORY >> 30} GiB for each process"
+    return [f"not given: {', '.join(missing)}. The defaults are {given}; memory is also a limit"] if missing else []
+
+
 def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
     """Return the lines of --dry_run: every Job with its pods, their command and their environment."""
     lines = []
     for made in jobs(job, files):
         container = made["spec"]["template"]["spec"]["containers"][0]
-        num = made["spec"]["completions"]
+        num = made["spec"]["completions"]  # of an elastic job: the most
         lines.append(f"{made['metadata']['name']}, {num} pod{'s' * (num > 1)}: {' '.join(container['command'])}")
         for variable in container["env"]:
             value = variable.get("value", variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath"))
