@@ -67,10 +67,16 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
+def jobs_of(documents: Sequence[Document]) -> list[Document]:
+    """The Jobs of the roles, without that of the owner, whose pod asks the API of a cluster."""
+    found = [document for document in documents if document["kind"] == "Job"]
+    return [job for job in found if job["metadata"]["labels"]["app.kubernetes.io/component"] != "owner"]
+
+
 def pods_of(documents: Sequence[Document]) -> list[Pod]:
-    """Every pod of every Job, in their order."""
+    """Every pod of every Job of the roles, in their order."""
     made = []
-    for job in (document for document in documents if document["kind"] == "Job"):
+    for job in jobs_of(documents):
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["parallelism"] == job["spec"]["completions"]
         for index in range(job["spec"]["completions"]):

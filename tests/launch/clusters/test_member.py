@@ -125,6 +125,10 @@ def test_a_server_whose_loop_does_not_turn_is_not_healthy(tmp_path: Path) -> Non
         assert (answer(port, "/healthz"), answer(port, "/readyz")) == (200, 503)
         status.touch()
         assert (answer(port, "/healthz"), answer(port, "/readyz")) == (200, 200)
+        status.write_text('{"backup": true, "in_step": false}')
+        assert (answer(port, "/healthz"), answer(port, "/readyz")) == (200, 503)
+        status.write_text('{"backup": true, "in_step": true}')
+        assert answer(port, "/readyz") == 200
         long_ago = time.time() - STUCK - 1
         os.utime(status, (long_ago, long_ago))
         assert answer(port, "/healthz") == 503

@@ -1,11 +1,12 @@
 """The health port of a member: tells a scheduler over HTTP whether the script is alive and whether it is ready.
 
 GET /healthz    200 while the script runs and, for a server, its loop makes progress; else 503
-GET /readyz     200 once a server serves, or a worker trains; else 503
+GET /readyz     200 once a server serves, a backup has all rows, or a worker trains; else 503
 """
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,7 @@ class HealthPort:
         return _OK if self._is_healthy() else (503, "text/plain", b"stuck or ended")
 
     def _readiness(self, request: HttpRequest) -> tuple[int, str, bytes]:
-        is_ready = self._is_healthy() and self._age() is not None
+        is_ready = self._is_healthy() and self._age() is not None and self._is_in_step()
         return _OK if is_ready else (503, "text/plain", b"starting")
 
     def _is_healthy(self) -> bool:
@@ -62,6 +63,14 @@ class HealthPort:
         age = self._age()
         is_stuck = self._is_server and age is not None and age > STUCK
         return self._child.returncode is None and not is_stuck
+
+    def _is_in_step(self) -> bool:
+        """False for a backup that has not all rows yet: until then its primary must not be evicted."""
+        try:
+            found = json.loads(self._status_file.read_text())
+        except (OSError, ValueError):
+            return True  # a status that cannot be read says nothing against the server
+        return not isinstance(found, dict) or found.get("in_step") is not False
 
     def _age(self) -> float | None:
         """Return the seconds since the script last wrote its status; None if it has written none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
 from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
-from torchfleet.launch.clusters.k8s.script_files import ScriptFile, script_files
+from torchfleet.launch.clusters.k8s.pod_resources import CPUS, MEMORY
+from torchfleet.launch.clusters.k8s.script_files import SCRIPT, ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_options import job_of, k8s_parser
 
-_SHOWN = 5  # at most this many names of files that were left out
 KUBECTL = {  # kubectl commands for the manifests: DIR is their folder, NAME is the job's name
     "apply": "kubectl apply --server-side -f DIR",
     "status": "kubectl get jobs,pods -l app.kubernetes.io/instance=NAME",
@@ -32,29 +33,62 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write(options: argparse.Namespace) -> int:
     job = job_of(options)
-    files, others = _files(options)
+    files, left = _files(options)
     if options.dry_run:
-        print("\n".join(describe(job, files)))
+        print("\n".join([*described_files(files, left), *describe(job, files)]))
         return 0
-    if others:
-        named = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
-        _note(f"{len(others)} files of the script's folder are no source and stay here: {named}")
+    for line in (*described_files(files, left), *described_defaults(options)):
+        note(line)
     made = documents(job, files, {} if job.is_collective else new_keys())
+    signs = any(file.sign for file in files)
+    private = {kind for kind, is_private in (("Secret", True), ("ConfigMap", signs)) if is_private}
     if options.output is None:
+        told = sorted(private & {document["kind"] for document in made})
+        if told:
+            note(
+                f"standard output has secrets (kind {', '.join(told)}): let only yourself read what you write it to, "
+                "or give -o DIR"
+            )
         sys.stdout.write(stream_of(made))
         return 0
     folder = Path(options.output)
     with_kustomization = options.format == "kustomize"
-    paths = write_folder(folder, job, made, with_kustomization)
+    paths = write_folder(folder, job, made, with_kustomization, private)
     flag = "-k" if with_kustomization else "-f"
-    _note(f"wrote {len(paths)} files to {folder}. Next: kubectl apply --server-side {flag} {folder}")
+    note(f"wrote {len(paths)} files to {folder}. Next: kubectl apply --server-side {flag} {folder}")
     return 0
 
 
-def _files(options: argparse.Namespace) -> tuple[list[ScriptFile], list[str]]:
+def _files(options: argparse.Namespace) -> tuple[list[ScriptFile], dict[str, str]]:
     if options.module or options.in_image:
-        return [], []
-    return script_files(Path(options.script).absolute(), options.script_alone)
+        return [], {}
+    return script_files(Path(os.path.abspath(options.script)), options.script_alone, options.files)
+
+
+def described_files(files: list[ScriptFile], left: dict[str, str]) -> list[str]:
+    """Return lines that list every file of the ConfigMap with the reason why it is sent, and what may be missing."""
+    if not files:
+        return []
+    sent = ", ".join(file.path if file.origin == SCRIPT else f"{file.path} ({file.origin})" for file in files)
+    lines = [f"the ConfigMap has {len(files)} file{'s' * (len(files) > 1)}: {sent}"]
+    lines += [
+        f"{file.path} looks like a key or credentials ({file.sign}), and is sent because --files names it. Everybody "
+        "who can read the namespace can read a ConfigMap"
+        for file in files
+        if file.sign
+    ]
+    return lines + [
+        f"{source} names {path}, which is not sent: add --files, if pods need it" for path, source in left.items()
+    ]
+
+
+def described_defaults(options: argparse.Namespace) -> list[str]:
+    """Return a line about the cores and the memory that pods have because the user did not say how much."""
+    is_collective = options.nproc_per_node is not None or options.nnodes is not None
+    names = [f"{role}_{what}" for role in ("server", "worker") for what in ("cpus", "memory")]
+    missing = [f"--{name}" for name in names[2 * is_collective :] if getattr(options, name) is None]
+    given = f"{CPUS:g} core and {MEMORY >> 30} GiB for each process"
+    return [f"not given: {', '.join(missing)}. The defaults are {given}; memory is also a limit"] if missing else []
 
 
 def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
@@ -62,7 +96,7 @@ def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
     lines = []
     for made in jobs(job, files):
         container = made["spec"]["template"]["spec"]["containers"][0]
-        num = made["spec"]["completions"]
+        num = made["spec"]["completions"]  # of an elastic job: the most
         lines.append(f"{made['metadata']['name']}, {num} pod{'s' * (num > 1)}: {' '.join(container['command'])}")
         for variable in container["env"]:
             value = variable.get("value", variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath"))
@@ -70,5 +104,5 @@ def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
     return lines
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     print(f"[fleetrun] {text}", file=sys.stderr, flush=True)

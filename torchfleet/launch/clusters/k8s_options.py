@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, job_resources
+from torchfleet.launch.clusters.k8s.adopt import COMPLETE, FAILED
 from torchfleet.launch.clusters.k8s.k8s_job import SCRIPT, K8sJob, check_name, name_of
 from torchfleet.launch.clusters.k8s.pod_metrics import metrics_port_of
 from torchfleet.launch.clusters.k8s.pod_settings import (
@@ -20,10 +20,13 @@ from torchfleet.launch.clusters.k8s.pod_settings import (
     toleration,
     variables,
 )
+from torchfleet.launch.clusters.k8s_checks import check
 from torchfleet.observe.watch.watchers import add_exports
-from torchfleet.ps.coordination.coordinators import make_coordinator
 
 FORMATS = ("plain", "kustomize", "jobset")
+CLEANING = ("Always", "Never", "OnCompletion", "OnFailure")
+_CLEANS_ON = {"OnCompletion": COMPLETE, "OnFailure": FAILED}
+_DAY = 86_400
 _MOST = 10_000  # pods of a role
 
 
@@ -60,7 +63,17 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--coordinator", metavar="URL", help="with --replicas 2: etcd://host:port/NAME")
     group.add_argument("--save_on_stop", metavar="DIR", help="worker 0 saves there when its pod is asked to end")
     group.add_argument("--grace", type=int, metavar="SECONDS", help="to save in then (default: 60 with --save_on_stop)")
-    group.add_argument("--ttl", type=int, default=86_400, metavar="SECONDS", help="finished Jobs are kept so long")
+    group.add_argument("--ttl", type=int, metavar="SECONDS", help="finished Jobs are kept so long (default: a day)")
+    group.add_argument(
+        "--clean_pod_policy",
+        choices=CLEANING,
+        help="instead of --ttl, as in a PaddleJob: whether finished Jobs are removed at once, by how they ended",
+    )
+    group.add_argument(
+        "--keep_objects",
+        action="store_true",
+        help="write no pod with rights that has Secret, ConfigMap, Service and others removed with the Jobs",
+    )
 
 
 def _add_pods(group: argparse._ArgumentGroup) -> None:
@@ -83,6 +96,14 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
     for option, metavar in more.items():
         text = f"{says[option]}; may be given several times"
         group.add_argument(option, action="append", default=[], metavar=metavar, help=text)
+    group.add_argument("--service_account", metavar="NAME", help="of all roles; its token is not mounted")
+    group.add_argument("--priority_class", metavar="NAME", help="of all pods (default: the cluster's)")
+    group.add_argument(
+        "--spread",
+        choices=("prefer", "require"),
+        default="prefer",
+        help="servers over nodes, backups away from their primaries: as far as possible, or else pods wait",
+    )
     group.add_argument("--user", type=int, default=10_001, metavar="UID", help="of all processes (default: 10001)")
     group.add_argument("--insecure", action="store_true", help="ranks, or workers of hybrid mode, talk without keys")
 
@@ -93,13 +114,20 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
     group.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder for the manifests")
     group.add_argument("--in_image", action="store_true", help="the script is a path in the image")
-    group.add_argument("--script_alone", action="store_true", help="send the script without the files of its folder")
+    group.add_argument("--script_alone", action="store_true", help="send the script without what it imports")
+    group.add_argument(
+        "--files",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="send this file, or all files of this folder, too; below the script's folder; may be given several times",
+    )
     group.add_argument("--dry_run", action="store_true", help="print every pod's command and environment, nothing else")
 
 
 def job_of(options: argparse.Namespace) -> K8sJob:
     """Return the job that these options describe. Raises RoleError for invalid combinations."""
-    _check(options)
+    check(options)
     resources = job_resources(options)
     if resources["worker"].gpus is not None and resources["worker"].gpus != int(resources["worker"].gpus):
         raise RoleError(f"--gpus: Kubernetes gives whole GPUs, found {resources['worker'].gpus:g}")
@@ -120,17 +148,21 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         pull_secrets=tuple(object_name("--image_pull_secret", text) for text in options.image_pull_secret),
         node_selector=pairs("--node_selector", options.node_selector),
         tolerations=tuple(toleration(text) for text in options.toleration),
+        service_account=_object_or_none("--service_account", options.service_account),
+        priority_class=_object_or_none("--priority_class", options.priority_class),
+        is_spread_required=options.spread == "require",
         max_restart=options.max_restart,
         max_job_restart=options.max_job_restart,
         log_size=quantity("--log_size", options.log_size or "10Gi") if options.durability == "log" else None,
-        storage_class=object_name("--storage_class", options.storage_class) if options.storage_class else None,
+        storage_class=_object_or_none("--storage_class", options.storage_class),
         fsync_ms=options.fsync_ms,
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,
         is_jobset=options.format == "jobset",
         grace=options.grace or (60 if options.save_on_stop else 0),
         save_on_stop=options.save_on_stop,
-        ttl=options.ttl,
+        **_cleaning(options),
+        has_owner=not options.keep_objects,
         user=options.user,
         metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, counts.get("ranks_per_node", 1)),
         has_json_logs=options.log_format == "json",
@@ -145,13 +177,37 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
     return (script, *options.arguments)
 
 
+def _object_or_none(option: str, text: str | None) -> str | None:
+    return None if text is None else object_name(option, text)
+
+
+def _cleaning(options: argparse.Namespace) -> dict[str, Any]:
+    """When finished Jobs are removed. The TTL of a Job does not ask how it ended, so that a pod must do this."""
+    policy = options.clean_pod_policy
+    if policy is None:
+        return {"ttl": _DAY if options.ttl is None else options.ttl}
+    if options.ttl is not None:
+        raise RoleError(
+            f"--clean_pod_policy {policy} and --ttl {options.ttl} say the same thing twice: use one of them"
+        )
+    excluded = {"--keep_objects": options.keep_objects, "--format jobset": options.format == "jobset"}
+    other = next((name for name, is_given in excluded.items() if is_given), None)
+    if policy in _CLEANS_ON and other:
+        raise RoleError(
+            f"--clean_pod_policy {policy} is done by a pod beside Jobs, which {other} does without: leave one of them "
+            "out, or give --ttl SECONDS"
+        )
+    return {"ttl": 0 if policy == "Always" else None, "cleans_on": _CLEANS_ON.get(policy)}
+
+
 def _counts(options: argparse.Namespace) -> dict[str, int]:
-    counts = {"--server_num": options.server_num, "--worker_num": options.worker_num}
+    least, most = options.worker_num if isinstance(options.worker_num, tuple) else (0, options.worker_num)
+    counts = {"--server_num": options.server_num, "--worker_num": most}
     found = {option: 1 if number is None else number for option, number in counts.items()}
     for option, number in found.items():
         if not isinstance(number, int) or not 1 <= number <= _MOST:
             raise RoleError(f"{option}: expected a number of pods from 1 to {_MOST:,}, found {number}")
-    return {"num_servers": found["--server_num"], "num_workers": found["--worker_num"]}
+    return {"num_servers": found["--server_num"], "num_workers": found["--worker_num"], "min_workers": least}
 
 
 def _ranks(options: argparse.Namespace) -> dict[str, int]:
@@ -168,60 +224,3 @@ def _ranks(options: argparse.Namespace) -> dict[str, int]:
             "if nobody else is on its network."
         )
     return {"num_nodes": nodes, "ranks_per_node": ranks}
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.script is None:
-        raise RoleError("no script given. Usage: fleetrun k8s --image IMAGE --server_num 2 --worker_num 4 train.py")
-    if not options.image.strip() or options.image.startswith("-"):
-        raise RoleError(f"--image: expected the name of an image, found {options.image!r}")
-    if not options.module and not options.in_image and not Path(options.script).is_file():
-        raise RoleError(f"no script at {options.script}; for a path in the image add --in_image")
-    for name, least in (("max_restart", 0), ("max_job_restart", 0), ("grace", 1), ("ttl", 0), ("user", 1)):
-        number = getattr(options, name)
-        if number is not None and number < least:
-            raise RoleError(f"--{name} must be at least {least}, found {number}")
-    if options.max_job_restart and options.format != "jobset":
-        raise RoleError(
-            f"--max_job_restart {options.max_job_restart}: Jobs by themselves cannot start each other again; JobSet's "
-            "controller can: --format jobset"
-        )
-    _check_faults(options)
-    _check_kind(options)
-
-
-def _check_faults(options: argparse.Namespace) -> None:
-    is_logged = options.durability == "log"
-    for name in ("log_size", "storage_class", "fsync_ms"):
-        if getattr(options, name) is not None and not is_logged:
-            raise RoleError(f"--{name} is about the log of servers, and there is none: add --durability log")
-    if options.fsync_ms is not None and not 0 <= options.fsync_ms <= 60_000:
-        raise RoleError(f"--fsync_ms must be a number of milliseconds from 0 to 60000, found {options.fsync_ms:g}")
-    if is_logged and options.replicas == 2:
-        raise RoleError("--durability log and --replicas 2 exclude each other: use one of them")
-    if (options.replicas == 2) != (options.coordinator is not None):
-        raise RoleError(
-            "--replicas 2 and --coordinator etcd://host:port/NAME belong together: a third party decides which replica "
-            "is primary"
-        )
-    if options.coordinator is not None:
-        make_coordinator(options.coordinator)  # raises if the URL is invalid
-
-
-def _check_kind(options: argparse.Namespace) -> None:
-    given = [name for name in ("nproc_per_node", "nnodes") if getattr(options, name) is not None]
-    others: Sequence[str] = (
-        "server_num", "worker_num", "server_cpus", "server_memory", "coordinator", "save_on_stop", "grace",
-    )  # fmt: skip
-    both = [name for name in others if getattr(options, name) is not None]
-    both += ["durability"] if options.durability != "none" else []
-    if given and both:
-        raise RoleError(f"--{given[0]} makes a collective job, --{both[0]} one with servers: use one of them")
-    if options.module and options.script_alone:
-        raise RoleError("--script_alone is about a script, -m about a module, which is in the image")
-    if options.output is not None and options.dry_run:
-        raise RoleError("--dry_run writes nothing, -o writes manifests: use one of them")
-    if options.format == "kustomize" and options.output is None and not options.dry_run:
-        raise RoleError("--format kustomize is a folder: add -o DIR")
-    if not re.fullmatch(r"[^\s]+", options.image):
-        raise RoleError(f"--image: expected a name without spaces, found {options.image!r}")

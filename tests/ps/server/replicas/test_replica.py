@@ -58,8 +58,10 @@ def test_workers_are_let_in_when_there_is_a_backup(tmp_path: Path) -> None:
     unready = client.unready(1.0)
     assert list(unready) == ["server 0"]
     assert "backup" in unready["server 0"]
-    pair.start(1)
+    backup = pair.start(1)
+    assert not backup.is_in_step
     pair.run(START)
+    assert backup.is_in_step
     assert client.unready(1.0) == {}
     view = pair.coordinator.read(0)
     assert view is not None

@@ -11,7 +11,7 @@ from torchfleet.launch.job_spec import Resources
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
 Document = dict[str, Any]  # a Kubernetes object, or a part of one
-SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"
+SERVER, BACKUP, WORKER, RANK, OWNER = "server", "backup", "worker", "rank", "owner"
 PORT, HEALTH_PORT, MASTER_PORT = 7000, 7001, 6170
 KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/job", "/tmp", "/cache", "/server-log"
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -35,7 +35,8 @@ class K8sJob:
     image: str
     command: tuple[str, ...]  # the path of the script in a pod, or -m and a module; then the arguments
     num_servers: int = 0
-    num_workers: int = 0
+    num_workers: int = 0  # of an elastic job: the maximum
+    min_workers: int = 0  # an elastic job begins with this number of workers; 0: not elastic
     num_nodes: int = 0  # the number of pods of a collective job
     ranks_per_node: int = 0
     namespace: str | None = None
@@ -47,6 +48,9 @@ class K8sJob:
     pull_secrets: tuple[str, ...] = ()
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: tuple[dict[str, str], ...] = ()
+    service_account: str | None = None
+    priority_class: str | None = None
+    is_spread_required: bool = False  # a pod waits rather than share a node in a way that the spread forbids
     max_restart: int = 0
     max_job_restart: int = 0  # restarts of the whole job, which need a JobSet
     log_size: str | None = None  # of a server's log, with --durability log; None: servers keep no log
@@ -57,7 +61,9 @@ class K8sJob:
     is_jobset: bool = False
     save_on_stop: str | None = None  # where worker 0 saves when its pod is terminated
     grace: int = 0  # seconds that worker 0 has for saving; 0: pods end at once
-    ttl: int = 86_400  # seconds that a finished Job is kept
+    ttl: int | None = 86_400  # seconds that a finished Job is kept; None: until it is deleted
+    cleans_on: str | None = None  # "Complete" or "Failed": Jobs that end so are removed at once, by the owner's pod
+    has_owner: bool = True  # a pod makes the Jobs the owners of all other objects, so that these are removed with them
     user: int = 10_001
     metrics_port: int | None = None  # of the first process of a pod
     has_json_logs: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import yaml
@@ -50,11 +50,13 @@ def stream_of(documents: Sequence[Document]) -> str:
     return "".join(f"---\n{text_of(document)}" for document in documents)
 
 
-def write_folder(folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool) -> list[Path]:
+def write_folder(
+    folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool, private: Collection[str]
+) -> list[Path]:
     """Write one file for each object into a new or empty folder. The names are numbered because `kubectl apply -f`
     applies files in the order of their names.
 
-    Returns the paths. Only the owner can read files with keys.
+    Returns the paths. Only the owner can read the files of `private` kinds.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RoleError(f"-o {folder}: expected a new or an empty folder; remove it, or name another")
@@ -63,17 +65,17 @@ def write_folder(folder: Path, job: K8sJob, documents: Sequence[Document], with_
     for number, document in enumerate(documents):
         name = f"{number:02}-{document['kind'].lower()}-{document['metadata']['name']}.yaml"
         paths.append(folder / name)
-        _write(folder / name, text_of(document), is_secret=document["kind"] == "Secret")
+        _write(folder / name, text_of(document), is_private=document["kind"] in private)
     if with_kustomization:
         made: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
         if job.namespace:
             made["namespace"] = job.namespace
         made["resources"] = [path.name for path in paths]
         paths.append(folder / KUSTOMIZATION)
-        _write(paths[-1], text_of(made), is_secret=False)
+        _write(paths[-1], text_of(made), is_private=False)
     return paths
 
 
-def _write(path: Path, text: str, is_secret: bool) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o644), "w") as file:
+def _write(path: Path, text: str, is_private: bool) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o644), "w") as file:
         file.write(text)

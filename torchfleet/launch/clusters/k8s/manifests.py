@@ -1,4 +1,5 @@
-"""The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes, Jobs.
+"""The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes, budgets
+of disruptions, Jobs, and what makes the Jobs the owners of the other objects.
 
 Servers run as Jobs, like workers: a StatefulSet would restart a server that has finished. Workers address a server by
 the DNS name of its pod, which an Indexed Job keeps when it replaces the pod.
@@ -12,8 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
+from torchfleet.launch.clusters.k8s.owner import owner
 from torchfleet.launch.clusters.k8s.pod_metrics import ingress
-from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
+from torchfleet.launch.clusters.k8s.pod_resources import INDEX_LABEL
+from torchfleet.launch.clusters.k8s.pod_template import k8s_object, labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 from torchfleet.ps.net.keys import keygen
 
@@ -38,12 +41,15 @@ def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -
         found.append(config_map(job, files))
     if job.log_size:
         found += [log_claim(job, index, job.log_size) for index in range(job.num_servers)]
-    return [*found, *([job_set(job, files)] if job.is_jobset else jobs(job, files))]
+    if job.coordinator:
+        found += [disruption_budget(job, index) for index in range(job.num_servers)]
+    running = [job_set(job, files)] if job.is_jobset else jobs(job, files)
+    return [*found, *running, *(owner(job, found, running) if job.has_owner else [])]
 
 
 def service(job: K8sJob) -> Document:
     """The headless Service that gives every pod a DNS name, even before it is ready: roles start in any order."""
-    made = _object(job, "v1", "Service", job.name)
+    made = k8s_object(job, "v1", "Service", job.name)
     selector = {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}
     made["spec"] = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return made
@@ -54,7 +60,7 @@ def network_policy(job: K8sJob) -> Document:
 
     A cluster whose network does not implement policies lets every connection in.
     """
-    made = _object(job, "networking.k8s.io/v1", "NetworkPolicy", job.name)
+    made = k8s_object(job, "networking.k8s.io/v1", "NetworkPolicy", job.name)
     own = {"matchLabels": {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}}
     made["spec"] = {
         "podSelector": own,
@@ -65,25 +71,39 @@ def network_policy(job: K8sJob) -> Document:
 
 
 def secret(job: K8sJob, keys: Mapping[str, bytes]) -> Document:
-    made = _object(job, "v1", "Secret", f"{job.name}-keys")
+    made = k8s_object(job, "v1", "Secret", f"{job.name}-keys")
     made["type"] = "Opaque"
     made["data"] = {name: base64.b64encode(key).decode() for name, key in sorted(keys.items())}
     return made
 
 
 def config_map(job: K8sJob, files: list[ScriptFile]) -> Document:
-    made = _object(job, "v1", "ConfigMap", f"{job.name}-script")
+    made = k8s_object(job, "v1", "ConfigMap", f"{job.name}-script")
     made["data"] = {file.key: file.text for file in files}
     return made
 
 
 def log_claim(job: K8sJob, index: int, size: str) -> Document:
     """The claim for the volume of a server's log."""
-    made = _object(job, "v1", "PersistentVolumeClaim", f"{job.name}-log-{index}")
+    made = k8s_object(job, "v1", "PersistentVolumeClaim", f"{job.name}-log-{index}")
     spec: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if job.storage_class:
         spec["storageClassName"] = job.storage_class
     made["spec"] = spec
+    return made
+
+
+def disruption_budget(job: K8sJob, index: int) -> Document:
+    """Of a server and its backup only one may be evicted at a time. A backup that has not all rows yet is not ready,
+    and so keeps its primary in place."""
+    made = k8s_object(job, "policy/v1", "PodDisruptionBudget", f"{job.name}-server-{index}")
+    made["spec"] = {
+        "minAvailable": 1,  # maxUnavailable is for controllers that can be scaled, which a Job is not
+        "selector": {
+            "matchLabels": {"app.kubernetes.io/instance": job.name, INDEX_LABEL: str(index)},
+            "matchExpressions": [{"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP]}],
+        },
+    }
     return made
 
 
@@ -92,15 +112,15 @@ def jobs(job: K8sJob, files: list[ScriptFile]) -> list[Document]:
     made = []
     for name, spec in _job_specs(job, files).items():
         role = spec["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
-        found = _object(job, "batch/v1", "Job", f"{job.name}-{name}")
+        found = k8s_object(job, "batch/v1", "Job", f"{job.name}-{name}")
         found["metadata"]["labels"] = labels(job, role)
-        made.append({**found, "spec": {**spec, "ttlSecondsAfterFinished": job.ttl}})
+        made.append({**found, "spec": {**spec, **ttl(job)}})
     return made
 
 
 def job_set(job: K8sJob, files: list[ScriptFile]) -> Document:
     """The same Jobs as one JobSet, whose controller can restart all of them together."""
-    made = _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", job.name)
+    made = k8s_object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", job.name)
     replicated = [
         {"name": name, "replicas": 1, "template": {"metadata": {"labels": labels(job)}, "spec": spec}}
         for name, spec in _job_specs(job, files).items()
@@ -109,7 +129,7 @@ def job_set(job: K8sJob, files: list[ScriptFile]) -> Document:
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [RANK if job.is_collective else WORKER]},
         "failurePolicy": {"maxRestarts": job.max_job_restart},
-        "ttlSecondsAfterFinished": job.ttl,
+        **ttl(job),
         "replicatedJobs": replicated,
     }
     return {**made, "spec": spec}
@@ -138,24 +158,25 @@ def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Documen
     rules: list[Document] = [
         {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [MISTAKE]}}
     ]
-    if restarts:  # a pod that Kubernetes evicted does not count as failed
+    is_elastic = role == WORKER and job.min_workers > 0
+    if restarts or is_elastic:  # a pod that Kubernetes evicted does not count as failed
         moved = {"type": "DisruptionTarget", "status": "True"}
         saved = {"containerName": role, "operator": "In", "values": [SAVED]}
         rules += [{"action": "Ignore", "onExitCodes": saved}, {"action": "Ignore", "onPodConditions": [moved]}]
+    # The first workers of an elastic job are what it consists of: when they have finished, no other is waited for.
+    success = {"successPolicy": {"rules": [{"succeededIndexes": f"0-{job.min_workers - 1}"}]}} if is_elastic else {}
     return {
         "completionMode": "Indexed",
         "completions": num,
         "parallelism": num,
         "backoffLimitPerIndex": restarts,
         "maxFailedIndexes": 0,
+        **success,
         "podFailurePolicy": {"rules": rules},
         "podReplacementPolicy": "Failed",  # two pods with one name would be two servers with one log
         "template": template,
     }
 
 
-def _object(job: K8sJob, version: str, kind: str, name: str) -> Document:
-    metadata: Document = {"name": name, "labels": labels(job)}
-    if job.namespace:
-        metadata["namespace"] = job.namespace
-    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+def ttl(job: K8sJob) -> Document:
+    return {} if job.ttl is None else {"ttlSecondsAfterFinished": job.ttl}

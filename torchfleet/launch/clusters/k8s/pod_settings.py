@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
+from torchfleet.launch.clusters.k8s.secret_signs import format_sign
 
 # The manifests set these. A second value would be ignored, or would change the role of a pod.
 RESERVED = (
     "FLEET_INDEX", "FLEET_GROUP", "FLEET_SERVER_ENDPOINTS", "FLEET_NUM_WORKERS", "FLEET_HEALTH_PORT", "FLEET_GRACE",
     "FLEET_SAVE_ON_STOP", "FLEET_KEY_DIR", "FLEET_INSECURE", "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN",
     "FLEET_FSYNC_MS", "FLEET_COORDINATOR", "FLEET_REPLICA", "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX",
-    "FLEET_SERVER_INDEX", "JOB_COMPLETION_INDEX",
+    "FLEET_SERVER_INDEX", "FLEET_MIN_WORKERS", "JOB_COMPLETION_INDEX",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -34,6 +35,12 @@ def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
             raise RoleError(f"--env: expected NAME=VALUE, NAME of letters, digits and _; found {text!r}")
         if name in RESERVED:
             raise RoleError(f"--env {name}: the manifests set it themselves; leave it out")
+        sign = format_sign(f"{name}={value}")
+        if sign is not None:
+            raise RoleError(
+                f"--env {name}: found {sign.partition(' in line')[0]}. Everybody who can read the namespace can read "
+                "the variables of a pod: put it into a Secret, and give --env_secret"
+            )
         found[name] = value
     return tuple(found.items())
 

@@ -20,13 +20,14 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
 )
 from torchfleet.launch.clusters.k8s.pod_metrics import ports, scrape_annotations
 from torchfleet.launch.clusters.k8s.pod_metrics import variables as exported
+from torchfleet.launch.clusters.k8s.pod_resources import SMALL, cpus_of, resources, spreads
 from torchfleet.launch.clusters.k8s.pod_volumes import mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
 MEMBER = ("python", "-m", "torchfleet.launch.clusters.member")
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
-_NO_RIGHTS = {
+NO_RIGHTS = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
@@ -45,22 +46,30 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "subdomain": job.name,
-        "securityContext": _security(job),
+        "securityContext": security(job),
         "initContainers": [_kernels(job)],
         "containers": [_container(job, role, server)],
         "volumes": volumes(job, role, files, server),
     }
     if job.is_jobset:
         del spec["subdomain"]  # the JobSet sets it
-    if job.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
-    if job.node_selector:
-        spec["nodeSelector"] = dict(job.node_selector)
-    if job.tolerations:
-        spec["tolerations"] = [dict(toleration) for toleration in job.tolerations]
+    if job.service_account:
+        spec["serviceAccountName"] = job.service_account
     if role != WORKER:
-        spec["topologySpreadConstraints"] = [_spread(job)]
+        spec["topologySpreadConstraints"] = spreads(job, role)
+    spec |= placement(job)
     return {"metadata": {"labels": labels(job, role), **scrape_annotations(job)}, "spec": spec}
+
+
+def placement(job: K8sJob) -> Document:
+    """The fields of a pod that decide where it runs and who gives way to it, and the access to its image."""
+    found: Document = {
+        "imagePullSecrets": [{"name": name} for name in job.pull_secrets],
+        "nodeSelector": dict(job.node_selector),
+        "tolerations": [dict(toleration) for toleration in job.tolerations],
+        "priorityClassName": job.priority_class,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
@@ -71,6 +80,14 @@ def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
         "app.kubernetes.io/managed-by": "fleetrun",
     }
     return {**common, "app.kubernetes.io/component": role} if role else common
+
+
+def k8s_object(job: K8sJob, version: str, kind: str, name: str) -> Document:
+    """An object of the job, without its content."""
+    metadata: Document = {"name": name, "labels": labels(job)}
+    if job.namespace:
+        metadata["namespace"] = job.namespace
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
 def literal(text: str) -> str:
@@ -85,9 +102,9 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
         "command": _command(job, role),
         "workingDir": WORK,
         "env": _environment(job, role, server),
-        "resources": _resources(job, role),
+        "resources": resources(job, role),
         "volumeMounts": mounts(job, role),
-        "securityContext": dict(_NO_RIGHTS),
+        "securityContext": dict(NO_RIGHTS),
     }
     if job.env_secrets:
         made["envFrom"] = [{"secretRef": {"name": name}} for name in job.env_secrets]
@@ -107,8 +124,9 @@ def _kernels(job: K8sJob) -> Document:
         "name": "kernels",
         "image": job.image,
         "command": ["sh", "-c", copy],
+        "resources": SMALL,
         "volumeMounts": [{"name": "cache", "mountPath": CACHE}],
-        "securityContext": dict(_NO_RIGHTS),
+        "securityContext": dict(NO_RIGHTS),
     }
 
 
@@ -151,6 +169,7 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         "FLEET_GROUP": SERVER if role == BACKUP else role,
         "FLEET_SERVER_ENDPOINTS": job.server_endpoints,
         "FLEET_NUM_WORKERS": str(job.num_workers),
+        **({"FLEET_MIN_WORKERS": str(job.min_workers)} if job.min_workers else {}),
         "FLEET_HEALTH_PORT": str(HEALTH_PORT),
         **({"FLEET_GRACE": str(job.grace)} if job.grace else {}),
         **({"FLEET_SAVE_ON_STOP": job.save_on_stop} if job.save_on_stop else {}),
@@ -176,10 +195,7 @@ def _threads(job: K8sJob, role: str) -> dict[str, str]:
     """Limit torch's threads to the cores that the pod requests. It may see all cores of its node."""
     if role in (SERVER, BACKUP):
         return {"OMP_NUM_THREADS": "1"}
-    cpus = job.worker.cpus
-    if not cpus:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, int(cpus / max(1, job.ranks_per_node))))}
+    return {"OMP_NUM_THREADS": str(max(1, int(cpus_of(job, role) / max(1, job.ranks_per_node))))}
 
 
 def _variables(values: dict[str, str]) -> list[Document]:
@@ -191,35 +207,11 @@ def _annotation(variable: str, name: str) -> Document:
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{name}']"}}}
 
 
-def _resources(job: K8sJob, role: str) -> Document:
-    asked = job.server if role in (SERVER, BACKUP) else job.worker
-    memory = {} if asked.memory is None else {"memory": str(asked.memory)}
-    cpus = {} if asked.cpus is None else {"cpu": f"{round(asked.cpus * 1000)}m"}
-    gpus = {} if asked.gpus is None else {"nvidia.com/gpu": str(int(asked.gpus))}
-    made = {"requests": {**cpus, **memory}, "limits": {**memory, **gpus}}
-    return {name: values for name, values in made.items() if values}
-
-
-def _security(job: K8sJob) -> Document:
+def security(job: K8sJob) -> Document:
     own = {"runAsUser": job.user, "runAsGroup": job.user, "fsGroup": job.user}
     return {
         "runAsNonRoot": True,
         **own,
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _spread(job: K8sJob) -> Document:
-    """Spread servers and their backups, or the pods of a collective job, over as many nodes as possible."""
-    return {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {
-            "matchLabels": {"app.kubernetes.io/instance": job.name},
-            "matchExpressions": [
-                {"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP, RANK]}
-            ],
-        },
     }

@@ -47,7 +47,7 @@ class Follower:
         self._waiting: deque[Entry] = deque()  # entries that are to be applied
         self._told = 0  # the last term that the primary spoke of
         self._heard = self._looked = self._asked = now
-        self._is_in_view = self._is_primary_lost = False
+        self.is_in_view = self._is_primary_lost = False
 
     @property
     def term(self) -> int:
@@ -60,7 +60,7 @@ class Follower:
             return None  # meant for a process that was here before
         self._heard, self._stamp = now, max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
-        self._is_in_view |= bool(message.flags & IN_VIEW)
+        self.is_in_view |= bool(message.flags & IN_VIEW)
         if message.call == self._number + 1:
             if len(self._waiting) >= _MOST_WAITING:
                 self.catch_up()
@@ -136,7 +136,7 @@ class Follower:
                 "the primary of this server was lost before this backup had received its whole state, so the rows are "
                 "lost. Restart the job from the last checkpoint."
             )
-        is_late = self._is_in_view or now - self._heard > GIVE_UP
+        is_late = self.is_in_view or now - self._heard > GIVE_UP
         return Fate.DROPPED if is_late else Fate.WAITS
 
 

@@ -69,6 +69,11 @@ class Replica:
         return self._primary is not None
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether it has all that was acknowledged: a primary always, a backup once the view names it."""
+        return not self.deposed and (self._follower is None or self._follower.is_in_view)
+
+    @property
     def is_stopping(self) -> bool:
         """Whether it has nothing left to do."""
         if self._primary is None or self.deposed:

@@ -21,6 +21,9 @@ class Standing(Protocol):
     def is_primary(self) -> bool: ...
 
     @property
+    def is_in_step(self) -> bool: ...
+
+    @property
     def deposed(self) -> str: ...
 
 
@@ -60,6 +63,7 @@ class ServerStatus:
             maybe["saves"] = dict(vars(state.saves.made))
         if standing is not None:
             maybe |= {"backup": not standing.is_primary, "deposed": bool(standing.deposed)}
+            maybe["in_step"] = standing.is_in_step
         return {
             "role": "server",
             "requests": state.counters.num_requests,

@@ -1,0 +1,205 @@
+"""Files that `fleetrun k8s` sends with a script: what it imports and what --files names; no keys, no credentials."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.messages import lines_naming, naming
+from support.paths import ROOT
+
+from torchfleet.base.errors import RoleError
+from torchfleet.launch.clusters.k8s.script_files import script_files
+from torchfleet.launch.clusters.k8s.secret_signs import secret_sign
+from torchfleet.launch.clusters.k8s_command import main
+from torchfleet.ps.net.keys import keygen
+
+AWS = "AKIA" + "IOSFODNN7EXAMPLE"
+SCRIPT = """
+import json, os.path, pkg.deep.leaf
+from helper import VALUE
+from pkg import chosen, not_a_module
+if __name__ == "__main__":
+    import importlib, plain.inner
+    importlib.import_module("late")
+    str(("conf.yaml", VALUE))
+"""
+FOLDER = {
+    "train.py": SCRIPT,
+    "helper.py": "VALUE = 1\nfrom circle import *\n",
+    "circle.py": "import helper\n",
+    "late.py": "",
+    "pkg/__init__.py": "from .named import *\nnot_a_module = 3\n",
+    "pkg/named/__init__.py": "__all__ = ['sub']\n",
+    "pkg/named/sub.py": "",
+    "pkg/chosen.py": "from . import deep\ntry:\n    from .. import above\nexcept ImportError:\n    pass\n",
+    "pkg/deep/__init__.py": "",
+    "pkg/deep/leaf.py": "from ..sibling import x\n",
+    "pkg/sibling.py": "x = 1\n",
+    "plain/inner.py": "",
+}
+BESIDE = {
+    "above.py": "",  # above its package: no import finds it
+    "unused.py": "",
+    "pkg/unused.py": "",
+    "conf.yaml": "rate: 0.1\n",
+    "db.yaml": "host: db\npassword: hunter22\n",
+    "gcp-credentials.json": json.dumps({"type": "service_account", "private_key": "x"}),
+    ".env": "TOKEN=abc\n",
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    for name, text in {**FOLDER, **BESIDE}.items():
+        path = tmp_path / "project" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "project" / "train.py"
+
+
+def paths(script: Path, **options: object) -> set[str]:
+    return {file.path for file in script_files(script, **options)[0]}  # type: ignore[arg-type]
+
+
+def config_map(folder: Path) -> tuple[dict[str, str], int]:
+    (path,) = folder.glob("*configmap*")
+    return yaml.safe_load(path.read_text())["data"], path.stat().st_mode & 0o777
+
+
+def test_what_a_script_imports_is_sent_and_nothing_beside_it(script: Path) -> None:
+    files, left = script_files(script)
+    assert {file.path: file.text for file in files} == FOLDER
+    assert left == {"conf.yaml": "train.py"}
+    assert paths(script, is_alone=True) == {"train.py"}
+
+
+def test_what_is_sent_is_what_python_loads(script: Path) -> None:
+    """The oracle: a process that runs the script, and tells which files of its folder it has loaded."""
+    told = "\nimport sys, json\nprint(json.dumps([getattr(m, '__file__', None) for m in [*sys.modules.values()]]))\n"
+    script.write_text(SCRIPT + told)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    loaded = [Path(name) for name in json.loads(done.stdout.splitlines()[-1]) if name]
+    assert paths(script) == {str(p.relative_to(script.parent)) for p in loaded if p.is_relative_to(script.parent)}
+
+
+def test_a_second_run_in_the_same_folder_does_not_send_the_keys_of_the_first(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(script.parent)
+    for name in ("m1", "m2"):
+        assert main(["--image", "x", "-o", name, "train.py"]) == 0
+    told = capsys.readouterr().err
+    assert all(name in told for name in FOLDER)  # every file is listed
+    data, mode = config_map(script.parent / "m2")
+    assert sorted(data.values()) == sorted(FOLDER.values())
+    assert mode == 0o644
+    with pytest.raises(RoleError, match=naming("m1", "secret")):
+        main(["--image", "x", "-o", "m3", "--files", "m1", "train.py"])
+    assert not Path("m3").exists()
+
+
+def test_files_are_sent_by_name_and_what_looks_like_a_key_only_by_its_own_name(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(script.parent)
+    assert paths(script, named=["conf.yaml", "pkg"]) == {*FOLDER, "conf.yaml", "pkg/unused.py"}
+    for refused in (".", str(script.parent)):
+        with pytest.raises(RoleError, match=naming("db.yaml", "--files")):
+            script_files(script, named=[refused])
+    assert main(["--image", "x", "-o", "out", "--files", "db.yaml", "train.py"]) == 0
+    assert lines_naming(capsys.readouterr().err, "db.yaml", "password")
+    data, mode = config_map(script.parent / "out")
+    assert data["db.yaml"] == BESIDE["db.yaml"]
+    assert mode == 0o600
+
+
+def test_a_module_with_a_key_in_it_is_refused_without_repeating_the_key(script: Path) -> None:
+    script.with_name("helper.py").write_text(f"VALUE = 1\nKEY = '{AWS}'\n")
+    with pytest.raises(RoleError, match=naming("helper.py", "2", "--files")) as raised:
+        script_files(script)
+    assert AWS not in str(raised.value)
+
+
+def test_secrets_on_standard_output_are_warned_of(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--image", "x", str(script)]) == 0
+    assert lines_naming(capsys.readouterr().err, "standard output", "Secret", "-o")
+    assert main(["--image", "x", "--nnodes", "1", "--insecure", str(script)]) == 0  # ranks have no keys
+    assert not lines_naming(capsys.readouterr().err, "standard output", "Secret")
+
+
+def keys_of_a_job(folder: Path) -> str:
+    keygen(folder)
+    return (folder / "server.key_secret").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"),
+        ("a.txt", "-----BEGIN PRIVATE KEY-----\n"),
+        ("a.txt", "-----BEGIN PGP PRIVATE KEY BLOCK-----\n"),
+        ("a.json", '{"type": "service_account"}'),
+        ("a.yaml", 'apiVersion: v1\nkind: Secret\ndata: {x: "eA=="}\n'),
+        ("a.py", f"client({AWS!r})"),
+        ("a.ini", "aws_secret_access_key = " + "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
+        ("a.py", "token = 'ghp_" + "a1B2" * 9 + "'"),
+        ("a.py", "engine('postgres://me:pw123@db/x')"),
+        ("a.toml", 'api_key = "0123456789"'),
+        ("a.json", '{"user": "me", "password": "hunter22"}'),
+        ("a.py", 'DB = {"password": "hunter22"}'),
+        ("server.key_secret", ""),
+        (".env", ""),
+        ("id_rsa", ""),
+        ("gcp-credentials.json", "{}"),
+    ],
+)
+def test_keys_and_credentials_are_known(name: str, text: str) -> None:
+    assert secret_sign(name, text) is not None
+
+
+def test_a_key_of_our_own_is_known_under_any_name(tmp_path: Path) -> None:
+    assert secret_sign("settings.txt", keys_of_a_job(tmp_path / "keys")) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", 'password = os.environ["PASSWORD"]'),
+        ("a.py", 'api_key = "OPENAI_API_KEY"'),
+        ("a.py", "token = tokenizer.next_token()"),
+        ("a.py", 'f"redis://{user}:{password}@{host}"'),
+        ("a.py", "url = 'http://127.0.0.1:8000/a@b'"),
+        ("a.yaml", "password: ${PASSWORD}\ntokens: 12\nrate: 0.1\n"),
+        ("a.pem", "-----BEGIN CERTIFICATE-----\n"),
+    ],
+)
+def test_what_only_speaks_of_secrets_is_not_taken_for_one(name: str, text: str) -> None:
+    assert secret_sign(name, text) is None
+
+
+def test_no_example_of_ours_looks_like_a_secret() -> None:
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert secret_sign(path.name, path.read_text()) is None, path
+
+
+def test_mistakes_are_named(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside.yaml").write_text("")
+    (script.parent / "image.png").write_bytes(b"\x89PNG\xff")
+    for named, told in (("none.yaml", "none.yaml"), ("../beside.yaml", "beside.yaml"), ("image.png", "UTF-8")):
+        with pytest.raises(RoleError, match=naming(told)):
+            script_files(script, named=[str(script.parent / named)])
+    with pytest.raises(RoleError, match=naming("--files", "image")):
+        main(["--image", "x", "--in_image", "--files", "conf.yaml", "/app/train.py"])
+    with pytest.raises(RoleError, match=naming("--env", "AWS")):
+        main(["--image", "x", "--env", f"ID={AWS}", str(script)])
+    (script.parent / "late.cpython-311-x86_64-linux-gnu.so").write_bytes(b"")
+    with pytest.raises(RoleError, match=naming("late.cpython-311-x86_64-linux-gnu.so")):
+        script_files(script)
+    script.write_text("import (")
+    with pytest.raises(RoleError, match=naming("train.py", "--script_alone")):
+        script_files(script)

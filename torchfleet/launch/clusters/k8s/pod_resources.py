@@ -1,0 +1,74 @@
+"""Cores, memory and GPUs of pods, and how pods are spread over nodes.
+
+Every container has requests and limits of cores and of memory: a quota of a namespace refuses pods without them.
+"""
+
+from __future__ import annotations
+
+from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, Document, K8sJob
+from torchfleet.launch.job_spec import Resources
+
+CPUS, MEMORY = 1.0, 4 << 30  # of a server, a worker or a rank, unless the user says otherwise
+SMALL: Document = {  # of a container that copies files or sends a few requests
+    "requests": {"cpu": "100m", "memory": "128Mi"},
+    "limits": {"cpu": "1", "memory": "256Mi"},
+}
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
+_BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
+
+
+def cpus_of(job: K8sJob, role: str) -> float:
+    """The cores that a pod of a role requests."""
+    cpus = _asked(job, role).cpus
+    return CPUS * _num_processes(job, role) if cpus is None else cpus
+
+
+def resources(job: K8sJob, role: str) -> Document:
+    """The resources of the container of a role. Memory is request and limit."""
+    asked, cpus = _asked(job, role), cpus_of(job, role)
+    memory = {"memory": str(MEMORY * _num_processes(job, role) if asked.memory is None else asked.memory)}
+    gpus = {} if asked.gpus is None else {"nvidia.com/gpu": str(int(asked.gpus))}
+    return {
+        "requests": {"cpu": _milli(cpus), **memory},
+        "limits": {"cpu": _milli(_BURST * cpus), **memory, **gpus},
+    }
+
+
+def _asked(job: K8sJob, role: str) -> Resources:
+    return job.server if role in (SERVER, BACKUP) else job.worker
+
+
+def _num_processes(job: K8sJob, role: str) -> int:
+    return job.ranks_per_node if role == RANK else 1
+
+
+def _milli(cpus: float) -> str:
+    return f"{round(cpus * 1000)}m"
+
+
+def spreads(job: K8sJob, role: str) -> list[Document]:
+    """Constraints that spread servers and their backups, or the pods of a collective job, over nodes; and that keep a
+    backup away from its primary, which has the same index."""
+    found = [_spread(job, {}, job.num_nodes or job.num_servers)]
+    if job.coordinator and role != RANK:
+        found.append(_spread(job, {"matchLabelKeys": [INDEX_LABEL]}, 2))
+    return found
+
+
+def _spread(job: K8sJob, keys: Document, num_pods: int) -> Document:
+    is_required = job.is_spread_required
+    # Two nodes at least: else all pods on the only node that has room would count as spread.
+    least: Document = {"minDomains": min(2, num_pods), "nodeTaintsPolicy": "Honor"} if is_required else {}
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "DoNotSchedule" if is_required else "ScheduleAnyway",
+        "labelSelector": {
+            "matchLabels": {"app.kubernetes.io/instance": job.name},
+            "matchExpressions": [
+                {"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP, RANK]}
+            ],
+        },
+        **keys,
+        **least,
+    }

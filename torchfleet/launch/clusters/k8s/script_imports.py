@@ -1,0 +1,125 @@
+"""The modules of a script's folder that a script imports, found by reading sources: nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchfleet.base.errors import RoleError
+
+_DYNAMIC = ("import_module", "__import__")  # followed if the name of the module is written out
+_MOST_NAME = 200  # characters of a text that may be the path of a file
+
+
+@dataclass
+class Sources:
+    """The sources that a script consists of, and the files of its folder that they name without importing them."""
+
+    folder: Path
+    files: list[Path] = field(default_factory=list)  # the script first, each file before those that only it imports
+    mentioned: dict[Path, Path] = field(default_factory=dict)  # by file: the source that names it
+
+    def follow(self, script: Path) -> Sources:
+        """Add the script and all modules of the folder that it imports, directly or by others. Raises RoleError."""
+        waiting = [script]
+        while waiting:
+            path = waiting.pop(0)
+            if path in self.files:
+                continue
+            self.files.append(path)
+            tree = _parse(path)
+            package = path.parent.relative_to(self.folder).parts
+            for name in _imports(tree, package):
+                waiting += self._modules(name)
+            for text in _texts(tree):
+                if (named := self._named(text)) is not None:
+                    self.mentioned.setdefault(named, path)
+        return self
+
+    def _modules(self, name: tuple[str, ...]) -> Iterator[Path]:
+        """The files that are executed when this dotted name is imported; none for a module from elsewhere."""
+        place = self.folder
+        for part in name:
+            if not part.isidentifier():
+                return
+            compiled = next((place / f for f in _names(place) if f.startswith(f"{part}.") and f.endswith(".so")), None)
+            place = place / part
+            if (place / "__init__.py").is_file():
+                yield place / "__init__.py"
+            elif compiled is not None:
+                raise RoleError(
+                    f"the script imports {compiled}, which is compiled and cannot be sent as text: build an image with "
+                    "it and give --in_image, or send chosen files only: --script_alone with --files"
+                )
+            elif place.with_name(f"{part}.py").is_file():
+                yield place.with_name(f"{part}.py")
+                return
+            elif not place.is_dir():
+                return
+
+    def _named(self, text: str) -> Path | None:
+        if len(text) > _MOST_NAME or not ("." in text or "/" in text) or "\0" in text:
+            return None
+        path = self.folder / text
+        is_below = path.resolve().is_relative_to(self.folder.resolve())
+        return path if is_below and path.is_file() and not path.name.startswith(".") else None
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise RoleError(
+            f"{path} cannot be read as Python, so that its imports are not known: {error}. Mend it, or send chosen "
+            "files only: --script_alone with --files"
+        ) from None
+    except OSError as error:
+        raise RoleError(f"cannot read {path}, which is sent with the script: {error}") from None
+
+
+def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The dotted names that a file of `package` imports anywhere, also inside of functions. A name behind `from` may
+    be a module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = _absolute("." * node.level + (node.module or ""), package)
+            if module is not None:
+                yield from ((*module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node.func) in _DYNAMIC and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                name = _absolute(first.value, package)
+                if name is not None:
+                    yield name
+        elif isinstance(node, ast.Assign) and any(_called(target) == "__all__" for target in node.targets):
+            # `from package import *` imports the modules that are named here
+            yield from ((*package, text) for text in _texts(node.value))
+
+
+def _absolute(name: str, package: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Resolve leading dots; None if they lead out of all packages."""
+    level = len(name) - len(name.lstrip("."))
+    if level > len(package):
+        return None
+    base = package[: len(package) - level + 1] if level else ()
+    return (*base, *(part for part in name[level:].split(".") if part))
+
+
+def _called(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """The words of all texts of a source, without its docstrings."""
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield from node.value.split()
