@@ -32,6 +32,7 @@ from torchfleet.api.prepare_job import prepare as prepare
 from torchfleet.api.process_role import (
     barrier_worker as barrier_worker,
     data_shard as data_shard,
+    device as device,
     first_step as first_step,
     is_first_worker as is_first_worker,
     is_server as is_server,

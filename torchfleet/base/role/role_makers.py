@@ -1,7 +1,7 @@
 """Role makers: the role of a process, from its environment or set in its script.
 
 No other module reads roles from the environment. Other variables are read where they are used, such as FLEET_DEVICE in
-collective/world.py.
+base/own_device.py.
 """
 
 from __future__ import annotations
