@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
-def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(
+    module: str, file: str, instead: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the module `module` in `file`, from the stub beside it.
 
-    Other names raise AttributeError with the nearest public name. A name is resolved once and then stored in the
-    module.
+    Other names raise AttributeError, see `missing`. A name is resolved once and then stored in the module.
     """
     places = names_of(Path(file).with_suffix(".pyi"))
     public = sorted(places)
 
     def get(name: str) -> Any:
         if name not in places:
-            near = get_close_matches(name, public, n=1)
-            advice = f"; did you mean '{near[0]}'?" if near else "; docs/reference/ lists its names"
-            raise AttributeError(f"{module} has no '{name}'{advice}")
+            raise missing(module, name, public, instead or {})
         found = import_module(places[name])
         value = found if places[name] == f"{module}.{name}" else getattr(found, name)
         setattr(sys.modules[module], name, value)
@@ -40,6 +39,18 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         return sorted([*public, *(name for name in vars(sys.modules[module]) if name.startswith("__"))])
 
     return get, names, public
+
+
+def missing(module: str, name: str, public: Sequence[str], instead: Mapping[str, str]) -> AttributeError:
+    """An error about a name that a module does not have: with what to use instead, or else the nearest public name."""
+    near = get_close_matches(name, [*public, *instead], n=1)
+    if name in instead:
+        advice = f": {instead[name]}"
+    elif near:
+        advice = f"; did you mean '{near[0]}'?{f' That is: {instead[near[0]]}' if near[0] in instead else ''}"
+    else:
+        advice = "; docs/reference/ lists its names"
+    return AttributeError(f"{module} has no '{name}'{advice}")
 
 
 def names_of(stub: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
@@ -129,6 +130,8 @@ class Fields:
     """
 
     _FIELDS: ClassVar[Mapping[str, Key[Any]]] = {}
+    _OWN: ClassVar[tuple[str, ...]] = ()  # attributes that are no fields
+    _PADDLE_NAMES: ClassVar[Mapping[str, str]] = {}  # names in Paddle that are no fields here → what to use instead
 
     def __init_subclass__(cls) -> None:
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Key)}
@@ -150,7 +153,7 @@ class Fields:
             raise UnknownFieldError(self._unknown(name))
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if not name.startswith("_") and name not in self._FIELDS:
+            if name not in self._FIELDS and name not in self._OWN:
                 raise StrategyError(self._unknown(name))
             object.__setattr__(self, name, value)
 
@@ -164,7 +167,7 @@ class Fields:
 
     def _unknown(self, name: str) -> str:
         """The text of an error about a name that is not a field."""
-        return unknown(type(self).__name__, name, sorted(self._FIELDS))
+        return unknown(type(self).__name__, name, sorted(self._FIELDS), self._PADDLE_NAMES)
 
 
 def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
@@ -172,5 +175,9 @@ def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
     return owner._FIELDS
 
 
-def unknown(where: str, name: object, known: Iterable[str]) -> str:
-    return f"{where} has no field '{name}'; it has {', '.join(known)}"
+def unknown(where: str, name: object, known: Iterable[str], instead: Mapping[str, str]) -> str:
+    """`instead`: names in Paddle → what to use here."""
+    names, text = list(known), str(name)
+    near = get_close_matches(text, names, n=1)
+    way = instead.get(text.lstrip("_")) or (f"did you mean '{near[0]}'?" if near else "")
+    return f"{where} has no field '{name}'{way and f' ({way})'}; it has {', '.join(names)}"
