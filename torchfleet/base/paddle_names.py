@@ -137,7 +137,7 @@ OPTIONS: Mapping[str, str] = {
 }
 
 # Variables of the environment. {value} is what the user set.
-_CONFIGS = "strategy.a_sync_configs = {{'{name}': {{value}}}}"
+_CONFIGS = "strategy.a_sync_configs = {'NAME': {value}}"
 _QUEUE_KEYS = (
     *("thread_pool_size", "max_merge_var_num", "send_queue_size", "send_wait_times"),
     *("independent_recv_thread", "min_send_grad_num_before_recv"),
@@ -146,8 +146,8 @@ _MERGED = "nothing: a worker always sums the gradients of a row before it sends 
 _MORE_SERVERS = "more servers (--server_num): a server answers requests in one thread"
 _PROFILE = "`fleet profile` shows the time of every request"
 FLAGS: Mapping[str, str] = {
-    **{f"FLAGS_communicator_{name}": _CONFIGS.format(name=name) for name in _QUEUE_KEYS},
-    "FLAGS_communicator_max_send_grad_num_before_recv": _CONFIGS.format(name="min_send_grad_num_before_recv"),
+    **{f"FLAGS_communicator_{name}": _CONFIGS.replace("NAME", name) for name in _QUEUE_KEYS},
+    "FLAGS_communicator_max_send_grad_num_before_recv": _CONFIGS.replace("NAME", "min_send_grad_num_before_recv"),
     "FLAGS_communicator_merge_sparse_grad": _MERGED,
     "FLAGS_communicator_merge_sparse_bucket": _MERGED,
     "FLAGS_communicator_is_sgd_optimizer": "nothing: merged gradients are summed for every optimizer",
@@ -175,7 +175,7 @@ def ignored_flags(environment: Mapping[str, str]) -> list[str]:
     told = []
     for name in found:
         value = environment[name]
-        way = FLAGS[name].format(value=value) if name in FLAGS else "nothing: torchfleet has no such setting"
+        way = FLAGS[name].replace("{value}", value) if name in FLAGS else "nothing: torchfleet has no such setting"
         told.append(f"{name}={value} has no effect in torchfleet. Use instead: {way}")
     return told
 
