@@ -70,9 +70,9 @@ def test_values_are_the_defaults_until_they_are_set() -> None:
         (
             "noise_configs",
             {"scales": 1},
-            "noise_configs has no field 'scales'; it has device, kind, scale, seeds, sigma",
+            "noise_configs has no field 'scales' (did you mean 'scale'?); it has device, kind, scale, seeds, sigma",
         ),
-        ("noises", True, "NoiseFields has no field 'noises'; it has noise, noise_configs, noise_steps"),
+        ("noises", True, "NoiseFields has no field 'noises' (did you mean 'noise'?); it has noise, noise_configs, noise_steps"),
     ],
 )
 def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: Any, text: str) -> None:
