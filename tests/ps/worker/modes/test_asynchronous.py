@@ -471,6 +471,7 @@ def test_without_launch_barrier_the_wait_for_worker_0_has_an_end() -> None:
 # Errors reach the training thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(jobs.MODES))
 def test_a_dead_server_is_named_in_the_training_thread(mode: str) -> None:
     servers = jobs.SocketServers(Linear, jobs.sgd, 2, 1)
