@@ -72,7 +72,11 @@ def test_values_are_the_defaults_until_they_are_set() -> None:
             {"scales": 1},
             "noise_configs has no field 'scales' (did you mean 'scale'?); it has device, kind, scale, seeds, sigma",
         ),
-        ("noises", True, "NoiseFields has no field 'noises' (did you mean 'noise'?); it has noise, noise_configs, noise_steps"),
+        (
+            "noises",
+            True,
+            "NoiseFields has no field 'noises' (did you mean 'noise'?); it has noise, noise_configs, noise_steps",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: Any, text: str) -> None:
