@@ -6,8 +6,8 @@ server (python -m torchfleet.server) never imports torch.
 
 from __future__ import annotations
 
-from torchfleet.base import lazy_names
+from torchfleet.base import lazy_names, paddle_names
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_names.attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names.attach(__name__, __file__, paddle_names.FLEET)

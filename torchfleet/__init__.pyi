@@ -12,7 +12,11 @@ from torchfleet import (
     transformers as transformers,
     util as util,
 )
-from torchfleet.api.datasets import InMemoryDataset as InMemoryDataset, QueueDataset as QueueDataset
+from torchfleet.api.datasets import (
+    DatasetFactory as DatasetFactory,
+    InMemoryDataset as InMemoryDataset,
+    QueueDataset as QueueDataset,
+)
 from torchfleet.api.distributing import (
     distributed_model as distributed_model,
     distributed_optimizer as distributed_optimizer,
@@ -32,6 +36,7 @@ from torchfleet.api.prepare_job import prepare as prepare
 from torchfleet.api.process_role import (
     barrier_worker as barrier_worker,
     data_shard as data_shard,
+    device as device,
     first_step as first_step,
     is_first_worker as is_first_worker,
     is_server as is_server,
@@ -76,6 +81,7 @@ from torchfleet.base.role.role_makers import (
 )
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy as DistributedStrategy
 from torchfleet.base.strategy.execution import BuildStrategy as BuildStrategy, ExecutionStrategy as ExecutionStrategy
+from torchfleet.base.strategy.transpiler_config import DistributeTranspilerConfig as DistributeTranspilerConfig
 from torchfleet.collective.pipeline.stages import device_guard as device_guard
 from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
 from torchfleet.data.reading.generator import (

@@ -127,3 +127,27 @@ def test_script_2_runs_under_fleetrun(folder: Path) -> None:
         assert report["sizes"] == [NUM // 2, NUM]
         assert report["results"] == [[8, NUM // 2]] * 6
         assert not untrained(report)
+
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def test_script_7_runs_as_one_process(tmp_path: Path) -> None:
+    with Forked([sys.executable, str(SCRIPTS / "network_on_device.py")], folder=tmp_path) as job:
+        assert job.wait() == 0, job.output
+    (found,) = reports(job.output)
+    assert found["devices"] == [DEVICE]
+    assert found["losses"][1] < 0.5 * found["losses"][0]
+
+
+def test_script_7_runs_under_fleetrun(tmp_path: Path) -> None:
+    script, counts = str(SCRIPTS / "network_on_device.py"), ("--server_num", "1", "--worker_num", "2")
+    with forked_fleetrun(tmp_path / "log", *counts, script, folder=tmp_path) as job:
+        assert job.wait() == 0, job.output
+    logs = [path.read_text() for path in (tmp_path / "log" / "latest").glob("workerlog.*")]
+    found = sorted((report for text in logs for report in reports(text)), key=lambda report: report["worker"])
+    assert [report["worker"] for report in found] == [0, 1]
+    for report in found:
+        (device,) = report["devices"]
+        assert device.startswith(DEVICE[:3])
+        assert report["losses"][1] < 0.5 * report["losses"][0]

@@ -48,6 +48,20 @@ class QueueDataset(_QueueDataset):
         return super().iterate()
 
 
+class DatasetFactory:
+    """Paddle's way to make datasets before 2.0."""
+
+    def create_dataset(self, datafeed_class: str = "QueueDataset") -> InMemoryDataset | QueueDataset:
+        """A new dataset of this class, "InMemoryDataset" or "QueueDataset"."""
+        classes: dict[str, type[InMemoryDataset | QueueDataset]] = {
+            "InMemoryDataset": InMemoryDataset,
+            "QueueDataset": QueueDataset,
+        }
+        if datafeed_class not in classes:
+            raise DataError(f"create_dataset: expected one of {', '.join(classes)}, found {datafeed_class!r}")
+        return classes[datafeed_class]()
+
+
 def from_parquet(
     source: str | os.PathLike[str] | Sequence[str],
     batch_size: int = 1,

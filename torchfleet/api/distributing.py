@@ -8,13 +8,12 @@ from typing import Any, overload
 import torch
 
 from torchfleet.api.current_job import any_job, current, run_info
-from torchfleet.api.job.arguments import check_model, check_optimizer, check_scheduler, check_strategy
+from torchfleet.api.job.arguments import Strategy, check_model, check_optimizer, check_scheduler, check_strategy
 from torchfleet.base.adoption import AdoptedOptimizer
-from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 
 def distributed_model(
-    model: torch.nn.Module, strategy: DistributedStrategy | None = None, sparse: str | int | None = None
+    model: torch.nn.Module, strategy: Strategy | None = None, sparse: str | int | None = None
 ) -> torch.nn.Module:
     """Put the sparse embeddings of the model on the servers; in collective training, wrap it for all ranks.
 
@@ -25,25 +24,22 @@ def distributed_model(
     """
     job = any_job()
     check_model(model)
-    check_strategy(strategy, "fleet.distributed_model")
-    job.use(strategy, "fleet.distributed_model")
+    job.use(check_strategy(strategy, "fleet.distributed_model"), "fleet.distributed_model")
     return job.distribute_model(model, sparse)
 
 
 @overload
-def distributed_optimizer(
-    optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
-) -> AdoptedOptimizer: ...
+def distributed_optimizer(optimizer: torch.optim.Optimizer, strategy: Strategy | None = None) -> AdoptedOptimizer: ...
 
 
 @overload
 def distributed_optimizer(
-    optimizer: Sequence[torch.optim.Optimizer], strategy: DistributedStrategy | None = None
+    optimizer: Sequence[torch.optim.Optimizer], strategy: Strategy | None = None
 ) -> list[AdoptedOptimizer]: ...
 
 
 def distributed_optimizer(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], strategy: DistributedStrategy | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], strategy: Strategy | None = None
 ) -> AdoptedOptimizer | list[AdoptedOptimizer]:
     """Return the optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the
     collective strategies around its step.
@@ -56,8 +52,7 @@ def distributed_optimizer(
         return [distributed_optimizer(one, strategy) for one in optimizer]
     job = any_job()
     check_optimizer(optimizer)
-    check_strategy(strategy, "fleet.distributed_optimizer")
-    job.use(strategy, "fleet.distributed_optimizer")
+    job.use(check_strategy(strategy, "fleet.distributed_optimizer"), "fleet.distributed_optimizer")
     assert isinstance(optimizer, torch.optim.Optimizer)
     made = job.distribute_optimizer(optimizer)
     if job.info.is_collective:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.api import job_life
-from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.base.errors import CheckpointError, FleetError, ModelError
+from torchfleet.base.paddle_names import INFER, INFERRING, INFERRING_ENV, WithPaddleNames, with_paddle_arguments
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.ps.checkpoint.manifest import Manifest, Parameter, read_manifest
@@ -128,7 +130,7 @@ def _write(tensor: torch.Tensor, values: npt.NDArray[np.float32], name: str) -> 
         tensor.copy_(torch.from_numpy(values.copy()).view(tensor.shape))
 
 
-class DistributedInfer:
+class DistributedInfer(WithPaddleNames):
     """Prediction with the tables on the servers. It only pulls, and creates no rows.
 
     Use it after training in the same job, or in a separate job that loads a saved model first:
@@ -140,11 +142,22 @@ class DistributedInfer:
             fleet.stop_worker()
     """
 
+    _PADDLE_NAMES = INFER
+
+    @with_paddle_arguments(INFERRING)
     def __init__(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ModelError(f"fleet.DistributedInfer(model): expected a torch.nn.Module, found {model!r:.80}")
         self._model = model
 
+    @with_paddle_arguments(INFERRING_ENV)
     def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         """Prepare for prediction. On a server of a prediction job, this returns when all workers have stopped."""
+        if dirname is not None and not isinstance(dirname, (str, os.PathLike)):
+            raise FleetError(
+                f"init_distributed_infer_env(dirname=...): expected a folder or URL, found {dirname!r:.80}. There is "
+                "no executor in torchfleet."
+            )
         job_life.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
         self._model.eval()
 

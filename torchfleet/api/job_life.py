@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 import torch
 
 from torchfleet.api.current_job import any_job, current, get_job, run_info
-from torchfleet.api.job.arguments import check_role_maker, check_strategy
+from torchfleet.api.job.arguments import Strategy, check_role_maker, check_strategy
 from torchfleet.api.job.protocol import Job
 from torchfleet.api.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.api.process_role import is_under_way
 from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.paddle_names import ignored_flags
 from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -21,9 +24,7 @@ class RoleMaker(Protocol):
     def read(self) -> RoleInfo: ...
 
 
-def init(
-    role_maker: RoleMaker | None = None, is_collective: bool = False, strategy: DistributedStrategy | None = None
-) -> None:
+def init(role_maker: RoleMaker | None = None, is_collective: bool = False, strategy: Strategy | None = None) -> None:
     """Determine this process's role, from the environment or from `role_maker`. Without either: one local worker.
 
     With is_collective=True there are no servers: all processes train together (docs/collective/README.md). `strategy`:
@@ -37,18 +38,20 @@ def init(
             "fleet.reset() to give it up and begin anew"
         )
     check_role_maker(role_maker)
-    check_strategy(strategy, "fleet.init")
+    settings = check_strategy(strategy, "fleet.init")
     info = (role_maker or PaddleCloudRoleMaker(is_collective)).read()
     if info.is_collective != is_collective:
         raise RoleError(
             f"fleet.init(is_collective={is_collective}) got a role maker for the other kind of job: give both the same"
         )
-    given = {"is_collective": is_collective, "strategy": strategy, "role_maker": info}
+    given = {"is_collective": is_collective, "strategy": settings, "role_maker": info}
     _check_same(given)
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
     reset()
-    current.job = _collective_job(info, strategy) if is_collective else ParameterServerJob(info, strategy)
+    for told in ignored_flags(os.environ):
+        tell(f"fleet: {told}")
+    current.job = _collective_job(info, settings) if is_collective else ParameterServerJob(info, settings)
     current.arguments = given
 
 

@@ -16,27 +16,36 @@ import torch
 from torchfleet.api import process_role
 from torchfleet.api.util import as_array
 from torchfleet.base.errors import FleetError
+from torchfleet.base.paddle_names import Absent, with_paddle_arguments
 
 Counts = npt.NDArray[np.float64]
 
+_ARGUMENTS = {
+    "scope": Absent((None,), "torch has no scopes: give the value itself, not the name of a variable"),
+    "util": Absent((None, "torchfleet.util"), "all workers take part: leave it out, or give fleet.util"),
+}
 _COMBINE: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def sum(value: Any) -> Any:
+@with_paddle_arguments(_ARGUMENTS)
+def sum(input: Any) -> Any:
     """The elementwise sum over all workers."""
-    return _reduced("sum", value)
+    return _reduced("sum", input)
 
 
-def max(value: Any) -> Any:
+@with_paddle_arguments(_ARGUMENTS)
+def max(input: Any) -> Any:
     """The elementwise maximum over all workers."""
-    return _reduced("max", value)
+    return _reduced("max", input)
 
 
-def min(value: Any) -> Any:
+@with_paddle_arguments(_ARGUMENTS)
+def min(input: Any) -> Any:
     """The elementwise minimum over all workers."""
-    return _reduced("min", value)
+    return _reduced("min", input)
 
 
+@with_paddle_arguments(_ARGUMENTS)
 def auc(stat_pos: Any, stat_neg: Any) -> float:
     """The area under the ROC curve of all workers' samples, from histograms of positive and negative scores."""
     positive, negative = (np.asarray(sum(stat), np.float64).reshape(-1) for stat in (stat_pos, stat_neg))
@@ -45,24 +54,28 @@ def auc(stat_pos: Any, stat_neg: Any) -> float:
     return area(positive, negative)
 
 
+@with_paddle_arguments(_ARGUMENTS)
 def acc(correct: Any, total: Any) -> float:
     """The accuracy over all workers, from numbers of correct answers and of samples."""
     return _ratio("acc", correct, total)
 
 
-def mae(abserr: Any, total: Any) -> float:
+@with_paddle_arguments(_ARGUMENTS)
+def mae(abserr: Any, total_ins_num: Any) -> float:
     """The mean absolute error, from sums of absolute errors and numbers of samples."""
-    return _ratio("mae", abserr, total)
+    return _ratio("mae", abserr, total_ins_num)
 
 
-def mse(sqrerr: Any, total: Any) -> float:
+@with_paddle_arguments(_ARGUMENTS)
+def mse(sqrerr: Any, total_ins_num: Any) -> float:
     """The mean squared error, from sums of squared errors and numbers of samples."""
-    return _ratio("mse", sqrerr, total)
+    return _ratio("mse", sqrerr, total_ins_num)
 
 
-def rmse(sqrerr: Any, total: Any) -> float:
+@with_paddle_arguments(_ARGUMENTS)
+def rmse(sqrerr: Any, total_ins_num: Any) -> float:
     """The root mean squared error, from sums of squared errors and numbers of samples."""
-    return math.sqrt(_ratio("rmse", sqrerr, total))
+    return math.sqrt(_ratio("rmse", sqrerr, total_ins_num))
 
 
 class AUC:

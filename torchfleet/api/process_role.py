@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from torchfleet.api.current_job import any_job, current, get_worker
 from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.base.own_device import device_of
 from torchfleet.base.role.role_info import SERVER
 from torchfleet.ps.worker.peers import Workers
 
@@ -61,6 +64,15 @@ def data_shard() -> tuple[int, int]:
     In collective training, the ranks of a pipeline or a tensor-parallel group train on the same samples.
     """
     return any_job().data_shard
+
+
+def device() -> torch.device:
+    """The device on which this process computes: its GPU, or the CPU if there is none. Of servers, the CPU.
+
+    A worker or rank has the GPU with its index on its machine; workers share GPUs if there are too few. The variable
+    FLEET_DEVICE=cpu keeps a job off the GPUs. Put the model there before distributed_model: Model().to(fleet.device()).
+    """
+    return device_of(any_job().info)
 
 
 def server_index() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,11 +11,15 @@ from torchfleet.api.current_job import any_job, current, get_job
 from torchfleet.api.job.ps_job import NO_WORKER
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.stop_request import end_with_save
+from torchfleet.base.paddle_names import SAVING, SAVING_INFERENCE, with_paddle_arguments
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.manifest_file import has_manifest
 
+_MODES = {2: "fleet.save_inference_model(dirname), the model for prediction", 3: "fleet.shrink(), then mode=0"}
 
+
+@with_paddle_arguments(SAVING)
 def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
     """Save tables, parameters and optimizer state, to continue training from: docs/checkpoints.md. Worker 0 only.
 
@@ -22,8 +27,10 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     full save, 1 for a delta, with the changes since the last save there. `extra`: values that can be stored as JSON;
     `saved_extra` returns them. Returns the number of the save.
     """
-    if mode not in (0, 1):
-        raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
+    _check_dirname("save_persistables", dirname)
+    if isinstance(mode, bool) or mode not in (0, 1):
+        advice = f"; instead of Paddle's mode {mode}: {_MODES[mode]}" if mode in _MODES else ""
+        raise FleetError(f"save_persistables(mode={mode!r:.80}): 0 is a full save, 1 a delta{advice}")
     worker = get_job(NO_WORKER).first_worker("save_persistables")
     number = worker.save(dirname, "delta" if mode else "full", extra).number
     current.callbacks.save(dirname)
@@ -43,11 +50,13 @@ def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: boo
     return number
 
 
+@with_paddle_arguments(SAVING_INFERENCE)
 def save_inference_model(dirname: str) -> None:
     """Save what prediction needs into `dirname`: tables and parameters without optimizer state. Worker 0 only.
 
     load_inference_model and DistributedInfer read it.
     """
+    _check_dirname("save_inference_model", dirname)
     get_job(NO_WORKER).first_worker("save_inference_model").save(dirname, "inference")
     current.callbacks.save(dirname)
 
@@ -86,3 +95,11 @@ def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
     job = any_job(NO_WORKER)
     if job.is_asked_to_stop():
         end_with_save(partial(save, dirname, extra), dirname)
+
+
+def _check_dirname(user: str, dirname: Any) -> None:
+    if not isinstance(dirname, (str, os.PathLike)):
+        raise FleetError(
+            f"{user}: expected a folder or URL first, found {dirname!r:.80}. There is no executor in torchfleet: "
+            f"fleet.{user}(dirname)"
+        )

@@ -46,7 +46,14 @@ class Report:
     epoch: Epoch | None = None  # the launcher's view of this pass
     on_print: Callable[[dict[str, float]], None] | None = None  # called with the numbers of every printed line
 
-    def __init__(self, what: str, fetch_list: Sequence[str] | None, print_period: int, handler: Any) -> None:
+    def __init__(
+        self,
+        what: str,
+        fetch_list: Sequence[str] | None,
+        print_period: int,
+        handler: Any,
+        fetch_info: Sequence[str] | None = None,
+    ) -> None:
         if type(print_period) is not int or print_period < 0:
             raise FleetError(f"print_period: expected a number of steps, or 0 for never, found {print_period!r}")
         if handler is not None and not isinstance(handler, FetchHandler):
@@ -54,6 +61,7 @@ class Report:
         if isinstance(fetch_list, str):
             raise FleetError(f"fetch_list: expected a list of names, found the single {fetch_list!r}")
         self._what, self._names, self._period = what, fetch_list, print_period
+        self._labels = _labels(fetch_list, fetch_info)
         self._lock = threading.Lock()
         self.result = Result()
         self._latest: Values = {}
@@ -100,12 +108,22 @@ class Report:
             missing = [name for name in self._names if name not in values]
             if missing:
                 raise FleetError(f"fetch_list: the step returns {', '.join(values)}, and no {', '.join(missing)}")
-            shown = {name: shown[name] if name in shown else plain(values[name]) for name in self._names}
+            shown = {self._labels[name]: shown.get(name, plain(values[name])) for name in self._names}
         texts = [
             f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
         ]
         parts = [f"{self._what} step {number}", f"{rate:,.0f} samples/s", *texts]
         print(" | ".join(parts), file=sys.stdout, flush=True)
+
+
+def _labels(fetch_list: Sequence[str] | None, fetch_info: Sequence[str] | None) -> dict[str, str]:
+    """The text in front of each value of a printed line, by its name."""
+    names = list(fetch_list or ())
+    if fetch_info is None:
+        return {name: name for name in names}
+    if isinstance(fetch_info, str) or len(fetch_info) != len(names):
+        raise FleetError(f"fetch_info: expected a label for each name of fetch_list ({names}), found {fetch_info!r}")
+    return {name: str(label).strip() for name, label in zip(names, fetch_info, strict=True)}
 
 
 def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch.Tensor] | None) -> Step:

@@ -16,6 +16,7 @@ from torchfleet.api.process_role import data_shard
 from torchfleet.api.training import Report, Result, as_step, infer, train
 from torchfleet.base.errors import FleetError
 from torchfleet.base.fetch import FetchHandler
+from torchfleet.base.paddle_names import DATASET_PASS, with_paddle_arguments
 from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.slots import Batch
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
@@ -50,6 +51,7 @@ def epochs(num: int, start: int = 0) -> Iterator[int]:
     return iter(range(start, num))
 
 
+@with_paddle_arguments(DATASET_PASS)
 def train_from_dataset(
     model: Callable[[Batch], Any],
     dataset: Dataset,
@@ -59,6 +61,7 @@ def train_from_dataset(
     fetch_list: Sequence[str] | None = None,
     print_period: int = 100,
     fetch_handler: FetchHandler | None = None,
+    fetch_info: Sequence[str] | None = None,
 ) -> Result:
     """One pass over a dataset with reading, pulling, computing and pushing overlapped: docs/data.md.
 
@@ -67,14 +70,15 @@ def train_from_dataset(
     number of threads, each of which trains on its own batches; sync mode allows one.
 
     Every `print_period` steps (0: never) a line shows step, samples per second and the entries of the dict that
-    `fetch_list` names (default: all that are single numbers). `fetch_handler` gets values from a thread of its own:
+    `fetch_list` names (default: all that are single numbers), under the labels of `fetch_info` if it is given, one for
+    each name. `fetch_handler` gets values from a thread of its own:
     FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
     """
     worker = get_worker()
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
-    report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
+    report, step = Report("train", fetch_list, print_period, fetch_handler, fetch_info), as_step(model, loss_fn)
     report.on_print = partial(_tell_callbacks, worker)
     if isinstance(thread, int) and thread > 1:
         worker.allow_threads()
@@ -88,6 +92,7 @@ def _tell_callbacks(worker: WorkerRole, metrics: dict[str, float]) -> None:
     current.callbacks.report(worker.communicator.num_steps, metrics)
 
 
+@with_paddle_arguments(DATASET_PASS)
 def infer_from_dataset(
     model: Callable[[Batch], Any],
     dataset: Dataset,
@@ -96,15 +101,16 @@ def infer_from_dataset(
     fetch_list: Sequence[str] | None = None,
     print_period: int = 100,
     fetch_handler: FetchHandler | None = None,
+    fetch_info: Sequence[str] | None = None,
 ) -> Result:
     """One pass over `dataset` without gradients, with the model in eval mode. Ids without a row read as zeros; no rows
     are created.
 
-    `model`, `loss_fn`, `thread`, `fetch_list`, `print_period` and `fetch_handler` are as in train_from_dataset. The
-    Result also has `mean`: the mean of every number over all samples.
+    `model`, `loss_fn`, `thread`, `fetch_list`, `print_period`, `fetch_handler` and `fetch_info` are as in
+    train_from_dataset. The Result also has `mean`: the mean of every number over all samples.
     """
     worker = get_worker()
-    report = Report("infer", fetch_list, print_period, fetch_handler)
+    report = Report("infer", fetch_list, print_period, fetch_handler, fetch_info)
     worker.communicator.refresh()
     leave = worker.communicator.leave_thread
     return infer(as_step(model, loss_fn), dataset, worker.model, worker.engine, thread, report, leave)

@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchfleet.base.paddle_names import OPTIMIZER, WithPaddleNames
+
 # Hooks of all optimizers of the process: torch.optim.optimizer.register_optimizer_step_pre_hook and ..._post_hook.
 _GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
-class AdoptedOptimizer(torch.optim.Optimizer):
+class AdoptedOptimizer(WithPaddleNames, torch.optim.Optimizer):
     """Replaces the user's optimizer and shares its param groups, so a scheduler made for either works on both.
 
     This optimizer calls the step hooks of the user's optimizer, once per step. Subclasses implement `step`, which
     begins with `_begin_step`.
     """
+
+    _PADDLE_NAMES = OPTIMIZER
 
     def __init__(self, user: torch.optim.Optimizer) -> None:
         # All but `step`: an existing scheduler has wrapped the user's step, and this class defines its own.

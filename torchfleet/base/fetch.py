@@ -17,12 +17,14 @@ class FetchHandler:
     """Base class: override `handler(self, values)`. A background thread calls it every `period_secs` seconds.
 
     `var_dict` says what to watch. It maps names for the handler to keys of the dict that the step returns, tensors, or
-    functions without arguments.
+    functions without arguments. `return_np`: the handler gets numbers and numpy arrays; False: tensors as they are.
     """
 
-    def __init__(self, var_dict: Mapping[str, Any], period_secs: float = 60) -> None:
+    def __init__(self, var_dict: Mapping[str, Any], period_secs: float = 60, return_np: bool = True) -> None:
         if not isinstance(var_dict, Mapping) or not var_dict:
-            raise FleetError(f"FetchHandler: expected a dict of what to watch, found {var_dict!r}")
+            raise FleetError(
+                f"FetchHandler: expected a dict of what to watch, such as {{'loss': 'loss'}}, found {var_dict!r}"
+            )
         for name, what in var_dict.items():
             if not (isinstance(what, (str, torch.Tensor)) or callable(what)):
                 raise FleetError(
@@ -31,7 +33,7 @@ class FetchHandler:
                 )
         if not isinstance(period_secs, (int, float)) or not period_secs > 0:
             raise FleetError(f"FetchHandler: period_secs must be above 0, found {period_secs!r}")
-        self.var_dict, self.period_secs = dict(var_dict), float(period_secs)
+        self.var_dict, self.period_secs, self.return_np = dict(var_dict), float(period_secs), return_np
 
     def handler(self, values: dict[str, Any]) -> None:
         """Process the values: numbers, and numpy arrays for tensors with several elements. Subclasses override it."""
@@ -78,7 +80,7 @@ class Watch:
             what = latest[what]
         elif callable(what) and not isinstance(what, torch.Tensor):
             what = what()
-        return plain(what)
+        return plain(what) if self._handler.return_np else what
 
 
 def plain(value: Any) -> Any:

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
-def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(
+    module: str, file: str, instead: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the module `module` in `file`, from the stub beside it.
 
-    Other names raise AttributeError with the nearest public name. A name is resolved once and then stored in the
-    module.
+    Other names raise AttributeError, see `missing`. A name is resolved once and then stored in the module.
     """
     places = names_of(Path(file).with_suffix(".pyi"))
     public = sorted(places)
 
     def get(name: str) -> Any:
         if name not in places:
-            raise AttributeError(_unknown(module, name, public))
+            raise missing(module, name, public, instead or {})
         found = import_module(places[name])
         value = found if places[name] == f"{module}.{name}" else getattr(found, name)
         setattr(sys.modules[module], name, value)
@@ -40,21 +41,27 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
     return get, names, public
 
 
-def nearest(module: str, public: Sequence[str]) -> Callable[[str], Any]:
+def nearest(module: str, public: Sequence[str], instead: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Return a `__getattr__` for the module `module`, whose names are imported at once: it raises AttributeError with
-    the nearest of the names `public`.
+    what to use instead, or the nearest of the names `public`.
     """
 
     def get(name: str) -> Any:
-        raise AttributeError(_unknown(module, name, public))
+        raise missing(module, name, public, instead or {})
 
     return get
 
 
-def _unknown(module: str, name: str, public: Sequence[str]) -> str:
-    near = get_close_matches(name, public, n=1)
-    advice = f"did you mean '{near[0]}'?" if near else "docs/reference/ lists its names"
-    return f"{module} has no '{name}'; {advice}"
+def missing(module: str, name: str, public: Sequence[str], instead: Mapping[str, str]) -> AttributeError:
+    """An error about a name that a module does not have: with what to use instead, or else the nearest public name."""
+    near = get_close_matches(name, [*public, *instead], n=1)
+    if name in instead:
+        advice = f": {instead[name]}"
+    elif near:
+        advice = f"; did you mean '{near[0]}'?{f' That is: {instead[near[0]]}' if near[0] in instead else ''}"
+    else:
+        advice = "; docs/reference/ lists its names"
+    return AttributeError(f"{module} has no '{name}'{advice}")
 
 
 def names_of(stub: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.own_device import device_of
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.meeting.rendezvous import rendezvous
@@ -78,7 +78,7 @@ class World:
         self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
         self.local_size = info.local_size  # ranks on this machine; 0: unknown
         self.degrees = degrees(strategy, self.size)
-        self.device = device or _device(info.local_rank)
+        self.device = device or _take_device(info)
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
             self._join(info, strategy.sync_timeout)
@@ -255,15 +255,9 @@ def _agreed(name: str, own: int, other_name: str, other: int) -> int:
     return max(own, other)
 
 
-def _device(local_rank: int) -> torch.device:
-    """The device of this rank. FLEET_DEVICE=cpu keeps a job from using GPUs."""
-    if os.environ.get("FLEET_DEVICE", "") == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise FleetError(
-            f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}. Start at most one process per "
-            "GPU, or set FLEET_DEVICE=cpu."
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+def _take_device(info: RoleInfo) -> torch.device:
+    """The device of this rank, which becomes torch's present one."""
+    device = device_of(info)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device

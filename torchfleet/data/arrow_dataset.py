@@ -40,6 +40,9 @@ class ArrowDataset(Dataset):
             raise DataError("columns says what fills which slot: name the slots in use_var, too")
         self.batch_size, self.drop_last = checked("batch_size", batch_size), drop_last
 
+    def _set(self, name: str, value: Any) -> None:
+        raise DataError(f"{name} of record batches: give it to fleet.data.from_arrow or from_ray")
+
     def iterate(self) -> BatchIterator:
         if not hasattr(self, "_make_stream"):
             raise DataError("call dataset.set_stream(...) first, or make it with fleet.data.from_arrow")

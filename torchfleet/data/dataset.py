@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import DataError
+from torchfleet.base.paddle_names import DATASET, WithPaddleNames
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import FileBatch, FileQueue
 from torchfleet.data.reading.reader import ReadOptions
@@ -53,10 +54,13 @@ class WorkerGroup(Protocol):
     def close(self) -> None: ...
 
 
-class Dataset(ABC):
+class Dataset(WithPaddleNames, ABC):
     """Files and how to read them. `init` first, then `set_filelist`, then iterate."""
 
+    _PADDLE_NAMES = DATASET
+
     def __init__(self) -> None:
+        self._given: dict[str, Any] = {}  # arguments of `init`, and of the setters
         self._options: ReadOptions | None = None
         self._files: list[str] | None = None
         self.num_skipped = 0  # malformed lines that the last pass (or loading) skipped
@@ -82,6 +86,31 @@ class Dataset(ABC):
         self.drop_last = drop_last
         self._options = ReadOptions(use_var, pipe_command, data_format, on_bad_line)
         self._layout = SampleLayout(use_var)
+        self._given = {
+            **{"batch_size": batch_size, "thread_num": thread_num, "use_var": use_var, "pipe_command": pipe_command},
+            **{"data_format": data_format, "on_bad_line": on_bad_line, "drop_last": drop_last},
+            "queue_batches": queue_batches,
+        }
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set one argument of `init`, as the next three methods do: Paddle's way before 2.0."""
+        self._set("batch_size", checked("batch_size", batch_size))
+
+    def set_thread(self, thread_num: int) -> None:
+        self._set("thread_num", checked("thread_num", thread_num))
+
+    def set_use_var(self, var_list: Sequence[Slot]) -> None:
+        self._set("use_var", var_list)
+
+    def set_pipe_command(self, pipe_command: Any) -> None:
+        self._set("pipe_command", pipe_command)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Call `init` with the arguments so far, once the slots are among them: the others are checked with them."""
+        given = {**self._given, name: value}
+        if "use_var" in given:
+            self.init(**given)
+        self._given = given
 
     def set_filelist(self, files: Sequence[str]) -> None:
         """The files of this worker; fleet.util.get_file_shard(files) gives each worker its share of a common list."""
@@ -103,7 +132,7 @@ class Dataset(ABC):
     @property
     def settings(self) -> ReadOptions:
         if self._options is None:
-            raise DataError("call dataset.init(batch_size=..., use_var=[...]) first")
+            raise DataError("call dataset.init(batch_size=..., use_var=[...]) or dataset.set_use_var([...]) first")
         return self._options
 
     @property
@@ -116,7 +145,7 @@ class Dataset(ABC):
         """The workers of the job, this one included. Without a job there is only this one."""
         return Alone()
 
-    def settle(self) -> None:  # noqa: B027  (without servers there is nothing to wait for)
+    def settle(self) -> None:
         """Wait until the servers have all gradients of the batches so far."""
 
 
@@ -219,6 +248,12 @@ def checked(name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
         raise DataError(f"{name} must be a number of at least 1, found {value!r}")
     return value
+
+
+def check_seed(seed: Any) -> None:
+    """Raise DataError unless `seed` is None or a whole number. Paddle's shuffles take `fleet` in its place."""
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise DataError(f"seed must be a whole number from 0, or None for any; found {seed!r:.80}")
 
 
 def file_shard(files: Sequence[str], index: int, num: int) -> list[str]:

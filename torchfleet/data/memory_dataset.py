@@ -11,7 +11,7 @@ import numpy as np
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import DataError
 from torchfleet.base.monitor.progress import Progress
-from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, as_numbers, checked
+from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, as_numbers, check_seed, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import Account, FileBatch, OwnFileQueue
 from torchfleet.data.reading.parquet import ParquetFormat
@@ -51,10 +51,12 @@ class InMemoryDataset(Dataset):
 
     def local_shuffle(self, seed: int | None = None) -> None:
         """Put this worker's samples into a uniformly random order."""
+        check_seed(seed)
         np.random.default_rng(seed).shuffle(self._loaded().order)
 
     def global_shuffle(self, seed: int | None = None) -> None:
         """Put all workers' samples into a uniformly random order, in equal shares. All workers must call it."""
+        check_seed(seed)
         store = self._loaded()
         workers = self.workers()
         try:
@@ -70,6 +72,7 @@ class InMemoryDataset(Dataset):
 
     def slots_shuffle(self, slots: Sequence[str], seed: int | None = None) -> None:
         """Permute the values of each of these slots among the samples; everything else stays."""
+        check_seed(seed)
         store, rng = self._loaded(), np.random.default_rng(seed)
         names = [slot.name for slot in store.layout.slots]
         wanted = [slots] if isinstance(slots, str) else list(slots)

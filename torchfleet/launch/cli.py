@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torchfleet import __version__
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.extras import check_installed
+from torchfleet.base.paddle_names import OPTIONS as PADDLE_OPTIONS
 from torchfleet.base.printable import say
 from torchfleet.base.tracing.otlp import EXPORTER, VARIABLE, trace_every
 from torchfleet.launch.clusters.job_options import (
@@ -27,7 +28,6 @@ from torchfleet.observe.watch.watchers import add_options as add_watching
 from torchfleet.observe.watch.watchers import parse_with_ports
 from torchfleet.ps.net.keys import KeyFolder, keygen
 
-_NOT_YET = ("heter_worker_num",)
 _NO_JOB = ("dry_run", "keygen")  # options with which fleetrun starts no job
 _RANKS = ("nproc_per_node", "nnodes", "gpus", "ips")
 
@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--insecure", action="store_true", help="talk to other machines without keys")
     made.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--keygen", metavar="DIR", help="make a set of keys in DIR, and do nothing else")
-    for name in _NOT_YET:
-        made.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    for name in PADDLE_OPTIONS:
+        made.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     made.add_argument("--version", action="version", version=f"fleetrun {__version__}")
     add_resources(made)
     add_script(made)
@@ -164,11 +164,9 @@ def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
 
 def check(options: argparse.Namespace) -> None:
     """Raise RoleError for a command line that no launcher can carry out."""
-    for name in _NOT_YET:
+    for name, way in PADDLE_OPTIONS.items():
         if getattr(options, name) is not None:
-            raise RoleError(
-                f"--{name} is not available yet; start jobs with --server_num and --worker_num, or --nproc_per_node"
-            )
+            raise RoleError(f"fleetrun has no --{name}: {way}")
     asked = [f"--{name}" for name in RESOURCES if getattr(options, name) is not None]
     if asked and options.cluster is None:
         raise RoleError(f"{', '.join(asked)}: a cluster is asked for resources, and this job runs on this machine")

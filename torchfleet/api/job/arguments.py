@@ -10,6 +10,9 @@ import torch
 
 from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.strategy.transpiler_config import DistributeTranspilerConfig
+
+Strategy = DistributedStrategy | DistributeTranspilerConfig
 
 
 def check_role_maker(given: Any) -> None:
@@ -20,11 +23,15 @@ def check_role_maker(given: Any) -> None:
         )
 
 
-def check_strategy(given: Any, user: str) -> None:
+def check_strategy(given: Any, user: str) -> DistributedStrategy | None:
+    """The strategy that `user` was given, of either kind."""
+    if isinstance(given, DistributeTranspilerConfig):
+        return given.as_strategy(user)
     if given is not None and not isinstance(given, DistributedStrategy):
         raise StrategyError(
             f"{user}(strategy=...): expected a fleet.DistributedStrategy(a_sync=True, ...), found {given!r:.200}"
         )
+    return given
 
 
 def check_model(given: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.printing import embeddings
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
+from torchfleet.base.monitor.notices import tell
 from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -19,6 +20,7 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.ps.worker.lookup.conversion import convert
 from torchfleet.ps.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
+from torchfleet.ps.worker.lookup.optimizer_rules import has_plain_decay
 from torchfleet.ps.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
 
 
@@ -103,6 +105,8 @@ class JobSetup:
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
         _check_policies(plan, strategy.mode)
+        if self.info.role == WORKER and self.info.worker_index == 0:
+            _tell_of_decay(plan)
         return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
@@ -150,6 +154,17 @@ def _check_several(strategy: DistributedStrategy) -> None:
             f"{found[0]} counts the pushes of one optimizer, and fleet.distributed_optimizer got another one. Give one "
             "optimizer with two param groups; where rows are to have another rule than the network, their group names "
             "it: {'params': rows, 'row_rule': 'adam'}."
+        )
+
+
+def _tell_of_decay(plan: Plan) -> None:
+    """Tell the user of rows that decay because AdamW does so by default."""
+    found = {name: group for name, group in plan.sparse.items() if has_plain_decay(group.spec.rule, group.group)}
+    if found:
+        decay = next(iter(found.values())).spec.rule.weight_decay
+        tell(
+            f"fleet: weight_decay={decay:g} acts on the rows of {', '.join(map(repr, found))} that an update touches. "
+            "'row_weight_decay' in their param group sets another (0: none)."
         )
 
 

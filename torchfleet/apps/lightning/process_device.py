@@ -25,7 +25,7 @@ class ProcessDevice:
             return info.local_rank
         if info.role == SERVER:
             return info.num_workers + info.server_index
-        return _place_on_machine(info)
+        return info.index_on_machine
 
     @property
     def root_device(self) -> torch.device:
@@ -69,10 +69,3 @@ class ProcessDevice:
                 f"FleetStrategy: rank {self.local_rank} of this machine has no GPU: there are {there}. Start at most "
                 "one rank for each, or set FLEET_DEVICE=cpu and say Trainer(accelerator='cpu')"
             )
-
-
-def _place_on_machine(info: RoleInfo) -> int:
-    """A worker's index among those on its host; its index in the job if the hosts are unknown."""
-    hosts = [endpoint.rpartition(":")[0] for endpoint in info.worker_endpoints]
-    index = info.worker_index
-    return hosts[:index].count(hosts[index]) if hosts else index

@@ -58,6 +58,13 @@ class RoleInfo:
         return self.min_workers > 0
 
     @property
+    def index_on_machine(self) -> int:
+        """A worker's index among those on its host; its index in the job if the hosts are unknown."""
+        hosts = [endpoint.rpartition(":")[0] for endpoint in self.worker_endpoints]
+        index = self.worker_index
+        return hosts[:index].count(hosts[index]) if hosts else index
+
+    @property
     def num_servers(self) -> int:
         return max(1, len(self.server_endpoints))
 

@@ -1,12 +1,13 @@
 """Role makers: the role of a process, from its environment or set in its script.
 
 No other module reads roles from the environment. Other variables are read where they are used, such as FLEET_DEVICE in
-collective/world.py.
+base/own_device.py.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,36 @@ from torchfleet.base.role.process_settings import loss_of, process_settings
 from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
 
 
-class PaddleCloudRoleMaker:
+class AskedRole(ABC):
+    """The questions that scripts of Paddle ask a role maker; `fleet` answers the same after fleet.init."""
+
+    @abstractmethod
+    def read(self) -> RoleInfo:
+        """The role. Raises RoleError if it is not defined unambiguously."""
+
+    def is_server(self) -> bool:
+        return self.read().role == SERVER
+
+    def is_worker(self) -> bool:
+        return not self.is_server()
+
+    def is_first_worker(self) -> bool:
+        return self.is_worker() and self.worker_index() == 0
+
+    def worker_index(self) -> int:
+        return self.read().worker_index
+
+    def server_index(self) -> int:
+        return self.read().server_index
+
+    def worker_num(self) -> int:
+        return self.read().num_workers
+
+    def server_num(self) -> int:
+        return self.read().num_servers
+
+
+class PaddleCloudRoleMaker(AskedRole):
     """The role from the environment: FLEET_* variables, or Paddle's names unchanged.
 
     FLEET_ROLE (WORKER | SERVER)            TRAINING_ROLE (TRAINER | PSERVER)
@@ -63,7 +93,7 @@ def is_collective_job(environment: Mapping[str, str] | None = None) -> bool:
     return not any(found.get(name) for name in servers) and any(found.get(name) for name in ranks)
 
 
-class UserDefinedRoleMaker:
+class UserDefinedRoleMaker(AskedRole):
     """A role set in code; the names are Paddle's."""
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchfleet.base.errors import StrategyError, UnknownKeyError
 from torchfleet.base.strategy.fields import Field, Fields, unknown
+from torchfleet.base.strategy.paddle_fields import reasons
 
 OwnConfigs = TypeVar("OwnConfigs", bound="Configs")
 
@@ -25,6 +26,7 @@ class Configs(Fields, Mapping[str, Any]):
     def __init_subclass__(cls, name: str, aliases: Mapping[str, str] | None = None) -> None:
         super().__init_subclass__()
         cls._NAME, cls._ALIASES = name, aliases or {}
+        cls._PADDLE_NAMES = reasons(name)
 
     def __init__(self, given: Mapping[str, Any] | None = None, /) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Configs(Fields, Mapping[str, Any]):
         return f"{self._NAME}['{name}']"
 
     def _unknown(self, name: str) -> str:
-        return unknown(self._NAME, name, sorted({**self._FIELDS, **self._ALIASES}))
+        return unknown(self._NAME, name, sorted({**self._FIELDS, **self._ALIASES}), self._PADDLE_NAMES)
 
     def _assign(self, name: str, value: Any) -> None:
         raise StrategyError(

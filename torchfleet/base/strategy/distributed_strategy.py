@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from torchfleet.base.strategy.collective_fields import (
 from torchfleet.base.strategy.configs import Configs, aliases_of
 from torchfleet.base.strategy.execution import ObjectFields
 from torchfleet.base.strategy.fields import fields_of
+from torchfleet.base.strategy.paddle_fields import OLD_FIELDS, reasons
 from torchfleet.base.strategy.server_fields import ACTS_IN, SHARED_KEYS, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
@@ -85,6 +86,9 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`.
     docs/collective/README.md explains which to choose.
     """
+
+    _OWN = ("_used_by",)
+    _PADDLE_NAMES: ClassVar[Mapping[str, str]] = {**reasons(""), **OLD_FIELDS}
 
     def __init__(self, /, **fields: Any) -> None:
         self._used_by = ""

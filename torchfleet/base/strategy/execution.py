@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torchfleet.base.errors import StrategyError
-from torchfleet.base.strategy.fields import Field, Fields, unknown
+from torchfleet.base.strategy.fields import Field, Fields
+from torchfleet.base.strategy.paddle_fields import reasons
 
 OwnObject = TypeVar("OwnObject", bound="ObjectFields")
 
@@ -27,9 +28,6 @@ class ObjectFields(Fields):
 
     def _where(self, name: str) -> str:
         return f"{type(self).__name__}.{name}"
-
-    def _unknown(self, name: str) -> str:
-        return unknown(type(self).__name__, name, self._FIELDS)
 
 
 class ObjectField(Field[OwnObject]):
@@ -59,13 +57,15 @@ _GRAPHS = "eager PyTorch has no graph of operators to change; torch.compile choo
 class BuildStrategy(ObjectFields):
     """Operator fusion. Any of the first five compiles the model with torch.compile, which fuses what it can."""
 
+    _PADDLE_NAMES = reasons("build_strategy")
+
     fuse_elewise_add_act_ops = Field(False)
     fuse_bn_act_ops = Field(False)
     fuse_bn_add_act_ops = Field(False)
     fuse_relu_depthwise_conv = Field(False)
     allow_cuda_graph_capture = Field(False)  # also launch the kernels as one CUDA graph
     fuse_all_optimizer_ops = Field(False)  # the optimizer's own fused or foreach kernels
-    fuse_broadcast_ops = Field(False, only="DistributedDataParallel broadcasts first values in one go already")
+    fuse_broadcast_ops = Field(False)  # first values are broadcast in one go with either value
     enable_inplace = Field(False, only=_GRAPHS)
     memory_optimize = Field(False, only=_GRAPHS)
     enable_addto = Field(False, only=_GRAPHS)

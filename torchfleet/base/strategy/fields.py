@@ -130,6 +130,8 @@ class Fields:
     """
 
     _FIELDS: ClassVar[Mapping[str, Key[Any]]] = {}
+    _OWN: ClassVar[tuple[str, ...]] = ()  # attributes that are no fields
+    _PADDLE_NAMES: ClassVar[Mapping[str, str]] = {}  # names in Paddle that are no fields here → what to use instead
 
     def __init_subclass__(cls) -> None:
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Key)}
@@ -151,7 +153,7 @@ class Fields:
             raise UnknownFieldError(self._unknown(name))
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if not name.startswith("_") and name not in self._FIELDS:
+            if name not in self._FIELDS and name not in self._OWN:
                 raise StrategyError(self._unknown(name))
             object.__setattr__(self, name, value)
 
@@ -165,7 +167,7 @@ class Fields:
 
     def _unknown(self, name: str) -> str:
         """The text of an error about a name that is not a field."""
-        return unknown(type(self).__name__, name, sorted(self._FIELDS))
+        return unknown(type(self).__name__, name, sorted(self._FIELDS), self._PADDLE_NAMES)
 
 
 def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
@@ -173,9 +175,11 @@ def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
     return owner._FIELDS
 
 
-def unknown(where: str, name: object, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name: the nearest one, or all of them if none is near."""
-    names = list(known)
-    near = get_close_matches(str(name), names, n=1)
+def unknown(where: str, name: object, known: Iterable[str], instead: Mapping[str, str]) -> str:
+    """The text of an error about an unknown name. `instead`: names in Paddle → what to use here. Otherwise it gives the
+    nearest name, or all of them if none is near.
+    """
+    names, text = list(known), str(name)
+    near = get_close_matches(text, names, n=1)
     advice = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(names)}"
-    return f"{where} has no field '{name}'; {advice}"
+    return f"{where} has no field '{name}'; {instead.get(text.lstrip('_'), advice)}"

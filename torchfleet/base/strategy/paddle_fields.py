@@ -6,18 +6,18 @@ here. Where the default differs between versions of Paddle, each default is acce
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Absent(NamedTuple):
-    """A field that torchfleet does not have, and its defaults in Paddle. () is a repeated field without elements."""
-
-    defaults: tuple[Any, ...]
-    reason: str
+from torchfleet.base.paddle_names import Absent
 
 
 def _each(reason: str, **defaults: Any) -> dict[str, Absent]:
     return {name: Absent((value,), reason) for name, value in defaults.items()}
+
+
+def reasons(where: str) -> dict[str, str]:
+    """Why torchfleet does not have a field of Paddle's message `where`, or what to use instead, by field."""
+    return {name: absent.reason for name, absent in ABSENT.get(where, {}).items()}
 
 
 # Common fields whose default in Paddle is not available here or would enable something. Paddle writes defaults out,
@@ -111,10 +111,27 @@ ABSENT: dict[str, dict[str, Absent]] = {
         free_grads_in_comm=False, enable_fuse_optimizer_states=False,
     ),
     "build_strategy": {
+        **_each("use sharding: each rank then updates its share of the parameters", reduce_strategy=0),
         **_each(_GRAPH, enable_backward_optimizer_op_deps=True, cache_runtime_context=False, enable_auto_fusion=False,
-                fix_op_run_order=False, reduce_strategy=0, fuse_gemm_epilogue=False, fused_attention=False,
+                fix_op_run_order=False, fuse_gemm_epilogue=False, fused_attention=False,
                 fused_feedforward=False, fuse_dot_product_attention=False, fuse_resunit=False),
         **_each("use torch.cuda.graphs in the script", allow_cuda_graph_capture=False),
         **_each("use TORCH_LOGS=graph_code to see compiled graphs", debug_graphviz_path=""),
     },
 }  # fmt: skip
+
+# Fields of the strategies before DistributedStrategy (Paddle 1.5 to 1.8).
+OLD_FIELDS = {
+    "sync_mode": "a_sync=False is sync_mode=True; or give a fleet.DistributeTranspilerConfig",
+    "geo_sgd_mode": "geo is a_sync=True with a_sync_configs={'k_steps': N}",
+    "geo_sgd_need_push_nums": "a_sync_configs={'k_steps': N}, with a_sync=True",
+    "runtime_split_send_recv": "nothing: workers always send through a communicator",
+    "use_local_sgd": "localsgd=True",
+    "use_amp": "amp=True",
+    "amp_loss_scaling": "amp_configs={'init_loss_scaling': N}",
+    "forward_recompute": "recompute=True",
+    "recompute_checkpoints": "recompute_configs={'checkpoints': [names of modules]}",
+    "use_dgc": "dgc=True",
+    "exec_strategy": "execution_strategy",
+    "fuse_all_optimizer_ops": "build_strategy={'fuse_all_optimizer_ops': True}",
+}

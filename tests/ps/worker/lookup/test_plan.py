@@ -170,6 +170,17 @@ def test_momentum_and_weight_decay_on_rows_are_refused_with_the_way_out(
         plan_of(Pair(SparseEmbedding(2)), lambda model: make(list(model.parameters())))
 
 
+def test_adamw_decays_rows_in_a_group_of_their_own() -> None:
+    """AdamW decays by default, so that its default must be of use on rows."""
+
+    def apart(model: Pair, **rows: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": model.left.parameters(), **rows}, {"params": model.out.parameters()}])
+
+    assert plan_of(Pair(SparseEmbedding(2)), apart).sparse["left"].spec.rule.weight_decay == 0.01
+    none = plan_of(Pair(SparseEmbedding(2)), lambda model: apart(model, row_weight_decay=0.0))
+    assert none.sparse["left"].spec.rule.weight_decay == 0.0
+
+
 def test_a_float64_parameter_is_named() -> None:
     with pytest.raises(ModelError, match=naming("'out.weight'", "torch.float64", "float32", "model.float()")):
         plan_of(Pair(SparseEmbedding(2)).double())

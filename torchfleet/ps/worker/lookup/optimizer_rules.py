@@ -46,8 +46,17 @@ def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule
     return msgspec.structs.replace(rule, lr=float(group["lr"]), weight_decay=float(decay))
 
 
-def needs_row_decay(rule: Rule, group: dict[str, Any]) -> bool:
-    """Whether a group's weight_decay would act on rows. It is meant for every step, so rows need a separate setting."""
+def needs_row_decay(rule: Rule, group: dict[str, Any], is_apart: bool) -> bool:
+    """Whether a group's weight_decay would act on rows that need a separate setting, since it is meant for every step.
+
+    AdamW decays by default and apart from the gradients: in a group of rows alone (`is_apart`), its decay acts on the
+    rows that an update touches.
+    """
+    return has_plain_decay(rule, group) and not (is_apart and rule.decoupled_decay)
+
+
+def has_plain_decay(rule: Rule, group: dict[str, Any]) -> bool:
+    """Whether rows decay by the optimizer's weight_decay, without a row_weight_decay in their group."""
     return rule.weight_decay > 0 and "row_weight_decay" not in group
 
 

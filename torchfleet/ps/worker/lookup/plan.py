@@ -148,7 +148,7 @@ def make_share(
         for parameter in group["params"]:
             _check_parameter(parameter, names, owners, others)
             if id(parameter) in owners:
-                _add_sparse(plan, owners[id(parameter)], embeddings, optimizer, group, num_servers)
+                _add_sparse(plan, owners, owners[id(parameter)], embeddings, optimizer, group, num_servers)
             elif parameter.requires_grad:
                 dense.append(parameter)
         if dense:
@@ -204,6 +204,7 @@ def _check_parameter(
 
 def _add_sparse(
     plan: Plan,
+    owners: dict[int, str],
     name: str,
     embeddings: dict[str, list[SparseEmbedding]],
     optimizer: torch.optim.Optimizer,
@@ -217,7 +218,8 @@ def _add_sparse(
             )
         return
     rule = row_rule_of(optimizer, group)
-    refused = rule.row_rule.refused_on_rows(rule) or ("weight_decay" if needs_row_decay(rule, group) else "")
+    is_apart = all(id(parameter) in owners for parameter in group["params"])
+    refused = rule.row_rule.refused_on_rows(rule) or ("weight_decay" if needs_row_decay(rule, group, is_apart) else "")
     if refused:
         decay = " Or give the group 'row_weight_decay', which acts on the rows that an update touches (0: on none)."
         raise ModelError(
