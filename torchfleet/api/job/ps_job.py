@@ -129,7 +129,7 @@ class ParameterServerJob(JobSetup):
                 raise FleetError(
                     "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
                 )
-            self._worker.communicator.refresh()
+            self._worker.communicator.flush()
             return
         if dirname is None:
             raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")

@@ -97,7 +97,16 @@ class WorkerRole:
         self.communicator.start()
         self.status.write(now=True)
 
-    def barrier(self, what: str = "fleet.barrier_worker()", name: str = "workers") -> None:
+    def barrier(self, what: str = "fleet.barrier_worker()") -> None:
+        """Wait for all other workers, with everything that they have learned: after it all have the servers' network."""
+        is_exchanged = not isinstance(self.communicator, WholeTables)  # whose arrays change with their own flush
+        if is_exchanged:
+            self.communicator.hand_over()
+        self._wait_for_all(what)
+        if is_exchanged:
+            self.communicator.flush()
+
+    def _wait_for_all(self, what: str, name: str = "workers") -> None:
         if self._membership is not None:
             self._membership.check()
         self.meet(what)
@@ -256,7 +265,7 @@ class WorkerRole:
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
-        meet = partial(self.barrier, "load_state_dict()", "load_state_dict")
+        meet = partial(self._wait_for_all, "load_state_dict()", "load_state_dict")
         servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)

@@ -84,7 +84,7 @@ class WholeTables(Communicator):
         """Wait until the differences of all rows are on the servers (`share` of each), and others' changes are here."""
         self._exchange(whole=False)
 
-    settle = refresh = flush
+    settle = flush
 
     def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
         return slices(None, self.values[table][:, : self._sizes[table][1]])
@@ -98,6 +98,8 @@ class WholeTables(Communicator):
     def finish(self) -> None:
         """Flush, with differences sent whole: then the servers have everything that this worker has learned."""
         self._exchange(whole=True)
+
+    hand_over = finish
 
     def stop(self) -> None:
         try:
