@@ -222,6 +222,9 @@ class ParameterServerJob(JobSetup):
     def changed_settings(self) -> dict[str, Any]:
         return {} if self.strategy is None else self.strategy.differences()
 
+    def complete_saves(self) -> list[str]:
+        return self.worker.complete_saves()
+
     def stop(self) -> dict[str, Any]:
         """Send queued gradients and leave the servers. Worker 0 prints the staleness of the rows over all workers."""
         final = self.worker.stop()
