@@ -150,7 +150,7 @@ def test_the_last_save_of_a_worker_that_ends_first_has_all_steps(case: str, tmp_
 
     def body(part: Part) -> list[str]:
         for number, batch in enumerate(jobs.worker_batches(part.index, STEPS[part.index])):
-            if part.index == 1 and number == 6 or part.index == 2 and number == 1 and case != "sync":
+            if (part.index == 1 and number == 6) or (part.index == 2 and number == 1 and case != "sync"):
                 assert is_saved.wait(jobs.SECONDS)
             part.step(batch)
         if part.index:
@@ -172,7 +172,9 @@ def test_the_last_save_of_a_worker_that_ends_first_has_all_steps(case: str, tmp_
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "half_async"])
-def test_a_save_between_steps_waits_for_no_worker_and_one_after_a_barrier_is_made_once(mode: str, tmp_path: Path) -> None:
+def test_a_save_between_steps_waits_for_no_worker_and_one_after_a_barrier_is_made_once(
+    mode: str, tmp_path: Path
+) -> None:
     def body(part: Part) -> list[str]:
         for number, batch in enumerate(jobs.worker_batches(part.index, 4)):
             part.step(batch)

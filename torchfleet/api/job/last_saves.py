@@ -33,7 +33,7 @@ class LastSave:
 
 
 class LastSaves:
-    """Saves after the last step of this worker, made while other workers had not stopped."""
+    """Saves after the last step of this worker, made while other workers had not stopped, or it had not sent all."""
 
     def __init__(self, client: Client, info: RoleInfo, sync_timeout: float) -> None:
         """`sync_timeout`: seconds to wait for a worker that the servers have not heard of, or no longer hear of."""
@@ -41,13 +41,15 @@ class LastSaves:
         self._step = 0
         self._saves: dict[str, LastSave] = {}  # by path
 
-    def note(self, step: int, path: str, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> None:
-        """A save was made to `path` after `step` steps of this worker."""
+    def note(
+        self, step: int, path: str, dirname: str, kind: Kind, extra: Mapping[str, Any] | None, has_rest: bool
+    ) -> None:
+        """A save was made to `path` after `step` steps of this worker. `has_rest`: the worker has not sent all of them."""
         if step != self._step:
             self._step, self._saves = step, {}
         servers = self._client.stats()
         self._saves.pop(path, None)
-        if _at_work(servers, self._info.worker_index):
+        if has_rest or _at_work(servers, self._info.worker_index):
             self._saves[path] = LastSave(dirname, kind, extra, _updates(servers))
 
     def after(self, step: int) -> list[LastSave]:

@@ -100,7 +100,7 @@ class WorkerRole:
         self.status.write(now=True)
 
     def barrier(self, what: str = "fleet.barrier_worker()") -> None:
-        """Wait for all other workers, with everything that they have learned: after it all have the servers' network."""
+        """Hand over what this worker has learned, and wait for all others: then all have the servers' network."""
         is_exchanged = not isinstance(self.communicator, WholeTables)  # whose arrays change with their own flush
         if is_exchanged:
             self.communicator.hand_over()
@@ -169,7 +169,8 @@ class WorkerRole:
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(storage.path)
         if self._membership is not None:
-            self._last_saves.note(self.communicator.num_steps, storage.path, dirname, kind, extra)
+            has_rest = self.communicator.keeps_rest
+            self._last_saves.note(self.communicator.num_steps, storage.path, dirname, kind, extra, has_rest)
         return saved
 
     def complete_saves(self) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-import zmq.utils.garbage  # imported by the first large message otherwise; exit handlers run in reverse order (prepare_job)
+import zmq.utils.garbage  # now, not with the first large message: its exit handler must run after ours
 
 from torchfleet.base.errors import FleetError, ServerBusy, WireError
 from torchfleet.ps.net.admission_desk import AdmissionDesk

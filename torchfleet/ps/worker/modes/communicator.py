@@ -69,6 +69,7 @@ class Communicator(ABC):
     has_threads = False  # several threads are training now
     steps_together = False  # a step of one worker is a step of several
     steps_here = False  # dense parameters are stepped in this process, not by the servers
+    keeps_rest = False  # a flush sends a part of what this worker has learned, and `stop` the rest
     takes_threads = True  # several threads of a worker may train at once
     alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # held by a thread that hands over a step
 

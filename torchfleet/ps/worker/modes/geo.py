@@ -40,6 +40,7 @@ class Geo(Communicator):
     """One training thread at a time accesses tables and base; a background thread exchanges differences and replies."""
 
     steps_here = True
+    keeps_rest = True
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class WholeTables(Communicator):
     """`values[table]`: (rows, at least dim) float32, zeros beyond dim. `changes[table]`: add 1 after every change."""
 
     takes_threads = False
+    keeps_rest = True
 
     def __init__(
         self,
