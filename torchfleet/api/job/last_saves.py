@@ -44,7 +44,7 @@ class LastSaves:
     def note(
         self, step: int, path: str, dirname: str, kind: Kind, extra: Mapping[str, Any] | None, has_rest: bool
     ) -> None:
-        """A save was made to `path` after `step` steps of this worker. `has_rest`: the worker has not sent all of them."""
+        """A save was made to `path` after `step` steps of this worker. `has_rest`: it has not sent all."""
         if step != self._step:
             self._step, self._saves = step, {}
         servers = self._client.stats()
