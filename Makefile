@@ -41,7 +41,7 @@ demo: $(VENV)/.run
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 # In a fresh checkout: the servers' kernels are compiled once, by one process. All processes of the tests would do it.
-KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import warm_up; warm_up()"
+KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import compile_all; compile_all()"
 
 test: setup
 	$(KERNELS)
@@ -70,8 +70,8 @@ test-long: setup
 test-install: setup
 	$(RUN) -m pytest -m install -n 0
 
-# Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
-FLEETS := integration examples launch benchmarks collective ecosystem
+# Without whole fleets and ranks, applications, and tests of more than two seconds: three quarters of the tests.
+FLEETS := integration examples launch benchmarks collective ecosystem apps
 quick: setup
 	$(KERNELS)
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)

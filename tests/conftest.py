@@ -94,6 +94,21 @@ def compilers_are_back() -> Iterator[None]:
         recorder._remove_owner(number)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A later test of this process would take a group that a test leaves for its own."""
+    was_there = _has_group()
+    yield
+    if _has_group() and not was_there:
+        sys.modules["torch.distributed"].destroy_process_group()
+        pytest.fail("the test has left a process group of torch.distributed")
+
+
+def _has_group() -> bool:
+    found = sys.modules.get("torch.distributed")
+    return found is not None and found.is_available() and bool(found.is_initialized())
+
+
 def _is_server(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "torchfleet" in " ".join(process.cmdline())

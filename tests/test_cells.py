@@ -188,8 +188,6 @@ def test_reset_of_a_worker_whose_servers_are_gone_says_so_and_ends(capsys: pytes
 
 
 def test_a_collective_cell_can_be_run_again_with_its_own_model() -> None:
-    if dist.is_initialized():  # perhaps by an earlier test of this process: which one is not known
-        dist.destroy_process_group()
     model: torch.nn.Module = torch.nn.Linear(3, 1)
     for _ in range(3):
         fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"}))

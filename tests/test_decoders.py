@@ -25,6 +25,7 @@ def targets() -> Iterator[dict[str, Target]]:
         yield {target.name: target for target in all_targets(Path(folder))}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("decoders")
 def test_no_decoder_raises_what_it_does_not_declare(targets: dict[str, Target]) -> None:
     found = {name: Search(target).go_on(NUM) for name, target in targets.items()}

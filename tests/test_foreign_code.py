@@ -86,6 +86,7 @@ EXCEPTIONS = {
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",
     ("ps/net/long_messages.py", "ctypes.CDLL"): "libzmq, as pyzmq has loaded it",
     ("ps/server/process.py", "subprocess.Popen"): "a server of our own",
+    ("ps/server/warm.py", "subprocess.Popen"): "a compiler of our own kernels",
     ("launch/simulate/forks.py", "runpy.run_path"): "the user's training script",
     ("launch/simulate/forks.py", "runpy.run_module"): "the user's training module",
     ("launch/simulate/forks.py", "os.fork"): "simulated processes",
@@ -157,6 +158,7 @@ def _is_safe_load(name: str, options: dict[str | None, str]) -> bool:
     return (name == "torch.load" and options.get("weights_only") == "True") or name in ("numpy.load", "np.load")
 
 
+@pytest.mark.slow
 def test_no_module_can_run_code_out_of_data_and_every_exception_is_needed() -> None:
     wrong, called = {}, set()
     for path in FILES:
@@ -212,6 +214,7 @@ def test_the_check_lets_honest_code_pass(line: str) -> None:
     assert not offences(ast.parse(line))
 
 
+@pytest.mark.slow
 def test_a_server_under_fuzzed_messages_runs_nothing_and_writes_in_its_folder_only(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "audited_server.py"), str(tmp_path / "own"), "6000"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}

@@ -42,6 +42,7 @@ def test_a_block_of_python_runs_as_it_is(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_runs_with_servers_and_workers(folder: Path) -> None:
     line = next(line for line in LINES if line.startswith("fleetrun --server_num 2 --worker_num 2 train.py"))
     with forked_fleetrun(folder / "log", *arguments_of(line)[1:], PYTHONPATH=str(ROOT)) as job:

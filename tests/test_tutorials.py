@@ -59,6 +59,7 @@ def test_the_index_lists_every_page_and_each_is_followed() -> None:
     assert set(listed) == written == {*FIGURES, "cluster"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_of_clusters_writes_what_they_take(folder: Path) -> None:
     kubernetes_validate = imported("kubernetes_validate")

@@ -91,6 +91,7 @@ def arrows() -> dict[str, set[str]]:
     return {module: {to for name in imports_of(file) for to in targets(name)} for module, file in MODULES.items()}
 
 
+@pytest.mark.slow
 def test_a_module_imports_only_the_parts_below_it() -> None:
     """What only a type checker imports counts too."""
     height = {part: floor for floor, part in enumerate((*PARTS, TOP))}
@@ -132,6 +133,7 @@ def test_no_folder_holds_only_one_or_two_modules() -> None:
     assert not small
 
 
+@pytest.mark.slow
 def test_what_a_bare_server_needs_imports_no_torch() -> None:
     """By the text of its modules, and by what a process has loaded that can serve, log, replicate and save."""
     bare = [file for module, file in MODULES.items() if part_of(module) in WITHOUT_TORCH]

@@ -64,6 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
     return folder, trained(folder, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["full", "small"])
 def test_scores_are_those_of_the_training_job(kind: str, num_servers: int, tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_bags_padding_and_every_kind_of_lookup_come_back(tmp_path: Path) -> None
             assert torch.equal(model(batch), scores)
 
 
+@pytest.mark.slow
 def test_it_works_in_a_plain_process(saved: tuple[str, torch.Tensor]) -> None:
     output = jobs.command([SCRIPT, f"{saved[0]}/small"], 60)
     bits = bytes.fromhex(next(line for line in output.splitlines() if line.startswith("scores ")).split()[1])

@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -44,18 +45,19 @@ class Stream(IterableDataset[int]):
         return self.num
 
 
-def epochs(make: Callable[[], DataLoader[Any]], num: int, num_epochs: int = 1) -> list[list[list[int]]]:
-    """By worker: its batches. Each worker has other random numbers, as processes have."""
+def epochs(
+    make: Callable[[], DataLoader[Any]], num: int, num_epochs: int = 1, each_pass: bool = True
+) -> list[list[list[int]]]:
+    """By worker: its batches. Each worker has other random numbers, as processes have: worker 0 begins with seed 0."""
     found = []
-    told: list[bytes] = []
+    told: dict[str, bytes] = {}
 
-    def agree(data: bytes) -> bytes:
-        told.append(data)
-        return told[0]
+    def agree(name: str, data: bytes) -> bytes:
+        return told.setdefault(name, data)
 
     for index in range(num):
         torch.manual_seed(index)
-        loader = shared_loader(make(), index, num, agree)
+        loader = shared_loader(make(), index, num, agree, each_pass)
         batches = [torch.as_tensor(batch).reshape(-1).tolist() for _ in range(num_epochs) for batch in loader]
         assert len(batches) == len(loader) * num_epochs
         found.append(batches)
@@ -78,6 +80,85 @@ def test_a_round_of_all_workers_is_a_batch_of_a_loader_with_as_many_samples(num:
     found = epochs(lambda: loader(4), num, 2)
     assert rounds(found) == expected
     assert len({len(worker[-1]) for worker in found}) <= 2
+
+
+WEIGHTS = [1.0] * 20 + [0.0] * 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda size: {"batch_size": size, "shuffle": True},
+        lambda size: {"batch_size": size, "sampler": RandomSampler(Numbers(27), replacement=True, num_samples=70)},
+        lambda size: {"batch_size": size, "sampler": WeightedRandomSampler(WEIGHTS, 27)},
+        lambda size: {"batch_size": size, "sampler": SubsetRandomSampler(range(3, 25))},
+        lambda size: {"batch_sampler": BatchSampler(RandomSampler(Numbers(27)), size, False)},
+        lambda size: {"batch_size": size, "shuffle": True, "num_workers": 1},
+    ],
+    ids=["shuffle", "replacement", "weights", "subset", "batch sampler", "processes"],
+)
+def test_without_a_generator_the_order_is_that_of_plain_torch_with_the_seed_of_worker_0(options: Any) -> None:
+    """In every epoch, and though workers draw other random numbers in between."""
+    torch.manual_seed(0)
+    alone = DataLoader(Numbers(27), **options(8))
+    expected = [batch.tolist() for _ in range(3) for batch in alone]
+    found = epochs(lambda: DataLoader(Numbers(27), **options(4)), 2, 3)
+    assert rounds(found) == expected
+
+
+def test_random_numbers_that_the_script_draws_count_as_in_plain_torch() -> None:
+    """Worker 0's do, and are not disturbed; those of worker 1 are its own."""
+
+    def drawn(loader: Any) -> list[list[int]]:
+        return [
+            [*torch.randint(1000, (3,)).tolist(), *(x for batch in loader for x in batch.tolist())] for _ in range(3)
+        ]
+
+    torch.manual_seed(0)
+    expected = drawn(DataLoader(Numbers(8), 4, shuffle=True))
+    told: dict[str, bytes] = {}
+    torch.manual_seed(0)
+    first = drawn(shared_loader(DataLoader(Numbers(8), 2, shuffle=True), 0, 2, told.setdefault))
+    torch.manual_seed(1)
+    own = torch.randint(1000, (3,)).tolist()
+    torch.manual_seed(1)
+    other = drawn(shared_loader(DataLoader(Numbers(8), 2, shuffle=True), 1, 2, told.setdefault))
+    assert [one[:3] for one in first] == [one[:3] for one in expected]
+    assert [sorted(a[3:] + b[3:]) for a, b in zip(first, other, strict=True)] == [list(range(8))] * 3
+    assert [a[3:5] + b[3:5] for a, b in zip(first, other, strict=True)] == [one[3:7] for one in expected]
+    assert other[0][:3] == own
+
+
+def test_workers_that_do_not_wait_for_each_other_agree_once() -> None:
+    names: list[str] = []
+
+    def agree(name: str, data: bytes) -> bytes:
+        names.append(name)
+        return bytes(data)
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    loaders = []
+    for index in range(2):
+        torch.set_rng_state(state)
+        loaders.append(shared_loader(DataLoader(Numbers(26), 4, shuffle=True), index, 2, agree, False, "films"))
+    torch.manual_seed(5)
+    passes = [[x for batch in loader for x in batch.tolist()] for loader in loaders for _ in range(2)]
+    assert names == ["films, pass 0"] * 2
+    for first, other in ((0, 2), (1, 3)):
+        assert sorted(passes[first] + passes[other]) == list(range(26))
+    assert passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_samples_are_dealt_out_evenly_to_one_sample(num: int) -> None:
+    """Also where the last round has all of its batches, and the last one is short."""
+    for total in range(1, 40):
+        found = epochs(lambda total=total: DataLoader(Numbers(total), 4), num)
+        counts = [sum(map(len, worker)) for worker in found]
+        assert max(counts) - min(counts) <= 1, (total, counts)
+        assert {len(worker) for worker in found} == {-(-total // (4 * num))}
+        assert sorted({x for worker in found for batch in worker for x in batch}) == list(range(total))
 
 
 @pytest.mark.parametrize(
@@ -114,21 +195,11 @@ def test_drop_last_keeps_its_meaning() -> None:
     assert rounds(found) == [list(range(start, start + 8)) for start in (0, 8, 16)]
 
 
-def test_a_weighted_sampler_draws_alike_on_all_workers() -> None:
-    weights = [1.0] * 10 + [0.0] * 10
-    alone = list(WeightedRandomSampler(weights, 12, generator=torch.Generator().manual_seed(0)))
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(Numbers(20), 3, sampler=WeightedRandomSampler(weights, 12))
-
-    assert sorted(number for taken in rounds(epochs(make, 2)) for number in taken) == sorted(alone)
-
-
 def test_a_loader_that_is_shared_already_stays_as_it_is() -> None:
     numbers = Numbers(10)
     loader = DataLoader(numbers, 2, sampler=DistributedSampler(numbers, 2, 1))
-    assert shared_loader(loader, 1, 2, bytes) is loader
-    assert shared_loader(alone := DataLoader(numbers), 0, 1, bytes) is alone
+    assert shared_loader(loader, 1, 2, {}.setdefault) is loader
+    assert shared_loader(alone := DataLoader(numbers), 0, 1, {}.setdefault) is alone
 
 
 def test_a_loader_of_another_class_is_refused() -> None:
@@ -136,4 +207,4 @@ def test_a_loader_of_another_class_is_refused() -> None:
         pass
 
     with pytest.raises(FleetError, match=naming("Own", "fleet.data_shard", "fleet.prefetch")):
-        shared_loader(Own(Numbers(3)), 0, 2, bytes)
+        shared_loader(Own(Numbers(3)), 0, 2, {}.setdefault)

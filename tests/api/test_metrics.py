@@ -136,6 +136,7 @@ def test_there_is_one_bin_more_than_thresholds_and_probability_one_is_in_the_las
     assert neg[0] == 1
 
 
+@pytest.mark.slow
 def test_more_thresholds_come_closer_to_the_exact_area() -> None:
     logits, labels = batch(3, 20_000)
     exact = oracle.roc_auc_score(labels, logits)

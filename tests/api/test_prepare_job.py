@@ -39,6 +39,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def predicted_by_torch() -> torch.Tensor:
     """Batches of 16 are what two workers see together."""
     parts = plain_parts(16)
+    torch.manual_seed(0)
     train(*parts)
     return parts[0](IDS).detach()
 
@@ -69,6 +70,7 @@ def test_a_script_in_one_process_stops_its_worker_at_the_end(tmp_path: Path) -> 
     torch.testing.assert_close(fleet.load_inference_model(saved, Model())(IDS), predicted_by_torch())
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path) -> None:
     """A real interpreter: what it does at its end after an error is what counts here."""
     command = [sys.executable, SCRIPT, "--model", str(tmp_path), "--fail"]
@@ -104,6 +106,7 @@ def test_fifty_scripts_that_end_by_themselves_lose_no_push(mode: str, tmp_path: 
 
 def on_a_rank() -> dict[str, Any]:
     parts = fleet.prepare(*plain_parts(8))
+    torch.manual_seed(fleet.worker_index())
     train(*parts)
     found = {"out": parts[0](IDS).detach(), "length": len(parts[2])}
     fleet.stop_worker()

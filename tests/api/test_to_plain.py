@@ -72,6 +72,7 @@ def strange(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return torch.cat([ids[:, :2], ids[:, :1] + 1000], dim=1), torch.where(values == 5, 12345, values), offsets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_plain_model_predicts_what_the_model_does_and_has_nothing_of_servers(mode: str, tmp_path: Path) -> None:
     with one_worker(Slots(), SGD, mode=mode, num_servers=2) as part:
@@ -121,6 +122,7 @@ def test_rows_of_any_ids_learn_and_ids_without_a_row_do_not() -> None:
     assert layer.index(torch.tensor([-4, -3, 0, 8, 9]))[1].tolist() == [False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_exported_by_torch_and_to_onnx(tmp_path: Path) -> None:
     needs("onnx", "onnxscript")
     onnxruntime = imported("onnxruntime")

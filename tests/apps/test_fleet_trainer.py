@@ -79,10 +79,13 @@ def test_it_trains_saves_and_goes_on_as_the_trainer_does(work: Any, tmp_path: Pa
 
 
 def test_merged_gradients_are_clipped_once_and_survive_the_trainers_zero_grad(work: Any, tmp_path: Path) -> None:
-    expected, _ = plain(work, tmp_path / "plain")
+    expected, logged = plain(work, tmp_path / "plain")
     trainer = work.trainer(tmp_path / "fleet", "gradient_merge", work.job.BATCH)
     trainer.train()
     torch.testing.assert_close(work.job.answers(trainer.model), expected, rtol=0, atol=1e-5)
+    norms = [line.get("grad_norm") for line in steps_of(trainer)]
+    assert norms[1::2] == pytest.approx([line["grad_norm"] for line in logged], abs=1e-5)
+    assert norms[::2] == [None, *norms[1:-1:2]], "in between, the norm of the last update; none before the first"
     fleet.stop_worker()
 
 
@@ -92,6 +95,7 @@ def test_merged_gradients_are_clipped_once_and_survive_the_trainers_zero_grad(wo
         ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps=4 gradient_merge=True 'k_steps': 4"),
         ({"bf16": True}, {"amp": True}, "bf16=True amp=True bfloat16"),
         ({"gradient_checkpointing": True}, {"recompute": True}, "gradient_checkpointing=True recompute=True"),
+        ({"max_grad_norm": 0.7}, {"dgc": True}, "max_grad_norm=0.7 dgc=True 'local_grad_clip_norm': 0.7"),
     ],
 )
 def test_what_both_sides_would_do_is_refused(

@@ -16,6 +16,7 @@ PUBLIC = {"torchfleet": "__init__.pyi", "torchfleet.nn": "nn.pyi", "torchfleet.d
 FOLDER = Path(torchfleet.__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_listed_name_is_what_its_module_defines(name: str) -> None:
     module = import_module(name)
@@ -39,6 +40,7 @@ def test_an_error_names_the_nearest_public_name() -> None:
         torchfleet.nn.SparseEmbeding  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_name_is_imported_when_it_is_first_used_and_then_kept() -> None:
     code = """
 import sys, torchfleet as fleet, torchfleet.nn, torchfleet.data

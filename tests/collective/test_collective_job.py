@@ -3,6 +3,7 @@ oracles, and the facade says what does not go together."""
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -198,8 +199,7 @@ def train_autocast(dtype: str, scale: float) -> dict[str, Any]:
     for x, y in batches(STEPS, rank, 2):
         with torch.autocast("cpu", getattr(torch, dtype)):
             output = model(x)
-        output = output.float() if dtype == "float16" else output
-        (F.cross_entropy(output, y) * scale).backward()
+        (F.cross_entropy(output.float(), y) * scale).backward()
         for parameter in model.parameters():
             parameter.grad /= scale
         stepping.step()
@@ -541,10 +541,10 @@ def train_clipped(max_norm: float, kind: str = "momentum", **fields: Any) -> dic
     norms = []
     for x, y in batches(4, rank, size):
         model.train_batch(x, y, F.cross_entropy)
-        stepping.clip_grad_norm_(max_norm)
+        norms.append(float(stepping.clip_grad_norm_(max_norm)))
         stepping.step()
         stepping.zero_grad()
-        norms.append(float(stepping.grad_norm))
+        assert norms[-1] == float(stepping.grad_norm) or math.isnan(norms[-1])
     whole = {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().float().clone()
         for name, parameter in model.named_parameters()
@@ -585,9 +585,36 @@ def test_gradients_are_clipped_by_the_norm_of_all(
     expected = clip_alone(0.05, merge, size=1 if "pipeline" in fields else 2)
     for found in ranks.run(train_clipped, 2, max_norm=0.05, **fields):
         assert found["norms"][merge - 1 :: merge] == pytest.approx(expected["norms"], abs=atol)
+        if merge > 1:  # in between it is the norm of the last update
+            assert math.isnan(found["norms"][0])
+            assert found["norms"][merge] == found["norms"][merge - 1]
         assert_equal(
             {**expected, **found}, {name: value for name, value in expected.items() if name != "norms"}, atol=atol
         )
+
+
+def clip_at_the_wrong_time() -> dict[str, Any]:
+    fleet.init(is_collective=True)
+    model, twin = fleet.distributed_model(make_model()), make_model()
+    stepping, plain = fleet.distributed_optimizer(optimizer_of("momentum", model)), optimizer_of("momentum", twin)
+    (x, y), (other_x, other_y) = batches(2, 0, 1)
+    with pytest.raises(FleetError, match=naming("clip_grad_norm_", "loss.backward()")):
+        stepping.clip_grad_norm_(1.0)
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(FleetError, match=naming("max_norm", wrong)):
+            stepping.clip_grad_norm_(wrong)
+    F.cross_entropy(model(x) * 100, y).backward()
+    assert float(stepping.clip_grad_norm_(0.05)) > 1
+    stepping.zero_grad()  # this batch is left out: the next one is clipped by nothing
+    for net, optimizer in ((model, stepping), (twin, plain)):
+        F.cross_entropy(net(other_x), other_y).backward()
+        optimizer.step()
+    assert_equal(parameters(model.module), parameters(twin), atol=1e-7)
+    return {}
+
+
+def test_clipping_needs_gradients_and_ends_with_them(ranks: Ranks) -> None:
+    ranks.run(clip_at_the_wrong_time, 1)
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,7 @@ def test_slots_shuffle_permutes_these_slots_and_keeps_all_others(
     assert len(before) == len(after) == dataset.get_memory_data_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["id", "words"])
 def test_slots_shuffle_deals_the_values_uniformly(tmp_path: Path, name: str) -> None:
     num, rounds = 6, 400

@@ -216,6 +216,7 @@ def test_nothing_is_lost_or_doubled_and_shares_are_equal(
     assert_dealt(shares, sum(numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(4, 1, 3), (0, 6), (2, 2, 1)])
 def test_it_is_uniform_over_workers_and_positions(numbers: tuple[int, ...]) -> None:
     total, rounds = sum(numbers), 300
@@ -228,6 +229,7 @@ def test_it_is_uniform_over_workers_and_positions(numbers: tuple[int, ...]) -> N
     assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_who_comes_to_which_worker_together_is_uniform_too() -> None:
     """All 20 ways to deal six samples to two workers."""
     counts: dict[tuple[int, ...], int] = {}

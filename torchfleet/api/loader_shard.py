@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from torchfleet.api.shared_order import Agree, SharedOrder
 from torchfleet.base.errors import FleetError
 
 Item = TypeVar("Item")
 
 
-def shared_loader(loader: DataLoader[Any], index: int, num: int, agree: Callable[[bytes], bytes]) -> DataLoader[Any]:
+def shared_loader(
+    loader: DataLoader[Any], index: int, num: int, agree: Agree, each_pass: bool = True, name: str = "a loader"
+) -> DataLoader[Any]:
     """The loader of worker `index` of `num`, with the same batch size, order, collate function and worker processes.
 
-    `agree` returns the bytes of worker 0: the state of the random generator that shuffles samples. All workers must
-    call this together. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
+    `agree` returns the bytes of worker 0, and all workers must call this together. `each_pass`: whether workers meet at
+    the beginning of every pass, for the random numbers of worker 0 at that moment (SharedOrder). `name`: of the loader,
+    for errors. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
     """
     if type(loader) is not DataLoader:
         raise FleetError(
@@ -29,40 +32,56 @@ def shared_loader(loader: DataLoader[Any], index: int, num: int, agree: Callable
     if isinstance(loader.dataset, IterableDataset):
         samples = SampleShard(loader.dataset, index, num)
         return DataLoader(samples, loader.batch_size, drop_last=loader.drop_last, **_options(loader))
-    _agree_on_order(loader, agree)
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    order = SharedOrder(sampler, agree, each_pass, name)
     if loader.batch_sampler is None:
-        order = OrderShard(loader.sampler, index, num)
-        return DataLoader(loader.dataset, batch_size=None, sampler=order, **_options(loader))
-    batches = BatchShard(loader.batch_sampler, index, num)
+        share = OrderShard(_Passes(loader.sampler, order), index, num)
+        return DataLoader(loader.dataset, batch_size=None, sampler=share, **_options(loader))
+    batches = BatchShard(loader.batch_sampler, index, num, order)
     return DataLoader(loader.dataset, batch_sampler=batches, **_options(loader))
 
 
 class BatchShard(Sampler[list[Any]]):
     """Yields the batch at position `index` of every `num` consecutive batches.
 
-    The remaining batches at the end are redistributed by sample, so that all workers have the same number of batches;
-    the last one may be shorter. If fewer samples than workers remain, some samples are used twice. With drop_last,
-    remaining batches are dropped.
+    The samples of the last round are dealt out anew if its batches are not all there or not all full, so that all
+    workers have the same number of batches, and as many samples but for one. If fewer samples than workers remain, some
+    samples are used twice. With drop_last, such a round is dropped.
     """
 
-    def __init__(self, batches: Any, index: int, num: int) -> None:
-        self._batches, self._index, self._num = batches, index, num
+    def __init__(self, batches: Any, index: int, num: int, order: SharedOrder) -> None:
+        self._batches, self._index, self._num, self._order = batches, index, num, order
         self._drops = bool(getattr(batches, "drop_last", False))
+        # a sampler of the user's may have batches of any size, which stay as they are
+        self._size: int = batches.batch_size if type(batches) is BatchSampler else 0
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rest: list[list[Any]] = []
-        for taken in _rounds(self._batches, self._num):
-            rest = taken
-            if len(taken) == self._num:
+        for taken in _rounds(self._order.begin(self._batches), self._num):
+            if len(taken) == self._num and len(taken[-1]) >= self._size:
                 yield taken[self._index]
-        samples = [sample for batch in rest for sample in batch]
-        if not self._drops and len(rest) < self._num and samples:
-            samples = [samples[i % len(samples)] for i in range(max(len(samples), self._num))]
-            start, stop = (place * len(samples) // self._num for place in (self._index, self._index + 1))
-            yield samples[start:stop]
+            elif not self._drops:
+                yield self._share([sample for batch in taken for sample in batch])
+
+    def _share(self, samples: list[Any]) -> list[Any]:
+        samples = [samples[i % len(samples)] for i in range(max(len(samples), self._num))]
+        start, stop = (place * len(samples) // self._num for place in (self._index, self._index + 1))
+        return samples[start:stop]
 
     def __len__(self) -> int:
         return (len(self._batches) + (0 if self._drops else self._num - 1)) // self._num
+
+
+class _Passes:
+    """A sampler whose passes have a shared order."""
+
+    def __init__(self, sampler: Any, order: SharedOrder) -> None:
+        self._sampler, self._order = sampler, order
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._order.begin(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 class _OneOfEvery:
@@ -100,17 +119,6 @@ def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:
             taken = []
     if taken:
         yield taken
-
-
-def _agree_on_order(loader: DataLoader[Any], agree: Callable[[bytes], bytes]) -> None:
-    """Give the sampler worker 0's random state. A sampler without one must yield the same order on all workers."""
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if not hasattr(sampler, "generator"):
-        return
-    if sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(torch.initial_seed())
-    state = agree(sampler.generator.get_state().numpy().tobytes())
-    sampler.generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:

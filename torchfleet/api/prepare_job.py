@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchfleet.api import distributing, job_life, process_role, saves, training_passes
+from torchfleet.api.first_batch import num_lookups
 from torchfleet.api.loader_shard import shared_loader
 from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.tensors.outputs import map_tensors
+from torchfleet.ps.worker.lookup.embedding_choice import Auto
 
 
 class PreparedLoader:
@@ -75,7 +77,8 @@ def prepare(
     fleet.stop_worker.
 
     `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None to follow the environment.
-    `sparse`: as in distributed_model. `dirname`: a saved model to continue from. See docs/prepare.md.
+    `sparse`: as in distributed_model; with a loader, "auto" selects the tables of which a batch leaves most rows
+    untouched. `dirname`: a saved model to continue from. See docs/prepare.md.
     """
     model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
     if not optimizers:
@@ -88,16 +91,16 @@ def prepare(
             )
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
-    made = distributing.distributed_model(model, strategy, sparse)
+    made = distributing.distributed_model(model, strategy, _by_batch(sparse, objects))
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
         follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
         prepared[id(optimizer)] = distributing.distributed_optimizer(optimizer)
     start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
-    for thing in objects:
+    for number, thing in enumerate(objects):
         if isinstance(thing, DataLoader):
-            prepared[id(thing)] = PreparedLoader(shared_loader(thing, *process_role.data_shard(), _of_worker_0), device)
+            prepared[id(thing)] = PreparedLoader(_shared(thing, f"the loader of argument {number + 1}"), device)
         elif isinstance(thing, LRScheduler):
             prepared[id(thing)] = distributing.distributed_scheduler(thing)
     return tuple(prepared[id(thing)] for thing in objects)
@@ -176,5 +179,20 @@ def follow(
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 
 
-def _of_worker_0(data: bytes) -> bytes:
-    return process_role.gather("fleet.prepare", data)[0]
+def _by_batch(sparse: str | int | None, objects: Sequence[Any]) -> str | int | None:
+    """For "auto": what is known of a batch of the first loader."""
+    loader = next((thing for thing in objects if isinstance(thing, DataLoader)), None)
+    if sparse != "auto" or loader is None or process_role.is_collective():
+        return sparse
+    found = num_lookups(loader)
+    return sparse if found is None else Auto(found)
+
+
+def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
+    """This worker's share. Workers that make their steps together meet at the beginning of each pass, too."""
+    each_pass = process_role.mode() in ("sync", "collective")
+    return shared_loader(loader, *process_role.data_shard(), _of_worker_0, each_pass, name)
+
+
+def _of_worker_0(name: str, data: bytes) -> bytes:
+    return process_role.gather(f"fleet.prepare: {name}", data)[0]

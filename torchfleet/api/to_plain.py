@@ -11,6 +11,7 @@ from torchfleet.api import process_role
 from torchfleet.api.plain_layers import KeyedEmbedding, SizedEmbedding
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
+from torchfleet.ps.worker.lookup.converted import as_torch
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 from torchfleet.ps.worker.row_state.whole_rows import WholeRows
@@ -29,10 +30,11 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model in plain torch, with the current values. It needs no servers, trains and exports like any
     module.
 
-    A former torch.nn.Embedding or EmbeddingBag becomes one again, with dense gradients. A SparseEmbedding with a
-    declared size becomes a layer with all of its rows. One without becomes a layer over the ids that have a row; its
-    `ids` gives the index of each. Ids without a row read as zeros, as in prediction. Shared tables stay shared. Any
-    worker may call it. It pulls the rows in slices; a table that does not fit into memory raises an error first.
+    A former torch.nn.Embedding or EmbeddingBag, or a subclass of it, becomes one again, with dense gradients. A
+    SparseEmbedding with a declared size becomes a layer with all of its rows. One without becomes a layer over the ids
+    that have a row; its `ids` gives the index of each. Ids without a row read as zeros, as in prediction. Shared tables
+    stay shared. Any worker may call it. It pulls the rows in slices; a table that does not fit into memory raises an
+    error first.
     """
     if process_role.is_collective():
         raise FleetError("fleet.to_plain is for models with rows on servers; a collective model has its own in .module")
@@ -44,7 +46,7 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
         rows = _without_empty(first.table_rows.whole(first._spec, as_read=True))
         weight = torch.nn.Parameter(rows.values.to(first.weight.device), first.weight.requires_grad)
         for module in modules:
-            memo[id(module)] = _layer(module, rows, weight).train(module.training)
+            memo[id(module)] = _layer(module, rows, weight, memo).train(module.training)
             memo[id(module.weight)] = weight
     plain: torch.nn.Module = copy.deepcopy(model, memo)
     for part in plain.modules():
@@ -59,11 +61,15 @@ def _without_empty(rows: WholeRows) -> WholeRows:
     return WholeRows(torch.zeros(1, dtype=torch.int64), torch.zeros(1, rows.values.shape[1]))
 
 
-def _layer(module: SparseEmbedding, rows: WholeRows, weight: torch.nn.Parameter) -> torch.nn.Module:
+def _layer(
+    module: SparseEmbedding, rows: WholeRows, weight: torch.nn.Parameter, memo: dict[int, Any]
+) -> torch.nn.Module:
     num, dim = weight.shape
     made: torch.nn.Module
     if rows.keys is not None:
         made = KeyedEmbedding(rows.keys.to(weight.device), weight, module.padding_idx, module.pooling)
+    elif module.is_converted:
+        made = as_torch(module, weight, memo)
     elif isinstance(module, SparseEmbeddingBag):
         made = torch.nn.EmbeddingBag(
             *(num, dim),
@@ -73,10 +79,6 @@ def _layer(module: SparseEmbedding, rows: WholeRows, weight: torch.nn.Parameter)
             include_last_offset=module.include_last_offset,
             _weight=weight,
         )
-        made.weight = weight
-    elif module.is_converted:
-        by_freq = module.scale_grad_by_freq
-        made = torch.nn.Embedding(num, dim, module.padding_idx, scale_grad_by_freq=by_freq, _weight=weight)
         made.weight = weight
     else:
         made = SizedEmbedding(weight, module.padding_idx, module.pooling)

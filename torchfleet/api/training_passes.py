@@ -76,6 +76,8 @@ def train_from_dataset(
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
     report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
     report.on_print = partial(_tell_callbacks, worker)
+    if isinstance(thread, int) and thread > 1:
+        worker.allow_threads()
     with worker.status.follow_samples(dataset) as report.epoch:
         result = train(step, dataset, optimizers, worker.engine, thread, report)
     current.callbacks.end_epoch({**result.last, "samples_per_s": result.samples_per_s})

@@ -98,15 +98,16 @@ class FleetTrainerMixin:
         names: list[str] = super().get_decay_parameter_names(inner)  # type: ignore[misc]
         return names
 
-    def _clip_grad_norm(self, model: Any) -> None:
-        """Clip within the step, where the strategies have the gradients of all batches and ranks."""
-        self._stepped.clip_grad_norm_(self.args.max_grad_norm)
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """Clip the gradients of all batches and ranks; with gradient_merge, returns the norm of the last update."""
+        return self._stepped.clip_grad_norm_(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Return nothing: the norm is known only after the step."""
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm that clipping found; None without clipping."""
+        return grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *more: Any, **options: Any) -> None:
-        norm = self._stepped.grad_norm if self.args.max_grad_norm > 0 else None
+        norm = grad_norm if self._stepped.num_steps else None  # gradient_merge: no update yet, and so no norm
         super()._maybe_log_save_evaluate(tr_loss, norm, *more, **options)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
@@ -222,6 +223,12 @@ def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
         raise StrategyError(
             "TrainingArguments(gradient_checkpointing=True) and DistributedStrategy(recompute=True) are the same: "
             "leave one of them out"
+        )
+    if args.max_grad_norm > 0 and "dgc" in strategies:
+        raise StrategyError(
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and DistributedStrategy(dgc=True): what clipping "
+            "takes from values that were exchanged already would be lost. Give max_grad_norm=0.0, and "
+            f"dgc_configs={{'local_grad_clip_norm': {args.max_grad_norm}}} to clip before values are compressed."
         )
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):

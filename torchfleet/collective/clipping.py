@@ -3,8 +3,9 @@
     total = sqrt(Σ_r Σ_{g on rank r} ‖g‖² / copies(g)),    g ← g · min(1, max_norm / (total + 1e-6))
 
 where copies(g) ranks hold the same shard of a gradient. The ranks exchange one number. If every rank has the whole
-model, this equals torch.nn.utils.clip_grad_norm_, which sees only the gradients of its own rank. Source: Pascanu et al.
-2013.
+model, this equals torch.nn.utils.clip_grad_norm_, which sees only the gradients of its own rank. The norm is known
+before the step, and gradients are scaled within it: some strategies change or move them at its beginning. Source:
+Pascanu et al. 2013.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.collective.tensors.whole_norms import local_gradient, num_shards, shard_norms
 from torchfleet.collective.world import World
@@ -24,27 +24,30 @@ Key = TypeVar("Key")
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
-    """Clip in place, between backward and step; returns the norm before clipping. All ranks call it together.
+def total_norm(parameters: Iterable[torch.nn.Parameter], world: World, is_exchanged: bool) -> torch.Tensor:
+    """The norm of all gradients, between backward and step. All ranks call it together.
 
-    The host does not wait for the device: the norm and the factor stay there.
+    Without `is_exchanged` it is the norm of this rank's own gradients, and nothing is sent. The host does not wait for
+    the device: the norm stays there.
     """
-    if not max_norm > 0:
-        raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
-    own = [parameter for parameter in parameters if parameter.grad is not None and _shares(parameter)]
+    own = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local_gradient(parameter) for parameter in own]
-    nums = [_num_shards(parameter, world) for parameter in own]
+    shares = [_num_shards(parameter, world) / world.size if is_exchanged else 1.0 for parameter in own]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for (num, _), alike in _grouped(gradients, [(n, g.device) for n, g in zip(nums, gradients, strict=True)]):
-        total += (shard_norms(alike).double().square().sum() * (num / world.size)).to(world.device)
-    if world.size > 1:
+    for (share, _), alike in _grouped(gradients, [(s, g.device) for s, g in zip(shares, gradients, strict=True)]):
+        total += (shard_norms(alike).double().square().sum() * share).to(world.device)
+    if is_exchanged and world.size > 1:
         dist.all_reduce(total)
-    total = total.sqrt().float()
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    gradients = [shard(parameter.grad) for parameter in own if parameter.grad is not None]
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def scale_down(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply gradients whose norm over all of them is `norm`, in place, so that it is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for (device, dtype), alike in _grouped(gradients, [(gradient.device, gradient.dtype) for gradient in gradients]):
         torch._foreach_mul_(alike, factor.to(device, dtype))  # some may be offloaded to host memory
-    return total
 
 
 def _grouped(tensors: list[torch.Tensor], keys: list[Key]) -> Iterable[tuple[Key, list[torch.Tensor]]]:
@@ -64,9 +67,4 @@ def _num_shards(parameter: torch.Tensor, world: World) -> float:
     if "fleet_piece" in marks:
         return float(marks["fleet_piece"][2])
     copies: int = marks.get("fleet_copies", 1)
-    return world.degrees["pipe"] * _shares(parameter) / copies * num_shards(parameter)
-
-
-def _shares(parameter: torch.Tensor) -> int:
-    """How many ranks share out the float32 copies; 0 if another rank has this one's copy, 1 without copies."""
-    return int(parameter.__dict__.get("fleet_shares", 1))
+    return world.degrees["pipe"] / copies * num_shards(parameter)

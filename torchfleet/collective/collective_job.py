@@ -11,7 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from torchfleet.base.backward_loss import LossWatch
 from torchfleet.base.errors import FleetError
+from torchfleet.base.fetch import numbers
 from torchfleet.base.monitor.epochs import Epochs, length
 from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.base.monitor.status import StatusFile
@@ -48,6 +52,8 @@ class CollectiveJob(ModelAndOptimizer):
         self._is_over = False
         port = open_metrics_port("rank", info.worker_index)
         self._status = StatusFile(info.status_file, self._status_now, port)
+        self._losses = LossWatch() if self._status.is_read else None
+        self._loss: dict[str, torch.Tensor] = {}  # of the last step; a number only when it is written
         atexit.register(_write_last, weakref.ref(self), os.getpid())
         self._pace, self.epochs = TrainingPace(), Epochs(lambda: self.optimizer.num_steps if self.optimizer else 0)
         if settings is not None:
@@ -63,6 +69,8 @@ class CollectiveJob(ModelAndOptimizer):
         model.on_begin, optimizer.on_call = self._meetings.attend(self.world, self.settings.sync_timeout)
 
     def _step_made(self) -> None:
+        if self._losses is not None and (loss := self._losses.take()) is not None:
+            self._loss = {"loss": loss}
         self._status.step_made()
         if self._tracing is not None:
             self._tracing.step_made()
@@ -134,6 +142,8 @@ class CollectiveJob(ModelAndOptimizer):
 
     def _close_status(self) -> None:
         self._is_over = True
+        if self._losses is not None:
+            self._losses.close()
         self._status.close()
 
     def _status_now(self) -> dict[str, Any]:
@@ -145,7 +155,7 @@ class CollectiveJob(ModelAndOptimizer):
             "mode": self.mode,
             **self._pace.status(steps, samples),
             **({"progress": progress} if progress else {}),
-            "metrics": dict(self._reported),
+            "metrics": {**numbers(self._loss), **self._reported},
         }
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchfleet.base.adoption import AdoptedOptimizer
-from torchfleet.base.errors import FleetError, ModelError
-from torchfleet.collective.clipping import clip_grad_norm
+from torchfleet.base.errors import FleetError, ModelError, StrategyError
+from torchfleet.collective.clipping import scale_down, total_norm
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
@@ -33,7 +34,8 @@ class CollectiveOptimizer(AdoptedOptimizer):
         super().__init__(user)
         self.inner, self._strategies = inner, tuple(strategies)
         self._parameters = parameters  # of the model; an optimizer of float32 copies has others
-        self._world, self.grad_norm = world, torch.zeros(())
+        self._world = world
+        self.grad_norm = torch.full((), math.nan)  # the norm that clip_grad_norm_ found last
         self._max_norm: float | None = None
         self._is_gathering = False
         self.is_skipped = False  # whether a strategy skipped the last step
@@ -55,40 +57,65 @@ class CollectiveOptimizer(AdoptedOptimizer):
         return loss
 
     def _step(self) -> None:
-        answers = [strategy.is_due() for strategy in self._strategies]
-        self._is_gathering, self.is_skipped = not all(answers), False
+        self._is_gathering, self.is_skipped = not self._is_due(), False
         if self._is_gathering:
+            for strategy in self._strategies:
+                strategy.note_accumulated()
             return
         answers = [strategy.before_step() for strategy in self._strategies]
         self.is_skipped = not all(answers)
         if not self.is_skipped:
             self._clip()
             self.inner.step()
+        self._max_norm = None
         for strategy in reversed(self._strategies):
             strategy.after_step()
         self.num_steps += 1
         self.after_step()
 
-    def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clip the gradients of the next step to a total norm; call it before `step`.
+    def _is_due(self) -> bool:
+        answers = [strategy.is_due() for strategy in self._strategies]
+        return all(answers)
 
-        The clipping happens at the right moment under every strategy: after gradients have been accumulated, and over
-        the gradients of all ranks if no rank has all of them. `grad_norm` is then the norm before clipping.
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the next step to a total norm; returns the norm before clipping, also as `grad_norm`.
+
+        All ranks call it together, between backward and `step`. The norm is that of the gradients of all ranks if no
+        rank has all of them, and under localsgd that of this rank alone. `.grad` is scaled within the step, when it is
+        complete under every strategy. While gradients are accumulated nothing is clipped: returns the norm of the last
+        update, NaN before the first one.
         """
         if not max_norm > 0:
             raise FleetError(f"clip_grad_norm_: max_norm must be positive, found {max_norm}")
-        self._max_norm = max_norm
+        for strategy in self._strategies:
+            if strategy.refuses_clipping:
+                raise StrategyError(strategy.refuses_clipping)
+        if self._is_due():
+            self._check_gradients()
+            is_exchanged = not any(strategy.trains_alone for strategy in self._strategies)
+            factor = math.prod(strategy.gradient_factor() for strategy in self._strategies)
+            self.grad_norm = total_norm(self._parameters, self._world, is_exchanged) * factor
+            self._max_norm = max_norm
+        return self.grad_norm
+
+    def _check_gradients(self) -> None:
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            raise FleetError(
+                "clip_grad_norm_: no parameter has a gradient. Call it after loss.backward() and before "
+                "optimizer.step(); with a closure, inside of the closure."
+            )
 
     def _clip(self) -> None:
         if self._max_norm is not None:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self.grad_norm = clip_grad_norm(parameters, self._max_norm, self._world)
-            self._max_norm = None
+            stepped = [parameter for group in self.param_groups for parameter in group["params"]]
+            scale_down(stepped, self.grad_norm, self._max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; does nothing while they are accumulated over several batches."""
         if self._is_gathering:
             return
+        self._max_norm = None  # the gradients that it was meant for are dropped
         if set_to_none:
             for parameter in self._parameters:
                 parameter.grad = None

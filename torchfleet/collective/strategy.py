@@ -62,6 +62,8 @@ class Strategy:
     replaces_parameters = False  # `convert` replaces them by DTensors: they are sharded before they have values
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
     wants_loss = False  # `note_loss` is called for every batch
+    trains_alone = False  # gradients differ from rank to rank at the step: each rank clips by its own norm
+    refuses_clipping = ""  # why clip_grad_norm_ is refused, and what to use instead
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         self.settings, self.world = settings, world
@@ -133,8 +135,15 @@ class Strategy:
         """Called after the backward passes of a runner's batch, when gradients are complete."""
 
     def is_due(self) -> bool:
-        """Whether optimizer.step() steps this time or accumulates further; called once per optimizer.step()."""
+        """Whether the next optimizer.step() steps, or accumulates further."""
         return True
+
+    def note_accumulated(self) -> None:
+        """Called in optimizer.step() if it accumulated further, and made no step."""
+
+    def gradient_factor(self) -> float:
+        """The factor by which `before_step` will multiply the gradients."""
+        return 1.0
 
     def before_step(self) -> bool:
         """Called when gradients are complete and exchanged. False: skip the step (zero_grad still clears gradients)."""

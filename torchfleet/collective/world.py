@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.meeting.rendezvous import rendezvous
 
 AXES = ("data", "pipe", "sharding", "model")  # the last varies fastest: neighbours share a tensor
 
@@ -94,11 +95,9 @@ class World:
     def _join(self, info: RoleInfo, timeout: float) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         wait = timedelta(seconds=timeout)
-        if self.size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
-        else:
-            method = f"tcp://{info.master}" if info.master else "env://"
-            dist.init_process_group(backend, method, rank=self.rank, world_size=self.size, timeout=wait)
+        is_alone = self.size == 1
+        store = HashStore() if is_alone else rendezvous.next_store(info.master, self.rank, self.size, wait)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=wait)
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -47,7 +47,7 @@ def make_plan(options: argparse.Namespace) -> RankPlan:
         raise RoleError(
             f"the machines would meet at {host}:{port}, which other machines can reach, and torch.distributed neither "
             "encrypts nor authenticates: everyone on that network could read and change the training, and run code. "
-            "Say --insecure if nobody else is on it."
+            "Give --insecure if no one else uses that network."
         )
     machine = _machine(options.rank, hosts, least, most)
     environment = _environment(num_ranks, gpus, is_private(f"tcp://{_bracketed(host)}:{port}"))

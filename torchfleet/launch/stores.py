@@ -63,10 +63,10 @@ def reach(address: StoreAddress, report: Report) -> TCPStore:
             return TCPStore(address.host, address.port, None, False, _TIMEOUT)
         except (OSError, RuntimeError) as error:
             if attempt == 0:
-                report(f"[fleetrun] nobody answers at {address} yet; waiting")
+                report(f"[fleetrun] {address} does not answer yet; waiting")
             if time.monotonic() > deadline:
                 raise RoleError(
-                    f"nobody answers at {address} after {PATIENCE:.0f} s ({error}): is machine 0 running?"
+                    f"{address} has not answered for {PATIENCE:.0f} s ({error}): is machine 0 running?"
                 ) from None
         time.sleep(0.2)
     raise AssertionError

@@ -159,6 +159,7 @@ def test_passes_over_a_dataset_are_reported(tmp_path: Path) -> None:
     assert found.epochs == [(0, ["loss", "samples_per_s"]), (1, ["loss", "samples_per_s"])]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_has_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = imported("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
@@ -211,6 +212,7 @@ def _name(item: Any) -> str:
     return item.key or ".".join(item.nested_key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "sqlite"])
 def test_mlflow_has_every_number(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = imported("mlflow")

@@ -75,16 +75,21 @@ def test_one_worker_equals_torch(rule: str, settings: dict[str, Any]) -> None:
     jobs.assert_equal_values(found, jobs.values_of(model), 1e-6)
 
 
-def test_clipping_schedules_and_an_optimizer_that_servers_do_not_have_work_on_the_network() -> None:
+@pytest.mark.parametrize("is_own", [False, True], ids=["torch's", "the optimizer's"])
+def test_clipping_schedules_and_an_optimizer_that_servers_do_not_have_work_on_the_network(is_own: bool) -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         dense, sparse = jobs.split_parameters(model)
         return torch.optim.RMSprop([{"params": dense}, {"params": sparse, "row_rule": "adagrad"}], lr=0.05)
 
+    norms, expected = [], []
     with hybrid(make) as part:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(part.optimizer, 0.5)
         for batch in BATCHES:
             jobs.loss_of(part.model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(part.model.parameters(), 0.1)
+            if is_own:
+                norms.append(float(part.optimizer.clip_grad_norm_(0.1)))
+            else:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(part.model.parameters(), 0.1)))
             part.optimizer.step()
             part.optimizer.zero_grad()
             scheduler.step()
@@ -96,12 +101,13 @@ def test_clipping_schedules_and_an_optimizer_that_servers_do_not_have_work_on_th
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (network, rows)]
     for batch in BATCHES:
         jobs.loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(dense, 0.1)
+        expected.append(float(torch.nn.utils.clip_grad_norm_(dense, 0.1)))
         for optimizer in (network, rows, *schedulers):
             optimizer.step()
         network.zero_grad()
         rows.zero_grad()
     jobs.assert_equal_values(found, jobs.values_of(model), 1e-6)
+    assert norms == pytest.approx(expected, abs=1e-6)
 
 
 def test_gradient_merge_merges_the_network_and_pushes_rows_at_every_step() -> None:

@@ -69,6 +69,7 @@ def fitted(job: Any, folder: Path, strategy: Any, module: Any = None, **options:
     return module, trainer
 
 
+@pytest.mark.slow
 def test_one_argument_trains_to_the_result_of_lightning_and_goes_on_from_its_checkpoint(
     job: Any, tmp_path: Path
 ) -> None:

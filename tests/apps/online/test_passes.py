@@ -358,6 +358,7 @@ def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch:
             online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the fleet: so many passes would take long with a real one."""
     saved: dict[str, Any] = {}

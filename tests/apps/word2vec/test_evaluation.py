@@ -106,6 +106,7 @@ def counts_of_gensim(vectors: WordVectors, path: str, restrict: int, fold: bool)
     return [(s["section"], len(s["correct"]), len(s["correct"]) + len(s["incorrect"])) for s in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("restrict", [200, 1000])
 @pytest.mark.parametrize("make", [normal, structured, tied, close, with_zeros])

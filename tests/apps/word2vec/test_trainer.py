@@ -143,6 +143,7 @@ def marginals(chance: npt.NDArray[np.uint32], other: npt.NDArray[np.int32]) -> F
     return found / len(chance)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e9), st.integers(1, 5).map(float)), min_size=1, max_size=40))
 def test_an_alias_table_has_the_chances_of_its_weights(weights: list[float]) -> None:
@@ -223,6 +224,7 @@ def read_all(corpus: Corpus, vocabulary: Vocabulary, seed: int = 0, **options: A
     return list(PairReader(word_chances(vocabulary, sample), seed=seed, **settings_).batches(corpus, corpus.files))
 
 
+@pytest.mark.slow
 def test_batches_have_their_size_and_hold_every_pair_once(tmp_path: Path) -> None:
     lines = topic_lines(60, words_per_line=13)
     corpus, vocabulary = make_corpus(tmp_path / "ids", lines[:30], lines[30:]), vocabulary_of(lines)
@@ -396,6 +398,7 @@ def test_the_modules_logits_may_be_large() -> None:
             part.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_kernel_and_module_learn_alike(tmp_path: Path) -> None:
     """Held against each other by the true loss after each of four passes, from the same first values.
 
@@ -462,6 +465,7 @@ def test_one_thread_is_deterministic_for_a_seed(tmp_path: Path) -> None:
     assert not same(first, trained(corpus, lines, seed=6).copies())
 
 
+@pytest.mark.slow
 def test_workers_draw_other_numbers(tmp_path: Path) -> None:
     lines = topic_lines(100)
     corpus, vocabulary = make_corpus(tmp_path / "ids", lines), vocabulary_of(lines)
@@ -474,6 +478,7 @@ def test_workers_draw_other_numbers(tmp_path: Path) -> None:
     assert not same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_train_on_every_word_and_learn(tmp_path: Path, threads: int) -> None:
     lines, epochs = topic_lines(2500), 3

@@ -131,7 +131,7 @@ class TestFields:
             "min_send_grad_num_before_recv": 1,
             "thread_pool_size": 1,
             "send_wait_times": 1,
-            "max_staleness": 0,
+            "max_staleness": -1,
             "gather": 1,
             "gather_max_age": 4,
             "launch_barrier": True,

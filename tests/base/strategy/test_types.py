@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from support.extras import imported
 
 import torchfleet
@@ -58,6 +59,7 @@ def said_by_mypy(path: Path, cache: Path) -> dict[int, str]:
     return found
 
 
+@pytest.mark.slow
 def test_mypy_knows_every_field_and_key(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

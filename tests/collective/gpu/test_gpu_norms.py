@@ -15,7 +15,7 @@ from support.ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchfleet.collective.clipping import clip_grad_norm
+from torchfleet.collective.clipping import scale_down, total_norm
 from torchfleet.collective.layers.margin_softmax import MarginSoftmax
 from torchfleet.collective.strategies.layerwise import lamb, lars, multi_tensor
 
@@ -101,7 +101,8 @@ def test_a_step_does_not_wait_for_the_gpu(rule: str) -> None:
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # what is made once may be waited for
         try:
             if rule == "clip":
-                norm = clip_grad_norm(model.values(), 0.1, world)
+                norm = total_norm(model.values(), world, is_exchanged=True)
+                scale_down(model.values(), norm, 0.1)
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -143,7 +143,7 @@ def alone(
     def call(inputs: Any) -> Any:
         with torch.autocast("cpu", getattr(torch, precision or "bfloat16"), enabled=bool(precision)):
             outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-        return outputs.float() if precision == "float16" else outputs
+        return outputs.float() if precision else outputs
 
     for step in range(steps):
         micro_batches = [

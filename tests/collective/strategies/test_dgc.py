@@ -322,10 +322,12 @@ def misused() -> dict[str, Any]:
     optimizer.zero_grad()  # what was sent is gone all the same
     with pytest.raises(FleetError, match=naming("optimizer.step()", "gradient_merge=True")):
         model(batch).sum().backward()
+    with pytest.raises(StrategyError, match=naming("dgc=True", "clip_grad_norm_", "local_grad_clip_norm")):
+        optimizer.clip_grad_norm_(1.0)
     return {}
 
 
-def test_backward_passes_that_are_too_early_or_too_many_are_errors(ranks: Ranks) -> None:
+def test_backward_passes_that_are_too_early_or_too_many_and_clipping_are_errors(ranks: Ranks) -> None:
     ranks.run(misused, 1)
 
 

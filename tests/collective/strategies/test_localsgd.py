@@ -257,3 +257,62 @@ def test_a_save_averages_momentum(ranks: Ranks) -> None:
     mean = (first["before"] + second["before"]) / 2
     for found in (first, second):
         torch.testing.assert_close(found["after"], mean, rtol=0, atol=1e-7)
+
+
+# Clipping: each rank by its own norm, with nothing exchanged
+
+BOUND, FEATURES = 1.0, torch.tensor([[1.0, 1.0, 1.0, 1.0]])  # the gradient of the loss below has the norm 2 · factor
+
+
+def clip_on_ranks(factors: list[list[float]], amp: bool) -> dict[str, Any]:
+    """Train with losses of these factors, a list for each rank, and average after the last step."""
+    num = len(factors[0])
+    precision = {"amp": True, "amp_configs": {"init_loss_scaling": 1024.0}} if amp else {}
+    job = job_of(**configs(1, num), **precision)
+    model = job.distribute_model(torch.nn.Linear(4, 1, bias=False))
+    torch.nn.init.zeros_(model.module.weight)
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    norms, moved = [], []
+    for factor in factors[job.world.rank]:
+        before = model.module.weight.detach().clone()
+        (factor * model(FEATURES)).sum().backward()
+        norms.append(float(optimizer.clip_grad_norm_(BOUND)))
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(float((model.module.weight.detach() - before).norm()))
+    return {"weight": model.module.weight.detach(), "norms": norms, "moved": moved}
+
+
+def clip_in_turn(factors: list[list[float]], overflow: float) -> torch.Tensor:
+    """The same with plain torch, rank after rank; steps with factors from `overflow` on are left out."""
+    models = [torch.nn.Linear(4, 1, bias=False) for _ in factors]
+    for model, of_rank in zip(models, factors, strict=True):
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for factor in (each for each in of_rank if each < overflow):
+            optimizer.zero_grad()
+            (factor * model(FEATURES)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND)
+            optimizer.step()
+    return torch.stack([model.weight.detach() for model in models]).mean(0)
+
+
+def test_each_rank_clips_by_its_own_norm(ranks: Ranks) -> None:
+    factors = [[1.0, 0.25], [10.0, 1.0]]
+    found = ranks.run(clip_on_ranks, 2, factors=factors, amp=False)
+    assert [each["norms"] for each in found] == [[2.0, 0.5], [20.0, 2.0]]
+    assert [each["moved"][0] for each in found] == pytest.approx([1.0, 1.0], abs=1e-5)
+    for each in found:
+        torch.testing.assert_close(each["weight"], clip_in_turn(factors, math.inf), rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_overflows_alone_clips_without_the_others(ranks: Ranks) -> None:
+    """In float16 rank 1 skips its second step. With an exchange in the clipping the ranks would mix up two of them."""
+    factors = [[1.0, 2.0, 0.25], [4.0, 2.0**20, 1.0]]  # powers of two: exact in float16
+    found = ranks.run(clip_on_ranks, 2, factors=factors, amp=True)
+    assert found[0]["norms"] == [2.0, 4.0, 0.5]
+    assert found[1]["norms"][::2] == [8.0, 2.0]
+    assert not math.isfinite(found[1]["norms"][1])
+    assert found[1]["moved"][1] == 0.0
+    for each in found:
+        torch.testing.assert_close(each["weight"], clip_in_turn(factors, 2.0**20), rtol=0, atol=1e-5)

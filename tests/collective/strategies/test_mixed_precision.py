@@ -11,7 +11,9 @@ import torch
 from support import precision_cases
 from support.messages import names
 from support.ranks import Ranks
+from torch.nn import functional as F
 
+import torchfleet as fleet
 from torchfleet.collective.tensors.outputs import map_tensors, tensors
 
 
@@ -31,6 +33,34 @@ def test_a_loss_outside_of_the_model_is_as_precise_as_with_a_scaler(ranks: Ranks
     (found,) = ranks.run(errors_of_losses, 1, device="cpu", rows=32, classes=100)
     for divisor in (1, 8, 64):
         assert found[f"ours {divisor}"] < 1.01 * found[f"scaler {divisor}"] < 0.01
+
+
+def outputs_of_bfloat16(pure: bool) -> dict[str, Any]:
+    """The loss of what the model returns, beside that of torch.autocast, in float32 and in bfloat16."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(16, 1000), torch.randn(8, 16) * 4, torch.arange(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+    fleet.init(
+        is_collective=True,
+        strategy=fleet.DistributedStrategy(
+            amp=True, amp_configs={"use_pure_bf16": True} if pure else {"dtype": "bfloat16"}
+        ),
+    )
+    model = fleet.distributed_model(model)
+    found = {"ours": F.cross_entropy(model(x), y), "exact": F.cross_entropy(plain.float(), y)}
+    with torch.no_grad():
+        found |= {"without gradients": F.cross_entropy(model(x), y), "rounded": F.cross_entropy(plain, y)}
+    return {name: value.detach() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_bfloat16_returns_float32_so_that_a_loss_outside_is_exact(ranks: Ranks, pure: bool) -> None:
+    (found,) = ranks.run(outputs_of_bfloat16, 1, pure=pure)
+    for name in ("ours", "without gradients"):
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], found["exact"], rtol=0, atol=1e-6)
+    assert abs(float(found["rounded"]) - float(found["exact"])) > 1e-3, "the loss in bfloat16 is another one"
 
 
 @pytest.mark.parametrize(("size", "num_passes"), [(1, 2), (2, 1)])

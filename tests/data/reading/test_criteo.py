@@ -128,6 +128,7 @@ def test_the_seed_of_the_hash_is_0_unless_said_otherwise() -> None:
     assert fleet.hash_string("abc") == fleet.hash_string("abc", seed=0) != fleet.hash_string("abc", seed=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=40)), st.integers(0, 2**64 - 1))
 @example("", 0)

@@ -39,6 +39,7 @@ def is_within(inner: Event, outer: Event) -> bool:
     return outer["ts"] - SLACK <= inner["ts"] and inner["ts"] + inner["dur"] <= end + SLACK
 
 
+@pytest.mark.slow
 def test_a_running_job_is_profiled_and_goes_on(tmp_path: Path) -> None:
     stop, out = tmp_path / "stop", tmp_path / "trace.json.gz"
     job_options = ["--server_num", "2", "--worker_num", "2", TINY, "--mode", "async", "--steps", "1000000"]
@@ -97,6 +98,7 @@ def check_servers(events: list[Event]) -> None:
     assert kinds == {"pull", "push"}
 
 
+@pytest.mark.slow
 def test_a_collective_job_is_started_profiled_and_ended(tmp_path: Path) -> None:
     out, script = tmp_path / "trace.json", str(SCRIPTS / "profiled_ranks.py")
     own = ["--steps", str(STEPS), "--skip", "2", "--out", str(out)]

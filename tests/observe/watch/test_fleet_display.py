@@ -73,6 +73,7 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     assert last["server.0"]["workers_joined"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "log_format"), [("reader leaves", "text"), ("closed", "text"), ("reader leaves", "json")]
 )

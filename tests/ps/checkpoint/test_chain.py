@@ -69,6 +69,7 @@ def of(chain: Chain, table: str = PLAIN.name, **options: Any) -> dict[int, Any]:
 
 
 class TestLiveRows:
+    @pytest.mark.slow
     @given(links())
     @settings(max_examples=examples(15))
     def test_any_chain_gives_what_a_dict_holds(self, saves: list[dict[str, Any]]) -> None:

@@ -366,6 +366,7 @@ class TestKilled:
         specs: tuple[TableSpec, ...] = (ITEMS, DENSE)
         return made(str(tmp_path / "model"), [{**save, "num_servers": 1} for save in SAVES], specs=specs)
 
+    @pytest.mark.slow
     def test_at_any_moment_the_model_is_whole(self, small: Chain, tmp_path: Path) -> None:
         """The chain up to the moment the manifest is replaced, the full save from then on; and it can be done again."""
         compact(small.storage.path, str(tmp_path / "warm"))  # kernels are loaded here, once for all children

@@ -73,6 +73,7 @@ def difference(a: str, b: str, **options: Any) -> Comparison:
 
 
 class TestRows:
+    @pytest.mark.slow
     @given(links(), links())
     @settings(max_examples=examples(8))
     def test_any_two_chains(self, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:

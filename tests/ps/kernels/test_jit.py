@@ -58,6 +58,7 @@ def test_a_read_only_package_keeps_its_kernels_in_the_users_cache(package: Path,
     assert kept.stat().st_mode & 0o077 == 0, "what is loaded from there is executed"
 
 
+@pytest.mark.slow
 def test_the_folder_that_the_user_has_chosen_is_used(package: Path, tmp_path: Path) -> None:
     ended = run(package, tmp_path, HOME="/dev/null/nowhere", NUMBA_CACHE_DIR=str(tmp_path / "chosen"))
     assert ended.returncode == 0, ended.stderr
@@ -74,6 +75,7 @@ def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp
     assert f"chmod go-w {tmp_path}/chosen" in ended.stderr
 
 
+@pytest.mark.slow
 def test_kernels_beside_their_sources_are_not_used_where_others_can_write(package: Path, tmp_path: Path) -> None:
     open_to_all = package / "torchfleet" / "ps" / "kernels" / "__pycache__"
     open_to_all.unlink()

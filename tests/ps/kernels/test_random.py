@@ -60,6 +60,7 @@ def test_first_values_are_those_of_every_release_and_architecture(golden):
     assert pulled(*golden[:-1]) == golden[-1]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_first_values():
     """Nothing of Python's per-process salting of hashes goes into them."""
     program = (

@@ -305,6 +305,7 @@ def test_a_server_answers_whatever_it_is_sent_and_keeps_its_tables() -> None:
         fuzzed.check()
 
 
+@pytest.mark.slow
 def test_good_messages_are_good() -> None:
     """Else the search would start from messages that are refused anyway."""
     talk = Talk(Server(max_table_bytes=1 << 16))

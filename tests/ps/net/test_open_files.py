@@ -44,6 +44,7 @@ def server(*words: object):
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("ZeroMQ is faster",)])
 def test_a_full_server_says_so_and_serves_those_who_are_in(words: tuple[str, ...]) -> None:
     """The second time, ZeroMQ always takes the descriptors that the server frees in order to turn newcomers away."""
@@ -70,6 +71,7 @@ def test_a_full_server_says_so_and_serves_those_who_are_in(words: tuple[str, ...
         assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_the_limit_is_raised_as_far_as_the_system_allows() -> None:
     with server(64, 128) as (process, _):
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (128, 128)

@@ -98,6 +98,7 @@ def scraped(port: int) -> str:
 
 
 class TestStart:
+    @pytest.mark.slow
     def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
         needs("prometheus_client")
         (metrics,) = free_ports(1)
@@ -138,6 +139,7 @@ class TestStart:
         assert endpoint in ended.stderr
         assert "Traceback" not in ended.stderr
 
+    @pytest.mark.slow
     def test_starting_one_that_fails_raises_and_leaves_no_process(self) -> None:
         with pytest.raises(FleetError, match=naming("status 2")):
             ServerProcess("tcp://127.0.0.1")
@@ -159,6 +161,7 @@ class TestStart:
         assert options.endpoint == "tcp://127.0.0.1:0"
         assert (options.key_dir, options.insecure, options.num_workers) == (None, False, 0)
 
+    @pytest.mark.slow
     def test_no_request_has_to_wait_for_a_compiler(self) -> None:
         """Requests as they come out of a socket, small and therefore unaligned, use kernels that are there already."""
         ended = run("-c", REQUESTS_AFTER_WARM_UP)
@@ -217,6 +220,7 @@ class TestEnd:
             client.ping()
 
 
+@pytest.mark.slow
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
     with ForkedServer() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
@@ -309,6 +313,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
     """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
     spec = TableSpec("t", dim=64)

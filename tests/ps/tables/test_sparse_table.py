@@ -202,6 +202,7 @@ def test_bounds_hold_after_an_update(name):
     assert table.pull(as_keys(1, 2)).tolist() == [[-0.5], [1.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 def test_arrays_over_a_messages_memory_are_taken_and_not_written_to(name):
     keys, grads = as_keys(1, 2, 1), as_rows([1, 2], [3, 4], [5, 6])
@@ -673,6 +674,7 @@ TestTableIsADictOfRows.settings = settings(max_examples=examples(25), stateful_s
 # Narrow rows, in their map and beside it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule_name", ["sgd", "adagrad", "adam"])
 def test_rows_in_their_map_are_bit_equal_to_rows_beside_it(rule_name):
     """The same pulls, pushes, erases and saves; the maps are carried over all the time."""

@@ -27,7 +27,7 @@ def plain_parts(batch_size: int) -> tuple[Model, torch.optim.Optimizer, DataLoad
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    loader = DataLoader(samples(), batch_size, shuffle=True, generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(samples(), batch_size, shuffle=True)
     return model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
@@ -50,6 +50,7 @@ def main() -> None:
     import torchfleet as fleet
 
     model, optimizer, loader, scheduler = fleet.prepare(*plain_parts(options.batch_size), sparse=40)
+    torch.manual_seed(fleet.worker_index())  # processes have random numbers of their own
     train(model, optimizer, loader, scheduler)
     print(f"{len(loader)} batches, rate {optimizer.param_groups[0]['lr']:g}", flush=True)
     if options.fail:

@@ -29,8 +29,13 @@ class Tiny(torch.nn.Module):
 
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
+    if options.pid:
+        os.getpid = lambda: options.pid
     fleet.init()
-    strategy = fleet.DistributedStrategy(a_sync=options.mode == "async")
+    configs = {"hybrid": True} if options.mode == "hybrid" else {}
+    if options.max_staleness is not None:
+        configs["max_staleness"] = options.max_staleness
+    strategy = fleet.DistributedStrategy(a_sync=options.mode != "sync", a_sync_configs=configs)
     model = fleet.distributed_model(Tiny())
     optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), strategy)
     if fleet.is_server():
@@ -148,6 +153,8 @@ def main() -> None:
     parser.add_argument("--mode", default="sync")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--fail", default="")
+    parser.add_argument("--max_staleness", type=int)
+    parser.add_argument("--pid", type=int, help="what os.getpid() returns")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "train":

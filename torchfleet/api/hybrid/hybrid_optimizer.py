@@ -74,9 +74,9 @@ class HybridOptimizer(DistributedOptimizer):
             is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
         return is_finite
 
-    def clip_grad_norm_(self, max_norm: float) -> None:
-        """As in collective training: clips the network's gradients within the next step."""
-        self._joined().optimizer.clip_grad_norm_(max_norm)
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As in collective training: clips the network's gradients within the next step, and returns their norm."""
+        return self._joined().optimizer.clip_grad_norm_(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Those of the network are kept while they accumulate over several steps."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.strategy.server_fields import NUM_WORKERS
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.modes.asynchronous import Async
@@ -33,14 +34,19 @@ def make_communicator(
         return Sync(client, plan, connect, patience, num_workers, _samples(setup))
     if mode == "half_async":
         return HalfAsync(client, plan, connect, _gathering(setup))
-    if mode == "async" and configs.max_staleness:
-        return Bounded(client, plan, connect, configs.max_staleness, num_workers, patience)
+    if mode == "async" and (bound := _bound(setup)):
+        return Bounded(client, plan, connect, bound, num_workers, patience)
     if mode == "async":
-        return Async(client, plan, connect, configs, _gathering(setup))
+        return make_unbounded(setup, client, connect)
     if mode == "hybrid":
         return Hybrid(client, plan, connect, configs)
     (optimizer,) = setup.optimizers
     return Geo(client, plan, connect, configs.k_steps, num_present, optimizer.step_locally)
+
+
+def make_unbounded(setup: JobSetup, client: Client, connect: Callable[[], Client]) -> Async:
+    """The communicator of async mode without max_staleness."""
+    return Async(client, setup.plan, connect, _strategy(setup).a_sync_configs, _gathering(setup))
 
 
 def make_whole_tables(
@@ -81,6 +87,13 @@ def _table_copy(setup: JobSetup, num_servers: int, workers: Callable[[], Workers
         raise FleetError(STARTED_AGAIN)
     with workers() as others:
         return common_copy(sizes, num_servers, on_this_machine(others.gather, info.worker_index), others.gather)
+
+
+def _bound(setup: JobSetup) -> int:
+    """The largest staleness of the network; 0: no bound. Servers count the pushes of one optimizer only."""
+    configs = _strategy(setup).a_sync_configs
+    has_one = len(setup.optimizers) == 1 or configs.max_staleness != NUM_WORKERS
+    return configs.bound(setup.info.num_workers) if has_one else 0
 
 
 def _gathering(setup: JobSetup) -> Gathering | None:

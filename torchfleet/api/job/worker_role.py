@@ -13,7 +13,7 @@ from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.last_saves import LastSaves
-from torchfleet.api.job.mode_choice import make_communicator, make_whole_tables
+from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
 from torchfleet.api.job.server_links import ServerLinks
 from torchfleet.api.job.worker_start import (
@@ -26,8 +26,10 @@ from torchfleet.api.job.worker_start import (
 from torchfleet.api.job.worker_status import WorkerStatus
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import ages_by_kind
+from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import end_with_save, stop_request
 from torchfleet.base.storage import Storage
+from torchfleet.base.strategy.server_fields import NUM_WORKERS
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.tables.rows.row_statistics import is_pushed
 from torchfleet.ps.tables.settings.clock import MAX_TIME
@@ -37,6 +39,7 @@ from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.membership import Membership
 from torchfleet.ps.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.ps.worker.model_state import ModelState, Servers
+from torchfleet.ps.worker.modes.bounded import Bounded
 from torchfleet.ps.worker.modes.communicator import Communicator
 from torchfleet.ps.worker.modes.whole_tables import WholeTables
 from torchfleet.ps.worker.peers import Workers
@@ -149,13 +152,25 @@ class WorkerRole:
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
         tables = make_whole_tables(self._setup, self.client, self._connect, self.workers, share, shared)
-        self.communicator.stop()
-        self.communicator = tables
-        self.engine.use(tables)
-        for optimizer in self._optimizers:
-            optimizer.bind(self.engine, tables)
-        tables.start()
+        self._replace_communicator(tables)
         return tables
+
+    def allow_threads(self) -> None:
+        """Called before several threads train. In async mode this lifts the bound for the network, unless the user has
+        set it: a server bounds the staleness of one set of values per worker."""
+        if isinstance(self.communicator, Bounded) and self.strategy.a_sync_configs.max_staleness == NUM_WORKERS:
+            tell("several threads train: max_staleness, the number of workers by default, does not hold from now on")
+            unbounded = make_unbounded(self._setup, self.client, self._connect)
+            unbounded.num_steps = self.communicator.num_steps
+            self._replace_communicator(unbounded)
+
+    def _replace_communicator(self, communicator: Communicator) -> None:
+        self.communicator.stop()
+        self.communicator = communicator
+        self.engine.use(communicator)
+        for optimizer in self._optimizers:
+            optimizer.bind(self.engine, communicator)
+        communicator.start()
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is on the servers, including this worker's gradients."""

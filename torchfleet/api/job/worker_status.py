@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
+
+from torchfleet.base.backward_loss import LossWatch
 from torchfleet.base.fetch import numbers
 from torchfleet.base.monitor.epochs import Epoch, Epochs, length
 from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
@@ -38,6 +41,8 @@ class WorkerStatus:
         self.epochs = Epochs(lambda: communicator().num_steps)
         self.waiting_share = WaitingShare(lambda: sum(self._waits(communicator().stats()).values()))
         self._metrics: dict[str, float] = {}
+        self._losses = LossWatch() if self._file.is_read else None
+        self._loss: dict[str, torch.Tensor] = {}  # of the last step; a number only when it is written
         self.has_left = False
 
     def write(self, now: bool = False) -> None:
@@ -45,9 +50,13 @@ class WorkerStatus:
         self._file.write(now)
 
     def step_made(self) -> None:
+        if self._losses is not None and (loss := self._losses.take()) is not None:
+            self._loss = {"loss": loss}
         self._file.step_made()
 
     def close(self) -> None:
+        if self._losses is not None:
+            self._losses.close()
         self._file.close()
 
     def report(self, metrics: dict[str, float]) -> None:
@@ -88,7 +97,7 @@ class WorkerStatus:
             **{name: value for name, value in more.items() if value is not None},
             "left": self.has_left,
             "retries": stats["retries"],
-            "metrics": dict(self._metrics),
+            "metrics": {**numbers(self._loss), **self._metrics},
         }
 
 

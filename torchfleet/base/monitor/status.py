@@ -44,6 +44,11 @@ class StatusFile:
         self._one = threading.Lock()  # the training thread and others write
         self._host = socket.gethostname()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether there is a file or a port."""
+        return self._file is not None or self._port is not None
+
     def step_made(self) -> None:
         """Record the end of a training step."""
         if self._port is not None:

@@ -55,8 +55,8 @@ def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:
         raise RoleError(f"{ON_LOSS} must be one of {', '.join(LOSS_RULES)}; found {rule!r}")
     if int(least) and rule != GO_ON:
         raise RoleError(
-            f"{ON_LOSS}={rule} and {MIN_WORKERS}={least}: workers of an elastic job come and go, and nobody waits for "
-            f"one that is gone. Leave out {ON_LOSS}, or {MIN_WORKERS}."
+            f"{ON_LOSS}={rule} and {MIN_WORKERS}={least}: workers of an elastic job come and go, and no worker waits "
+            f"for one that has left. Leave out {ON_LOSS}, or {MIN_WORKERS}."
         )
     return {"min_workers": int(least), "on_worker_loss": rule}
 

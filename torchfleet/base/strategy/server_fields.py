@@ -24,6 +24,8 @@ ACTS_IN = {
 }
 # Keys of a_sync_configs that must be equal on all workers of a job. The others configure a worker's own threads.
 SHARED_KEYS = ("k_steps", "half_async", "hybrid", "max_staleness", "gather", "gather_max_age", "launch_barrier")
+# As max_staleness: the number of workers, if no other setting forbids a bound.
+NUM_WORKERS = -1
 # Keys of the queue between the training thread and the sending threads.
 _QUEUE = (
     *("max_merge_var_num", "send_queue_size", "independent_recv_thread", "min_send_grad_num_before_recv"),
@@ -42,7 +44,7 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
     min_send_grad_num_before_recv = Key(1, at_least=1)
     thread_pool_size = Key(1, at_least=1)
     send_wait_times = Key(1, at_least=0)
-    max_staleness = Key(0, at_least=0)  # 0: no bound
+    max_staleness = Key(NUM_WORKERS, at_least=NUM_WORKERS)  # 0: no bound
     gather = Key(1, at_least=0, at_most=1024)  # 0, 1: every push is an update; at most MAX_GATHERED of a server
     gather_max_age = Key(4, at_least=0)
     launch_barrier = Key(True)
@@ -56,13 +58,12 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
         if self.hybrid and (self.k_steps or self.half_async):
             other = f"k_steps={self.k_steps}, geo training," if self.k_steps else "half_async"
             raise StrategyError(f"a_sync_configs: hybrid and {other} are different modes. Choose one of them.")
-        for name in _QUEUE if self.max_staleness else ():
-            if self[name] != fields_of(AsyncConfigs)[name].default:
-                raise StrategyError(
-                    f"a_sync_configs['max_staleness']={self.max_staleness} awaits each push before the next step, so "
-                    f"that '{name}'={self[name]} would do nothing. Leave one of them out."
-                )
-        if self.gather > 1 and self.max_staleness:
+        for name in self._queued() if self.max_staleness > 0 else ():
+            raise StrategyError(
+                f"a_sync_configs['max_staleness']={self.max_staleness} awaits each push before the next step, so "
+                f"that '{name}'={self[name]} would do nothing. Leave one of them out."
+            )
+        if self.gather > 1 and self.max_staleness > 0:
             raise StrategyError(
                 f"a_sync_configs: gather={self.gather} drops what is older than gather_max_age, and "
                 f"max_staleness={self.max_staleness} makes workers wait instead. Choose one of them."
@@ -77,6 +78,16 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
                 f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: heter workers are "
                 "not available yet; use 'cpu'"
             )
+
+    def bound(self, num_workers: int) -> int:
+        """Return the largest staleness of the network in async mode; 0: no bound."""
+        if self.max_staleness != NUM_WORKERS:
+            return self.max_staleness
+        return 0 if self.gather > 1 or self._queued() else num_workers
+
+    def _queued(self) -> list[str]:
+        """The keys of the queue that are set. A bound leaves the queue without use."""
+        return [name for name in _QUEUE if self[name] != fields_of(AsyncConfigs)[name].default]
 
 
 class PositiveField(Field[Value]):

@@ -45,6 +45,11 @@ _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "differentiable"
 class DeepGradientCompression(Strategy):
     field = "dgc"
     registers_hook = True
+    refuses_clipping = (
+        "dgc=True and clip_grad_norm_ cannot be used together: backward has exchanged the largest values already and "
+        "set u and v to 0 there, and what clipping takes from these values would be lost. Clip each rank's gradients "
+        "before they are compressed: dgc_configs={'local_grad_clip_norm': ...}."
+    )
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)

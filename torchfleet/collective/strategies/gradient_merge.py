@@ -33,18 +33,23 @@ class GradientMerge(Strategy):
         return inner
 
     def exchanges(self) -> bool:
-        return self._num + 1 >= self._k
+        return self.is_due()
 
     def is_due(self) -> bool:
+        return self._num + 1 >= self._k
+
+    def note_accumulated(self) -> None:
         self._num += 1
-        return self._num >= self._k
+
+    def gradient_factor(self) -> float:
+        return 1.0 / self._k if self.settings.gradient_merge_configs.avg else 1.0
 
     def before_step(self) -> bool:
-        if self.settings.gradient_merge_configs.avg and self._k > 1:
+        if (factor := self.gradient_factor()) != 1.0:
             every = [parameter for group in self._groups for parameter in group["params"]]
             gradients = [local(parameter.grad) for parameter in every if parameter.grad is not None]
             if gradients:
-                torch._foreach_mul_(gradients, 1.0 / self._k)
+                torch._foreach_mul_(gradients, factor)
         return True
 
     def after_step(self) -> None:

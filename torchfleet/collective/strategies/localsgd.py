@@ -7,8 +7,9 @@
 k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so that the mean of steps is the step of
 the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
 Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat buckets of fuse_grad_size_in_MB;
-buffers, such as running statistics, stay each rank's own (sync_batch_norm makes them equal). fleet.save also averages,
-including momentum and the running statistics of norms, so that the save is one model.
+buffers, such as running statistics, stay each rank's own (sync_batch_norm makes them equal). Each rank clips by its own
+norm and exchanges nothing for it: with amp in float16 a rank may skip a step alone. fleet.save also averages, including
+momentum and the running statistics of norms, so that the save is one model.
 
 Source: Lin et al. 2018, Don't Use Large Mini-Batches, Use Local SGD (post-local SGD); Stich 2018. Composes with amp,
 recompute, gradient_merge, sync_batch_norm and compilation; not with strategies that exchange gradients in another way,
@@ -33,6 +34,7 @@ from torchfleet.collective.world import World
 class LocalSGD(Strategy):
     field = "localsgd"
     accepts_local_parameters = False
+    trains_alone = True  # also before `begin_step`, when the gradients, and so their norms, are equal on all ranks
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)

@@ -179,8 +179,8 @@ class Coordinator:
         if is_certain or (idle and workers and all(member.is_stuck for member in workers)):
             waits = "\n".join(member.describe() for member in live)
             raise FleetError(
-                f"deadlock at {self.now:.3f} s of virtual time: every process waits for something that nobody will "
-                f"do.\n{waits}"
+                f"deadlock at {self.now:.3f} s of virtual time: every process waits, and none of them can "
+                f"go on.\n{waits}"
             )
         if not workers and idle:
             names = ", ".join(member.part.name for member in live)

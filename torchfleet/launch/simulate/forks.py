@@ -23,6 +23,7 @@ import torch
 
 from torchfleet.api import distributing, job_life, metrics, saves, table_calls, training_passes, util  # noqa: F401
 from torchfleet.api.prepare_job import stop_at_exit
+from torchfleet.base.process_place import ProcessPlace, give_place
 from torchfleet.launch.simulate.conditions import Job, Part
 from torchfleet.launch.simulate.coordinator import ProcessFailed
 from torchfleet.launch.simulate.inside.actors import Schedule
@@ -113,6 +114,7 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
     """Run a forked process from start to end and return its exit status."""
     part, conditions = job.parts[number], job.conditions
     _begin_process(part)
+    give_place(ProcessPlace(f"simulated-{number}", 1))  # every process is a machine of its own
     _seed(conditions.seed * 100_003 + number)
     factor = conditions.factor(part.role, part.index, job.num_workers)
     is_measured = conditions.step_seconds is None

@@ -156,8 +156,8 @@ def check_software(facts: SoftwareFacts, gpus: Sequence[str]) -> Iterator[Findin
     if not facts.kernel_folder:
         yield Finding(
             SLOWS,
-            "compiled kernels cannot be kept: every process compiles them anew, for a minute or more",
-            "set NUMBA_CACHE_DIR to a folder that you, and nobody else, can write to",
+            "compiled kernels cannot be kept: every process compiles them again, for half a minute or more",
+            "set NUMBA_CACHE_DIR to a folder to which only you can write",
             75,
         )
     elif facts.num_kernels < _FEW_KERNELS:

@@ -129,8 +129,8 @@ def check_reserved(storage: Storage, folder: str, token: int, by_own_user: bool 
         what = "is reserved for another save" if found is not None else f"has no {RESERVED} of this save"
         what = what if is_own or found != token else "belongs to another user than this server's"
         raise CheckpointError(
-            f"{storage.place(folder)} {what}: whoever asks for a save makes its folder first. Is {storage.path} the "
-            "same place for worker 0 and for this server?"
+            f"{storage.place(folder)} {what}: worker 0 makes the folder of a save before it asks the servers. "
+            f"Is {storage.path} the same place for worker 0 and for this server?"
         )
 
 

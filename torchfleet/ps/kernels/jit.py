@@ -9,12 +9,16 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import llvmlite.binding
 import numba as nb
 
 from torchfleet.base.errors import SecurityError
 from torchfleet.base.ownership import make_own
+from torchfleet.ps.kernels.shared_cache import SharedCache
 
 
 def keep_kernels(folder: Path) -> None:
@@ -38,8 +42,8 @@ def keep_kernels(folder: Path) -> None:
         atexit.register(_remove, own, os.getpid())
         print(
             f"torchfleet: compiled kernels can be kept neither in {folder} nor in {home}, and are compiled anew in "
-            "every process, which takes a minute or more. Set NUMBA_CACHE_DIR to a folder that you, and nobody else, "
-            "can write to.",
+            "every process, which takes half a minute or more. Set NUMBA_CACHE_DIR to a folder to which only you can "
+            "write.",
             file=sys.stderr,
             flush=True,
         )
@@ -58,9 +62,21 @@ def _forget_old_kernels(kept: Path, stamp: str) -> None:
     with contextlib.suppress(OSError):  # another process may be doing the same
         noted = kept / "kernels.crc32"
         if not noted.exists() or noted.read_text() != stamp:
-            for old in (*kept.glob("*.nbi"), *kept.glob("*.nbc")):
+            for old in (*kept.glob("*.nbi"), *kept.glob("*.nbc"), *kept.glob("*.mark")):
                 old.unlink(missing_ok=True)
             noted.write_text(stamp)
+
+
+def mark_of_all() -> Path:
+    """The file whose existence says that all kernels are cached: of these sources, these versions, this processor.
+
+    numba compiles a kernel again when its source file is newer, so the time of the sources counts, too.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    versions = f"{sys.version} {nb.__version__} {llvmlite.binding.get_host_cpu_name()}"
+    times = [(source.stat().st_mtime_ns, source.stat().st_size) for source in sources]
+    name = f"all-{zlib.crc32(f'{versions} {times}'.encode())}.mark"
+    return Path(SharedCache(keep_kernels).cache_path) / name
 
 
 def _is_usable(folder: Path) -> bool:
@@ -92,5 +108,11 @@ keep_kernels(Path(__file__).parent)
 # nogil; cached on disk between processes; IEEE division, because Python's would raise in the middle of an update, and
 # checking for it takes as long as the arithmetic itself. Without numba's reference counts (_nrt): a kernel allocates
 # nothing, and the atomic counts at every call of an inlined function took two thirds of the text parser's time.
-kernel = nb.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+_cached = nb.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
 inlined = nb.njit(forceinline=True, error_model="numpy", _nrt=False)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    made = _cached(function)
+    made._cache = SharedCache(function)
+    return made

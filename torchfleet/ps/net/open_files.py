@@ -60,7 +60,7 @@ class OpenFiles:
         if not self._was_full:
             print(
                 f"torchfleet server: {self._limit:,} files and connections are open, which is all that `ulimit -n` "
-                "allows. Newcomers are turned away, and those who are connected are served on. Start the server with a "
+                "allows. New connections are closed; existing ones are served. Start the server with a "
                 "higher `ulimit -n`, or with fewer workers.",
                 file=sys.stderr,
                 flush=True,

@@ -6,7 +6,6 @@ returns None, the reply comes later, through `State.finish`.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from torchfleet import __version__
 from torchfleet.base.errors import FleetError, TableError, WireError
+from torchfleet.base.process_place import own_place
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import (
     BOUNDED,
@@ -74,7 +74,7 @@ def stats(state: State, request: Request) -> Answer:
         "members": state.meetings.members.describe(state.num_workers),
         "steps": state.pushes.num_steps,
         "uptime": time.monotonic() - state.counters.started,
-        "pid": os.getpid(),
+        "pid": own_place().pid,
         "release": __version__,
     }
     return [pack(body)]

@@ -79,8 +79,6 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
         apply_waiting(state)
         return []
     (limit,) = _settings(request, 1)
-    if not state.num_workers:
-        raise TableError("this server was not told the number of workers, so it cannot bound ages: use num_workers")
     if limit < max(1, state.num_workers - 1):
         raise TableError(
             f"max_staleness={limit} cannot be kept with {state.num_workers} workers: the last of them to push comes "

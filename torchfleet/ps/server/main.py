@@ -72,7 +72,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
         "(default: FLEET_FSYNC_MS, else 10)",
     )
-    parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
+    parser.add_argument(
+        "--num_workers", type=int, default=0, help="stop after this number of workers has left (0: never)"
+    )
     parser.add_argument(
         "--min_workers",
         type=int,
@@ -84,7 +86,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--on_worker_loss",
         choices=LOSS_RULES,
         default=os.environ.get(ON_LOSS) or None,
-        help="what the loss of a worker means to those who wait for it (default: FLEET_ON_WORKER_LOSS, else end; "
+        help="what workers do that wait for a worker that is lost (default: FLEET_ON_WORKER_LOSS, else end; "
         "go_on where workers come and go)",
     )
     return parser.parse_args(arguments)

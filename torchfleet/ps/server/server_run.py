@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -24,7 +25,7 @@ from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import speaker
 from torchfleet.ps.server.server_tracing import ServerTracing
 from torchfleet.ps.server.state.server_status import ServerStatus
-from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up, warm_up_rest
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class ServerRun:
         self.durable: DurableServer | None = None
         self.replica: Replica | None = None
         self._status: ServerStatus | None = None
+        self._compiler: subprocess.Popen[bytes] | None = None  # compiles the kernels that no table here uses yet
         self._trace_every = 0
         self._is_ended = False
 
@@ -80,14 +82,21 @@ class ServerRun:
         return self.listener
 
     def warm_up(self, tell: Callable[[], None] = lambda: None) -> None:
-        """Load the kernels. If they must be compiled, write that to the server's log and call `tell`."""
+        """Load the kernels of this server's tables. If they must be compiled, write that to the server's log and call
+        `tell`. A process of low priority then compiles the others. A server without tables loads all kernels.
+        """
 
         def say() -> None:
             self.say(COMPILING)
             tell()
 
+        specs = [table.spec for table in self.server.state.tables.values()]
+        if (self._place.index or 0) % 2:  # on one machine, every second server begins with the others' last kernels
+            specs.reverse()
         with telling_compilation(say):
-            warm_up()
+            warm_up(specs)
+        if specs:
+            self._compiler = warm_up_rest()
 
     def open_status(self) -> None:
         """Open the status file and the metrics port, and read the tracing settings. Raises FleetError."""
@@ -140,6 +149,10 @@ class ServerRun:
 
     def close(self) -> None:
         """Release the address and close the log. The log is removed if all workers have left in an orderly way."""
+        if self._compiler is not None:
+            self._compiler.kill()
+            self._compiler.wait()
+            self._compiler = None
         if self.listener is not None:
             self.listener.close()
             self.listener = None

@@ -54,7 +54,7 @@ def begin_long_pull(
     num_bytes = sum(4 * len(keys) * table.spec.dim for table, keys in sections)
     if num_bytes > MAX_BYTES:
         raise TableError(
-            f"a pull of so many keys may have a reply of {MAX_BYTES:,} bytes, and this one has {num_bytes:,}: ask twice"
+            f"the reply to a pull has at most {MAX_BYTES:,} bytes; found {num_bytes:,}. Pull fewer keys at a time."
         )
     state.budgets.hold(request, num_bytes)
     state.work.pulls.begin(request.peer, _slices(state, request, sections, create, worker))

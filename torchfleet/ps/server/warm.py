@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import fcntl
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from msgspec.structs import replace
 from numba.core import event
 
+from torchfleet.ps.kernels.jit import mark_of_all
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.tables.settings.policy import Shrink
-from torchfleet.ps.tables.settings.spec import KINDS
+from torchfleet.ps.tables.settings.spec import KINDS, TableSpec
 from torchfleet.ps.tables.table import OneSlice, Table
 
-_BYTES = 1 << 20
-COMPILING = "compiling kernels, as at the first start on a machine: a minute or more"
+_BYTES, _ROWS, _DIM = 1 << 22, 1000, 64  # of the tables that are used
+COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
 
 
 @contextmanager
@@ -39,40 +45,96 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def warm_up() -> None:
-    """Use every sample table of every kind once, on a few rows. Also makes the process keep freed memory, which the
-    buffers of messages reuse."""
+def warm_up(specs: Sequence[TableSpec] = ()) -> None:
+    """Use the kernels with which tables of these descriptions are trained, on a few rows. Without `specs`: all kernels
+    of all kinds of tables. Also makes the process keep freed memory, which the buffers of messages reuse.
+    """
     keep_freed_memory()
-    for kind in KINDS:
-        for spec in samples(kind):
-            table = make_table(spec, _BYTES)
-            (_warm_block if spec.is_dense else _warm_rows)(table)
+    with _without_collector():
+        for spec in specs:
+            _train(make_table(_small(spec), _BYTES))
+        if not specs:
+            for table in (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind)):
+                _train(table)
+                if not table.spec.is_dense:
+                    _keep(table)
 
 
-def _warm_block(table: Table) -> None:
-    _push(table, np.empty(0, np.uint64), np.ones((table.num_rows, 1), np.float32))
+def warm_up_rest() -> subprocess.Popen[bytes] | None:
+    """Start a process that compiles all kernels into the cache, if this has not been done. It has the lowest priority,
+    and only one is at work on a machine. The caller ends it.
+    """
+    if mark_of_all().exists():
+        return None
+    code = "import os; os.nice(19); from torchfleet.ps.server.warm import compile_all; compile_all()"
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
 
 
-def _warm_rows(table: Table) -> None:
-    spec, few, many = table.spec, np.array([1, 2, 1], np.uint64), np.arange(1000, dtype=np.uint64)
-    width = spec.dim + (NUM_PUSHED if is_pushed(spec) else 0)
+def compile_all() -> None:
+    """Compile all kernels into the cache, and note that they are there. Returns at once if a process is doing it."""
+    mark = mark_of_all()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    with open(mark.with_suffix(".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        warm_up()
+        mark.touch()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """The compiler makes many objects that live on: looking for garbage among them takes a fifth of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _small(spec: TableSpec) -> TableSpec:
+    """A table that uses the same kernels."""
+    return replace(spec, dim=min(spec.dim, _DIM), size=_ROWS if spec.size else 0, shard=0, num_shards=1)
+
+
+def _train(table: Table) -> None:
+    """Pull and push, as workers do, until the table has grown and moved its rows."""
+    if table.spec.is_dense:
+        _push(table, np.empty(0, np.uint64), np.ones((table.num_rows, 1), np.float32))
+        return
+    few, width = np.array([1, 2, 1], np.uint64), _width(table)
     for _ in range(3):  # an entry policy admits a key after some appearances
         _pull(table, few)
         _push(table, few, np.ones((3, width), np.float32))
-        table.begin_save(is_committed=False)
-    table.check_assign(few, np.ones((3, spec.dim), np.float32))
-    table.assign(few, np.ones((3, spec.dim), np.float32))
-    if spec.shrink.names:
+    table.check_assign(few, np.ones((3, table.spec.dim), np.float32))
+    table.assign(few, np.ones((3, table.spec.dim), np.float32))
+    if not table.spec.shrink.names:
+        many = np.arange(_ROWS, dtype=np.uint64)
+        _pull(table, many)
+        _push(table, many, np.ones((_ROWS, width), np.float32))
+
+
+def _keep(table: Table) -> None:
+    """Save, restore, shrink and erase."""
+    few = np.array([1, 2, 1], np.uint64)
+    table.begin_save(is_committed=False)
+    if table.spec.shrink.names:
         for _ in table.shrink(Shrink(max_rows=1)):
             pass
     else:
-        _pull(table, many)  # the table grows, so that moving its rows is compiled too
-        _push(table, many, np.ones((1000, width), np.float32))
         table.erase(few)
-    _push(table, few, np.ones((3, width), np.float32))
-    for _ in table.save_slices("delta", 1000):
+    _push(table, few, np.ones((3, _width(table)), np.float32))
+    for _ in table.save_slices("delta", _ROWS):
         pass
     _warm_copy(table)
+
+
+def _width(table: Table) -> int:
+    return table.spec.dim + (NUM_PUSHED if is_pushed(table.spec) else 0)
 
 
 def _pull(table: Table, keys: Keys) -> None:
@@ -88,7 +150,7 @@ def _push(table: Table, keys: Keys, grads: np.ndarray[tuple[int, int], np.dtype[
 def _warm_copy(table: Table) -> None:
     """Restore rows from read-only memory, as they arrive from another server."""
     copy = make_table(table.spec, _BYTES)
-    for saved in table.save_slices("copy", 1000):
+    for saved in table.save_slices("copy", _ROWS):
         for array in saved.arrays.values():
             array.flags.writeable = False
         copy.restore(OneSlice(saved))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import NumberTaken, ServerRestarted, ServerUnreachable
+from torchfleet.base.process_place import own_place
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
@@ -45,8 +44,7 @@ class Membership:
         """
         self._client, self._timeout, self._waiting, self._claims = client, info.worker_timeout, waiting, claims
         self._body = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **own_place()._asdict(),
             "num_workers": info.num_workers,
             "timeout": info.worker_timeout,
             "sync_timeout": sync_timeout,

@@ -161,6 +161,7 @@ def test_other_paths_and_methods_are_refused(port: MetricsPort) -> None:
         refused.value.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_drop_by_drop_holds_the_port_for_a_moment_only(port: MetricsPort) -> None:
     port.publish(WORKER)
     with socket.create_connection(("127.0.0.1", port.port)) as slow, socket.create_connection(("127.0.0.1", port.port)):

@@ -113,7 +113,8 @@ def test_six_slots_cost_one_pull_and_one_push_per_server_from_the_third_step_on(
 def test_every_mode_with_rows_on_servers_pulls_and_pushes_once(mode: str, prefetch: bool) -> None:
     servers = Servers(2)
     batches = [new_ids(step) for step in range(8)]
-    with one_worker(Slots(columns), servers=servers, mode=mode) as part:
+    configs = {"max_staleness": 0} if mode == "async" else {}
+    with one_worker(Slots(columns), servers=servers, mode=mode, **configs) as part:
         for step, ids in enumerate(part.prefetch(batches) if prefetch else batches):
             if step == 3:
                 part.flush()

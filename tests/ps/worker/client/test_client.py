@@ -259,6 +259,7 @@ class TestDeadServers:
                     client.ping()
                 assert 1.4 < time.monotonic() - started < WAIT
 
+    @pytest.mark.slow
     def test_a_server_that_accepts_and_says_nothing_is_named_within_the_time_out(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"

@@ -157,12 +157,14 @@ def run_all(seeds: range) -> list[int]:
     return [seed for seed in seeds if not Schedule(seed, PATIENT, worst=0.25).run()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, 250))
 def test_bad_networks_change_nothing_about_the_result(start: int) -> None:
     given_up = run_all(range(start, start + 250))
     assert len(given_up) <= 3, f"these schedules were to come to their end: {given_up}"
 
 
+@pytest.mark.slow
 def test_a_change_that_was_given_up_is_made_once_or_not_at_all() -> None:
     ended = [Schedule(seed, HASTY, worst=0.6).run() for seed in range(300)]
     assert ended.count(False) > 100, "a network as bad as this was to make most schedules give up"

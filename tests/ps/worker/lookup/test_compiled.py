@@ -63,6 +63,7 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_trains_as_torch_with_one_graph_behind_its_lookups(kind: str) -> None:
     graphs: list[torch.fx.GraphModule] = []

@@ -263,7 +263,8 @@ def test_towers_called_by_themselves_train_to_the_result_of_torch(mode: str, per
 def test_towers_over_prefetched_batches_take_one_pull_a_step(mode: str) -> None:
     servers = Servers(2)
     batches = [(torch.arange(8) + 8 * i, torch.arange(8) + 100 * i) for i in range(12)]
-    with one_worker(Towers(), servers=servers, mode=mode) as part:
+    configs = {"max_staleness": 0} if mode == "async" else {}
+    with one_worker(Towers(), servers=servers, mode=mode, **configs) as part:
         before = 0
         for number, (users, items) in enumerate(part.prefetch(batches)):
             towers_step(part.model, users, items).backward()

@@ -49,7 +49,7 @@ def sent(part: Part) -> int:
 
 
 def test_requests_that_threads_sent_again_count_among_those_of_the_worker() -> None:
-    with one_worker(Linear(), mode="async") as part:
+    with one_worker(Linear(), mode="async", max_staleness=0) as part:
         communicator = part.worker.communicator
         wait_until(lambda: bool(communicator._others), "the client of the thread that sends")
         communicator._others[0]._connections[0].num_retries = 3
@@ -237,7 +237,7 @@ def test_the_age_of_rows_in_async_is_bounded_by_the_queue_and_what_is_in_flight(
 def test_a_held_up_sender_makes_rows_as_old_as_the_queue_allows() -> None:
     """The bound above is met exactly: nothing is applied until queue and sender are full."""
     servers, ids = Servers(), torch.tensor([1])
-    with one_worker(Linear(), mode="async", servers=servers, send_queue_size=2) as part:
+    with one_worker(Linear(), mode="async", servers=servers, send_queue_size=2, max_staleness=0) as part:
         servers.hold_pushes()
         step(part, ids)
         wait_until(lambda: part.worker.communicator.stats()["queue"] == 0, "the sender has taken the first step")
@@ -279,7 +279,7 @@ def test_merged_gradients_are_summed_and_counted(rule: str) -> None:
 
 def test_without_merging_every_step_is_an_update() -> None:
     servers = Servers()
-    with one_worker(Linear(), mode="async", servers=servers) as part:
+    with one_worker(Linear(), mode="async", servers=servers, max_staleness=0) as part:
         for _ in range(9):
             step(part, torch.tensor([1]))
         part.flush()
@@ -471,6 +471,7 @@ def test_without_launch_barrier_the_wait_for_worker_0_has_an_end() -> None:
 # Errors reach the training thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(jobs.MODES))
 def test_a_dead_server_is_named_in_the_training_thread(mode: str) -> None:
     servers = jobs.SocketServers(Linear, jobs.sgd, 2, 1)

@@ -23,7 +23,8 @@ def test_the_network_of_a_step_has_seen_everything_up_to_the_end_of_the_step_bef
     """Pushes are held until the network has been asked for: it has seen all updates but that of the step before. Rows
     are not pulled ahead here, so they are fresh. In plain torch: a network one update late."""
     rate, batches, servers = 0.2, jobs.worker_batches(0, STEPS), Servers(2)
-    with one_worker(make_tower(), fleet_optimizer("sgd", lr=rate), mode="async", servers=servers) as part:
+    optimizer = fleet_optimizer("sgd", lr=rate)
+    with one_worker(make_tower(), optimizer, mode="async", servers=servers, max_staleness=0) as part:
         for i, batch in enumerate(batches):
             servers.hold_pushes()
             part.step(batch)
@@ -59,14 +60,16 @@ def test_one_worker_with_max_staleness_equals_torch(num_servers: int) -> None:
     assert done.servers.staleness("dense.0") == {0: STEPS}
 
 
-def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> None:
+@pytest.mark.parametrize(("configs", "bound"), [({"max_staleness": 4}, 4), ({}, 3)], ids=["set", "default"])
+def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is(configs: dict[str, int], bound: int) -> None:
     """Worker 2 goes on when the others are held, or have made all their steps. Barriers and uneven numbers of steps
     lead to no wait without end."""
-    bound, num_steps, servers = 4, (12, 9, 3), Servers(2, 3)
+    num_steps, servers = (12, 9, 3), Servers(2, 3)
     ended: set[tuple[int, int]] = set()
 
     def others_stand_still(epoch: int) -> bool:
-        held = {request.message.worker for request in servers.servers[0].state.pushes.bound.waiting()}
+        bounds = [server.state.pushes.bound for server in servers.servers]  # one server holding a push is enough
+        held = {request.message.worker for bound in bounds for request in bound.waiting()}
         return held | {worker for worker, of in ended if of == epoch} >= {0, 1}
 
     def body(part: Part) -> None:
@@ -82,15 +85,46 @@ def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> No
             part.barrier()
         part.flush()
 
-    done = jobs.run(
-        body, Net, fleet_optimizer("sgd", lr=0.01), mode="async", num_workers=3, servers=servers, max_staleness=bound
-    )
+    optimizer = fleet_optimizer("sgd", lr=0.01)
+    done = jobs.run(body, Net, optimizer, mode="async", num_workers=3, servers=servers, **configs)
     for server in range(2):
         ages = done.servers.staleness("dense.0", server)
         assert sum(ages.values()) == 2 * sum(num_steps)
         assert max(ages) <= bound
         assert done.servers.servers[server].state.pushes.num_dropped == 0
         assert done.servers.table("items", server).step == 2 * sum(num_steps)
+
+
+@pytest.mark.parametrize(
+    ("configs", "bound"),
+    [({}, 4), ({"max_staleness": 0}, 0), ({"max_staleness": 9}, 9), ({"gather": 2}, 0), ({"send_queue_size": 4}, 0)],
+    ids=str,
+)
+def test_the_bound_is_the_number_of_workers_unless_another_setting_forbids_it(
+    configs: dict[str, int], bound: int
+) -> None:
+    assert jobs.strategy("async", **configs).a_sync_configs.bound(4) == bound
+
+
+def test_no_worker_waits_for_one_that_predicts() -> None:
+    """Worker 1 predicts until worker 0 has made all its steps."""
+    is_done = threading.Event()
+
+    def body(part: Part) -> None:
+        batches = jobs.worker_batches(part.index, 8)
+        part.step(batches[0])
+        if part.index == 0:
+            for batch in batches:
+                part.step(batch)
+            is_done.set()
+        else:
+            with torch.no_grad():
+                jobs.loss_of(part.model, batches[0])
+            assert is_done.wait(jobs.SECONDS / 2)
+            part.step(batches[1])
+        part.flush()
+
+    jobs.run(body, Net, fleet_optimizer("sgd", lr=0.01), mode="async", num_workers=2, num_servers=1)
 
 
 def test_fewer_than_the_number_of_workers_cannot_be_kept() -> None:

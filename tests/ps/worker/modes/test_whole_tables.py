@@ -706,6 +706,7 @@ def assert_fails_everywhere(copy: WholeTables, match: str) -> None:
     assert not copy._thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_stopped_server_does_not_stop_training_and_is_reported_in_time() -> None:
     with real_servers(2) as (processes, part, copy):
         add(copy, "a", np.arange(NUM_A), 1.0)
@@ -731,6 +732,7 @@ def test_a_stopped_server_does_not_stop_training_and_is_reported_in_time() -> No
         assert_fails_everywhere(copy, "server 1")
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_reported() -> None:
     with real_servers(1) as (processes, part, copy):
         processes[0].kill()
@@ -1420,6 +1422,7 @@ def table_copies(is_shared: bool) -> list[TableCopy]:
     return [first, TableCopy(SIZES, 2, Sharing((1,), 1, 2)), third]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "num_schedules", "is_shared"), [(24, 15, False), (1 << 24, 30, False), (24, 15, True)]
 )

@@ -1,9 +1,9 @@
 """Mixed precision: matrix products in half precision, sums and parameters in float32.
 
-The model runs under torch.autocast; custom_white_list and custom_black_list change what it does for single functions
-(op_lists.py). In float16 the model returns float32, and the backward pass from its outputs to its parameters is scaled
-(loss_scaling.py, scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16 has
-float32's range and needs no scale.
+The model runs under torch.autocast, and returns float32; custom_white_list and custom_black_list change what autocast
+does for single functions (op_lists.py). In float16 the backward pass from the model's outputs to its parameters is
+scaled (loss_scaling.py, scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16
+has float32's range and needs no scale.
 
 use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (except those of norms), and the
 optimizer steps on a float32 copy (masters.py); norms compute in half precision too, so that all activations have two
@@ -92,9 +92,9 @@ class Amp(Strategy):
                 if self._lists.mode is not None:
                     contexts.enter_context(self._lists.mode)
                 outputs = forward(*args, **kwargs)
-            if self.scaling is None or not self._returns_outputs:
-                return outputs
-            return map_tensors(_float32, outputs)  # gradients are scaled before they are rounded to half precision
+            # A loss computed from them is then as precise as one inside the model; in float16, gradients are scaled
+            # before they are rounded to half precision.
+            return map_tensors(_float32, outputs) if self._returns_outputs else outputs
 
         return with_amp
 
@@ -178,6 +178,9 @@ class Amp(Strategy):
         if self._is_sharded and self.world.size > 1:
             dist.all_reduce(self.scaling.overflow, dist.ReduceOp.MAX)
         return self.scaling.update()
+
+    def gradient_factor(self) -> float:
+        return 1.0 / self.row_scale() if self.is_pure else 1.0
 
     def _check_backward(self) -> None:
         if self.is_pure:

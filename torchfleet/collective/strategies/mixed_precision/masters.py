@@ -43,7 +43,6 @@ class Masters:
         if parameter.dtype == torch.float32:
             return parameter
         if owner != self._share:
-            parameter.fleet_shares = 0  # type: ignore[attr-defined]
             self._others.append(parameter)
             return parameter
         master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
@@ -51,8 +50,6 @@ class Masters:
         for mark in _MARKS:
             if hasattr(parameter, mark):
                 setattr(master, mark, getattr(parameter, mark))
-        if not is_local(parameter):
-            master.fleet_shares = self.num_shares  # type: ignore[attr-defined]
         self._of[parameter] = master
         return master
 

@@ -56,7 +56,7 @@ class StepWatch:
     def install(self) -> None:
         """Start to report steps."""
         watch = self
-        _around(DistributedOptimizer, "step", before=watch.begin)
+        _around(DistributedOptimizer, "_begin_step", after=watch.begin)  # of every mode, hybrid too
         _around(DistributedOptimizer, "step_apart", before=watch.begin)
         _around(WorkerRole, "_bind", after=watch.tell_settings)
         _around(WorkerRole, "_step_made", after=watch.note)

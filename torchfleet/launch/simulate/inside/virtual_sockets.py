@@ -34,7 +34,7 @@ class VirtualNetwork:
     def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> VirtualChannel:
         """Implements Transport.connect."""
         if endpoint not in self._servers:
-            raise FleetError(f"not an address to connect to: {endpoint!r}; {self._places('nobody is there')}")
+            raise FleetError(f"not an address to connect to: {endpoint!r}; {self._places('no process listens there')}")
         return VirtualChannel(self._schedule, endpoint, self._servers[endpoint], next(self._numbers))
 
     def _places(self, why: str) -> str:

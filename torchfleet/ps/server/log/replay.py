@@ -61,7 +61,7 @@ class Replay:
         self._lenient(False)
 
     def _lenient(self, is_lenient: bool) -> None:
-        """Accept whatever the other server has accepted, whatever resources this machine has left."""
+        """Accept every change that the other server has accepted, without checks of this machine's resources."""
         self.server.state.is_following = is_lenient
         self.server.state.budgets.is_lenient = is_lenient
 

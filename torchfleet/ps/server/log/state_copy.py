@@ -206,7 +206,7 @@ class StateImport:
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:
-        """What was not done begins anew, when there is somebody to do it."""
+        """Start the long requests again that the other server had not finished."""
         for token, (request, answer, due, dropped) in body.long_requests.items():
             long = LongRequest(unpack_request(request), unpack_answer(answer), due=list(due), dropped=dict(dropped))
             _resume(self._server.state, token, long)

@@ -25,7 +25,7 @@ class Fate(Enum):
 
     WAITS = "waits"
     TAKES_OVER = "takes over"
-    DROPPED = "dropped"  # what it has is of no use any more: it is to begin anew
+    DROPPED = "dropped"  # its state is outdated: the process must start again
     ENDS = "ends"  # the job is over
 
 
@@ -133,8 +133,8 @@ class Follower:
             return Fate.WAITS
         if self._is_primary_lost:
             raise FleetError(
-                "the primary of this server was lost before this backup had its whole state: nobody has it now. Start "
-                "the job anew from the last checkpoint."
+                "the primary of this server was lost before this backup had received its whole state, so the rows are "
+                "lost. Restart the job from the last checkpoint."
             )
         is_late = self._is_in_view or now - self._heard > GIVE_UP
         return Fate.DROPPED if is_late else Fate.WAITS
@@ -144,6 +144,6 @@ def _check_backup(view: View) -> None:
     """This process was started in the place of the primary."""
     if not view.backup:
         raise FleetError(
-            "this server was lost when it had no backup: nobody has its rows now. Start the job anew from the last "
+            "this server was lost when it had no backup, so its rows are lost. Restart the job from the last "
             "checkpoint; with --coordinator etcd://..., under another NAME."
         )

@@ -232,7 +232,7 @@ class Replica:
         self.is_over |= fate is Fate.ENDS
 
     def _depose(self, why: str) -> None:
-        self.deposed = f"{why}: this process ends, to begin anew as a backup"
+        self.deposed = f"{why}: this process ends, and starts again as a backup"
         self._server.state.say(self.deposed)
 
     def _refusal(self, envelope: Envelope, error: FleetError) -> list[Frame]:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
-from torchfleet.ps.worker.lookup.embedding_choice import Choice, TorchEmbedding, check_convertible, choose
-from torchfleet.ps.worker.row_state.row_weight import RowWeight
+from torchfleet.ps.worker.lookup.converted import convert_in_place
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_choice import Choice, check_convertible, choose
 from torchfleet.ps.worker.row_state.table_rows import TableRows
 
 
 def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Module:
-    """Replace the chosen torch embeddings in place; without a choice, those with sparse=True.
+    """Convert the chosen torch embeddings in place; without a choice, those with sparse=True.
 
-    Every SparseEmbedding gets its path, and a name if it has none. The weight of a replaced embedding becomes a
-    RowWeight in place, so other holders of it (an optimizer, a list) hold the RowWeight from then on. Returns the
-    model. After an error the model is unchanged.
+    Every SparseEmbedding gets its path, and a name if it has none. A converted embedding is still the same object and a
+    torch.nn.Embedding or EmbeddingBag, and a SparseEmbedding too. Its weight becomes a RowWeight in place, so other
+    holders of either (an optimizer, a list) hold the converted one from then on. Returns the model. After an error the
+    model is unchanged.
     """
     choice = choice or choose(model, None)
     wanted = {id(module) for module in choice.chosen}
     if id(model) in wanted:
-        raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
-    places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in wanted]
+        raise ModelError("the model is itself a sparse embedding: put it into a module, so that its table has a name")
+    places = [(path, module) for path, module in model.named_modules() if id(module) in wanted]
     for path, module in places:
         check_convertible(module, path)
     for module in choice.tied:
         module.sparse = False  # the other layer's gradient is dense
-    replaced: dict[int, SparseEmbedding] = {}  # by module: several may share one weight, each with its own padding
-    tables: dict[int, str] = {}  # by weight
+    tables: dict[int, str] = {}  # by weight: several may share one, each with its own padding
     for path, module in places:
-        if id(module) not in replaced:
-            table = tables.setdefault(id(module.weight), path)
-            replaced[id(module)] = _converted(module, path, table)
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, replaced[id(module)])
+        convert_in_place(module, tables.setdefault(id(module.weight), path))
     _name(model)
     return model
 
@@ -86,22 +80,3 @@ def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> Table
         rows.take_over(module.table_rows)
     rows.is_distributed, rows.engine, rows.source = True, None, None
     return rows
-
-
-def _converted(module: TorchEmbedding, path: str, table: str) -> SparseEmbedding:
-    kind = SparseEmbedding
-    options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
-    options["num_embeddings"] = module.num_embeddings
-    if isinstance(module, torch.nn.EmbeddingBag):
-        kind, options["pooling"] = SparseEmbeddingBag, module.mode
-    converted = kind(module.embedding_dim, **options)
-    converted.scale_grad_by_freq = module.scale_grad_by_freq
-    if isinstance(converted, SparseEmbeddingBag) and isinstance(module, torch.nn.EmbeddingBag):
-        converted.include_last_offset = module.include_last_offset
-    weight: Any = module.weight
-    if not isinstance(weight, RowWeight):  # otherwise another embedding has taken its rows
-        converted.table_rows.first_values = weight.detach().cpu().numpy().copy()
-        weight = RowWeight.take_place_of(weight)
-    converted.weight = weight
-    converted.is_converted = True
-    return converted

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.lookup.converted import TorchEmbedding, clash
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
-TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
 AUTO_BYTES = 1 << 20  # bytes of weights: a dense table is sent whole in every step, both ways
+AUTO_LEAST_BYTES = 1 << 12  # less costs nothing beside the rest of a message
+AUTO_UNTOUCHED = 0.5  # the share of rows that a batch must leave untouched
 Sparse = str | int | None  # "auto", a number of rows, or None
+
+
+class Auto(str):
+    """sparse="auto" where it is known how many rows a batch looks up at most."""
+
+    num_lookups: int
+
+    def __new__(cls, num_lookups: int) -> Auto:
+        made = super().__new__(cls, "auto")
+        made.num_lookups = num_lookups
+        return made
+
+    def is_worth_moving(self, module: TorchEmbedding) -> bool:
+        """Whether a batch leaves most rows untouched, were its ids drawn evenly. Those of real data repeat more often,
+        and leave more.
+        """
+        untouched = math.exp(-self.num_lookups / module.num_embeddings)
+        return module.weight.nbytes >= AUTO_LEAST_BYTES and untouched >= AUTO_UNTOUCHED
 
 
 @dataclass
@@ -31,8 +53,9 @@ class Choice:
 
 
 def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
-    """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with "auto",
-    those whose weights are trained and have at least AUTO_BYTES. An embedding that servers do not support stays dense,
+    """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with Auto,
+    those that are trained and of which a batch leaves most rows untouched; with "auto", those that are trained and have
+    at least AUTO_BYTES. An embedding that servers do not support stays dense,
     with the reason. So does an embedding whose weight another module computes with: a weight that is used whole is
     trained whole.
     """
@@ -44,6 +67,7 @@ def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
     choice, wanted = Choice(sparse), []
     for path, module in _torch_embeddings(model):
         is_large = module.weight.nbytes >= AUTO_BYTES if least is None else module.num_embeddings >= least
+        is_large = sparse.is_worth_moving(module) if isinstance(sparse, Auto) else is_large
         if not module.sparse and (sparse is None or not is_large):
             choice.dense[path] = f"{module.num_embeddings:,} x {module.embedding_dim}"
         elif not module.sparse and (reason := _obstacle(module, path, least is not None)):
@@ -73,6 +97,11 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
         raise ModelError(
             f"'{path}.weight' is a {type(module.weight).__name__}, and rows on servers stand for a plain "
             "torch.nn.Parameter. Remove its parametrization, or leave it dense: sparse=False."
+        )
+    if reason := clash(module):
+        raise ModelError(
+            f"'{path}' ({type(module).__name__}): {reason}. Rename it, or put an embedding of torch's into a module "
+            "that has it."
         )
     if module.weight.dtype != torch.float32:
         raise ModelError(f"'{path}' is {module.weight.dtype}: servers hold float32. Use model.float().")
@@ -124,7 +153,7 @@ def _tied_elsewhere(model: torch.nn.Module, wanted: Collection[int]) -> dict[str
 
 def _torch_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, TorchEmbedding]]:
     for path, module in model.named_modules():
-        if isinstance(module, TorchEmbedding):
+        if not isinstance(module, SparseEmbedding) and isinstance(module, TorchEmbedding):
             yield path, module
 
 

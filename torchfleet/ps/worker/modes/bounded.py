@@ -49,13 +49,18 @@ class Bounded(Communicator):
         self._names = [group.spec.name for group in plan.dense]
         self._under_way: Future[Dense] | None = None
         self._is_counted = False  # the servers expect this worker's next push
+        self._is_computing = False  # the model was called with gradients since the last push
         self._is_over = False
 
     def freshen(self) -> None:
         self._take()
-        if not self._is_counted and not self._is_over and torch.is_grad_enabled():
-            self._write(self._client.pull_dense_tables(self._names, is_bounded=True).result())
-            self._is_counted = True
+        if not torch.is_grad_enabled():
+            if not self._is_computing:
+                self.rest()  # it predicts, for how long is not known
+        elif not self._is_over:
+            if not self._is_counted:
+                self._write(self._client.pull_dense_tables(self._names, is_bounded=True).result())
+            self._is_counted = self._is_computing = True
         super().freshen()
 
     def _push(self, gradients: Gradients) -> None:
@@ -70,7 +75,7 @@ class Bounded(Communicator):
             settings=[self._max_staleness],
             are_finite=gradients.are_finite,
         )
-        self._is_counted = True
+        self._is_counted, self._is_computing = True, False
 
     def settle(self) -> None:
         self._take()
@@ -81,7 +86,7 @@ class Bounded(Communicator):
         self._take()
         if self._is_counted:
             self._client.push_tables({}, flags=BOUNDED, settings=[self._max_staleness]).result()
-            self._is_counted = False
+            self._is_counted = self._is_computing = False
 
     def flush(self) -> None:
         self.rest()

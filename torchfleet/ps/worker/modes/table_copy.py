@@ -25,8 +25,8 @@ from torchfleet.ps.kernels.vector_instructions import padded
 from torchfleet.ps.tables.rows.memory import HUGE_PAGE, Memory
 
 STARTED_AGAIN = (
-    "fleet.whole_tables(shared=True): this worker was started again, and nobody comes to meet it a second time. Start "
-    "the job again; or use shared=False, where a worker that is started again has a copy of its own."
+    "fleet.whole_tables(shared=True): this worker was restarted, and the other workers do not meet it a second time. "
+    "Restart the job; or use shared=False, where a worker that is started again has a copy of its own."
 )
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _ALIGNED = 64  # bytes: vector instructions load whole cache lines

@@ -1,0 +1,52 @@
+"""How many rows a batch of a loader looks up, as far as its shape tells."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchfleet.ps.worker.batch.batch_tensors import tensors_of
+
+
+def num_lookups(loader: DataLoader[Any]) -> int | None:
+    """The numbers in the largest integer tensor of a batch; None if no batch can be looked at.
+
+    Looks at samples from all over the dataset, in a process of its own if the loader has such. Random numbers are
+    afterwards as they were. Not for an IterableDataset, whose samples may come only once, nor for a sampler of the
+    user's, which alone knows what it gives.
+    """
+    samplers = (loader.sampler, loader.batch_sampler)
+    is_known = all(one is None or type(one).__module__.startswith("torch.utils.data.") for one in samplers)
+    if isinstance(loader.dataset, IterableDataset) or not is_known or not hasattr(loader.dataset, "__len__"):
+        return None
+    total = len(loader.dataset)
+    size = min(total, getattr(loader.batch_sampler, "batch_size", 1))
+    indexes = [place * total // size for place in range(size)]
+    if not indexes:
+        return None
+    order: dict[str, Any] = {"batch_sampler": [indexes]}
+    if loader.batch_sampler is None:
+        order = {"batch_size": None, "sampler": indexes}
+    names = ("collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
+    options = {name: getattr(loader, name) for name in names}
+    with _kept_random_numbers():
+        batch = next(iter(DataLoader(loader.dataset, num_workers=min(1, loader.num_workers), **order, **options)))
+    found = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
+    return max((tensor.numel() for tensor in found if tensor.dtype != torch.bool), default=None)
+
+
+@contextmanager
+def _kept_random_numbers() -> Iterator[None]:
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)
