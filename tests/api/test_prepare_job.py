@@ -14,6 +14,7 @@ from support import jobs
 from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.ranks import Ranks
+from support.scripts.ends_by_itself import MODES, Counted
 from support.scripts.launching import clean_environment, forked_fleetrun, run_dir
 from support.scripts.prepared import Model, plain_parts, samples, train
 from torch.utils.data import DataLoader
@@ -23,6 +24,7 @@ from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.base.role.role_makers import is_collective_job
 
 SCRIPT = str(ROOT / "tests" / "support" / "scripts" / "prepared.py")
+ENDING = str(ROOT / "tests" / "support" / "scripts" / "ends_by_itself.py")
 IDS = torch.arange(39).view(13, 3)
 
 
@@ -77,6 +79,29 @@ def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path
     assert done.returncode == 1
     assert "this script fails" in done.stderr
     assert "samples" not in done.stdout
+
+
+def end_by_itself(mode: str, folder: Path) -> None:
+    """Two workers make three steps each; all of them must be in the model, and no process may fail."""
+    saved, counts = str(folder / "model"), ("--server_num", "1", "--worker_num", "2")
+    with forked_fleetrun(folder / "log", *counts, ENDING, mode, saved, PYTHONPATH=str(ROOT)) as job:
+        assert job.wait() == 0, job.output
+    model = fleet.load_inference_model(saved, Counted())
+    applied = {"sync": (-3.0, -3.0), "hybrid": (-6.0, -3.0)}.get(mode, (-6.0, -6.0))  # of rows, of the network
+    found = float(model.rows(torch.tensor(0))[0]), float(model.network[7])
+    assert found == pytest.approx(applied, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["geo", "async"])
+def test_a_script_that_ends_by_itself_loses_no_push(mode: str, tmp_path: Path) -> None:
+    end_by_itself(mode, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_fifty_scripts_that_end_by_themselves_lose_no_push(mode: str, tmp_path: Path) -> None:
+    for number in range(50):
+        end_by_itself(mode, tmp_path / str(number))
 
 
 def on_a_rank() -> dict[str, Any]:

@@ -203,12 +203,12 @@ class Turns:
         self._num_workers, self._turn, self._changed = num_workers, 0, threading.Condition()
 
     @contextlib.contextmanager
-    def of(self, part: Part) -> Iterator[None]:
-        """Around one step."""
+    def of(self, part: Part, end: Callable[[Part], None] | None = None) -> Iterator[None]:
+        """Around one step. `end`: how its gradients are applied, if not by a flush."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._turn == part.index, SECONDS), "the worker before makes no step"
         yield
-        part.flush()
+        (end or Part.flush)(part)
         with self._changed:
             self._turn = (self._turn + 1) % self._num_workers
             self._changed.notify_all()

@@ -120,9 +120,14 @@ def add_callback(callback: object, every_worker: bool = False) -> None:
 def stop_worker() -> None:
     """Send queued gradients and leave the servers. The servers end when the last worker has stopped.
 
-    Worker 0 prints the staleness of the rows over all workers.
+    If worker 0 has saved since its last step, it waits here until the other workers have stopped, too, and saves again
+    to the same folders if they have changed the model since: docs/checkpoints.md. Worker 0 prints the staleness of the
+    rows over all workers.
     """
-    stats = any_job(NO_WORKER).stop()
+    job = any_job(NO_WORKER)
+    for dirname in job.complete_saves():
+        current.callbacks.save(dirname)
+    stats = job.stop()
     current.job, current.has_stopped = None, True
     current.callbacks.end(stats)
 

@@ -111,7 +111,7 @@ def infer_from_dataset(
     """
     worker = get_worker()
     report = Report("infer", fetch_list, print_period, fetch_handler, fetch_info)
-    worker.communicator.refresh()
+    worker.communicator.flush()
     leave = worker.communicator.leave_thread
     return infer(as_step(model, loss_fn), dataset, worker.model, worker.engine, thread, report, leave)
 

@@ -98,6 +98,9 @@ class CollectiveJob(ModelAndOptimizer):
     def changed_settings(self) -> dict[str, Any]:
         return self.settings.differences()
 
+    def complete_saves(self) -> list[str]:
+        return []  # all ranks save together
+
     def stop(self) -> dict[str, Any]:
         final = {"worker": {"steps": self.num_steps, "samples": self.model.num_samples if self.model else 0}}
         self._status.write(now=True)

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_told_as_torch_tells_it_and_the_servers_stay_as_the
         before = copied(part.model.state_dict())
         with pytest.raises(RuntimeError, match=naming("items.weight", "[39, 4]", "[40, 4]")):
             part.model.load_state_dict(wrong)
-        part.worker.communicator.refresh()
+        part.worker.communicator.flush()
         assert_same_state(part.model.state_dict(), before)
         for name, change, text in [
             ("words.weight", lambda value: value / 0, "NaN"),

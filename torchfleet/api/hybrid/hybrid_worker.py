@@ -48,6 +48,7 @@ class HybridWorker:
         self._kept.take(client)
         optimizer.join(self._network)
         self._worker_timeout, self._attendance = info.worker_timeout, None
+        self._has_met_at_end = False
         if store is not None:
             timeout = settings.sync_timeout
             self._attendance = Attendance(store, world.rank, world.size, timeout, self._is_one_lost, "worker")
@@ -79,12 +80,18 @@ class HybridWorker:
         if self._attendance is not None:
             self._attendance.meet(what)
 
+    def meet_at_end(self) -> None:
+        """Wait until all workers have made their last step, and sent the gradients of their rows. Once."""
+        if not self._has_met_at_end:
+            self._has_met_at_end = True
+            self.meet("fleet.stop_worker()")
+
     def close(self, alone: bool = False) -> None:
         """Leave the process group after all workers have finished; with `alone`, without waiting. Later calls do
         nothing.
         """
         if not alone:
-            self.meet("fleet.stop_worker()")
+            self.meet_at_end()
         attendance, self._attendance = self._attendance, None
         if attendance is not None:
             attendance.close()

@@ -45,7 +45,7 @@ def hook_model(
 
     def freshen(called: torch.nn.Module) -> None:
         if called is model:  # a copy of the model has the hook, too, but its own parameters
-            communicator().freshen()
+            communicator().enter(model.training, torch.is_grad_enabled())
 
     eager = torch.compiler.disable(freshen)  # type: ignore[no-untyped-call]
     hook = model.register_forward_pre_hook(lambda called, _: eager(called))

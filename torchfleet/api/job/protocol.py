@@ -91,6 +91,10 @@ class Job(Protocol):
         """The settings of the strategy that differ from their defaults."""
         ...
 
+    def complete_saves(self) -> list[str]:
+        """Before `stop`: save again what other workers have changed since the last saves. Returns where."""
+        ...
+
     def stop(self) -> dict[str, Any]:
         """End this process's part in the job. Returns its last statistics, with a field `worker`."""
         ...

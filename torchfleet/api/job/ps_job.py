@@ -129,7 +129,7 @@ class ParameterServerJob(JobSetup):
                 raise FleetError(
                     "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
                 )
-            self._worker.communicator.refresh()
+            self._worker.communicator.flush()
             return
         if dirname is None:
             raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
@@ -221,6 +221,9 @@ class ParameterServerJob(JobSetup):
     @property
     def changed_settings(self) -> dict[str, Any]:
         return {} if self.strategy is None else self.strategy.differences()
+
+    def complete_saves(self) -> list[str]:
+        return self.worker.complete_saves()
 
     def stop(self) -> dict[str, Any]:
         """Send queued gradients and leave the servers. Worker 0 prints the staleness of the rows over all workers."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
+from torchfleet.api.job.last_saves import LastSaves
 from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
 from torchfleet.api.job.server_links import ServerLinks
@@ -76,6 +77,7 @@ class WorkerRole:
         check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
+        self._last_saves = LastSaves(self.client, self.info, self.strategy.sync_timeout)
         setup.info = self.info
         if dirname is not None:
             check_loaded(self.client, dirname)
@@ -100,7 +102,16 @@ class WorkerRole:
         self.communicator.start()
         self.status.write(now=True)
 
-    def barrier(self, what: str = "fleet.barrier_worker()", name: str = "workers") -> None:
+    def barrier(self, what: str = "fleet.barrier_worker()") -> None:
+        """Hand over what this worker has learned, and wait for all others: then all have the servers' network."""
+        is_exchanged = not isinstance(self.communicator, WholeTables)  # whose arrays change with their own flush
+        if is_exchanged:
+            self.communicator.hand_over()
+        self._wait_for_all(what)
+        if is_exchanged:
+            self.communicator.flush()
+
+    def _wait_for_all(self, what: str, name: str = "workers") -> None:
         if self._membership is not None:
             self._membership.check()
         self.meet(what)
@@ -172,7 +183,32 @@ class WorkerRole:
             self._hybrid.put_network()
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(storage.path)
+        if self._membership is not None:
+            has_rest = self.communicator.keeps_rest
+            self._last_saves.note(self.communicator.num_steps, storage.path, dirname, kind, extra, has_rest)
         return saved
+
+    def complete_saves(self) -> list[str]:
+        """Before worker 0 stops: wait for the other workers if it has saved since its last step, and save again what
+        they have changed since. Returns where.
+
+        Not if the job was asked to end: then the others are not going to make their last step.
+        """
+        saves = self._last_saves.after(self.communicator.num_steps)
+        if self._membership is None or not saves or stop_request.was_seen():
+            return []
+        self.communicator.rest()
+        self.communicator.hand_over()
+        if self._hybrid is not None:
+            self._hybrid.meet_at_end()
+        else:
+            self._membership.finish(self.client)
+            self._last_saves.wait_for_others()
+        outdated = [save for save in saves if self._last_saves.is_outdated(save)]
+        for save in outdated:
+            number = self.save(save.dirname, save.kind, save.extra).number
+            print(f"fleet: {save.dirname} is saved again (save {number}): others trained after the save", flush=True)
+        return [save.dirname for save in outdated]
 
     def is_asked_to_stop(self) -> bool:
         return self.info.worker_index == 0 and stop_request.has_come()
@@ -272,7 +308,7 @@ class WorkerRole:
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
-        meet = partial(self.barrier, "load_state_dict()", "load_state_dict")
+        meet = partial(self._wait_for_all, "load_state_dict()", "load_state_dict")
         servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)

@@ -26,6 +26,10 @@ class StopRequest:
             self._begin()
         return self._came or signal.SIGUSR1 in signal.sigpending()
 
+    def was_seen(self) -> bool:
+        """Whether the process has been asked and looks for it."""
+        return self._is_looking and self.has_come()
+
     def _begin(self) -> None:
         if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             if threading.current_thread() is not threading.main_thread():

@@ -158,7 +158,7 @@ def _key(name: str, given: str) -> Key[Any]:
     keys, aliases = _DICTIONARIES[name], ALIASES.get(name.removesuffix("_configs"), {})
     own = aliases.get(given, given)
     if own not in keys:
-        raise argparse.ArgumentTypeError(unknown(name, given, sorted({*keys, *aliases})))
+        raise argparse.ArgumentTypeError(unknown(name, given, sorted({*keys, *aliases}), {}))
     return keys[own]
 
 

@@ -132,7 +132,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
     if resources["worker"].gpus is not None and resources["worker"].gpus != int(resources["worker"].gpus):
         raise RoleError(f"--gpus: Kubernetes gives whole GPUs, found {resources['worker'].gpus:g}")
     is_collective = options.nproc_per_node is not None or options.nnodes is not None
-    counts = _ranks(options) if is_collective else _counts(options)
+    counts: dict[str, Any] = _ranks(options) if is_collective else _counts(options)
     run = secrets.token_hex(4)
     return K8sJob(
         name=check_name(options.name if options.name is not None else name_of(options.script), "--name"),
@@ -221,6 +221,6 @@ def _ranks(options: argparse.Namespace) -> dict[str, int]:
         raise RoleError(
             "ranks of several pods meet by torch.distributed, which neither encrypts nor authenticates. The manifests "
             "have a NetworkPolicy that lets only pods of this job in; say --insecure if your cluster enforces it, or "
-            "if nobody else is on its network."
+            "if no one else uses its network."
         )
     return {"num_nodes": nodes, "ranks_per_node": ranks}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # now, not with the first large message: its exit handler must run after ours
 
 from torchfleet.base.errors import FleetError, ServerBusy, WireError
 from torchfleet.ps.net.admission_desk import AdmissionDesk

@@ -60,7 +60,9 @@ def join(state: State, request: Request) -> Answer:
     is_given_up = before is not None and members.is_out(worker, before)
     replaces = state.meetings.presence.join(worker, incarnation, body, request.arrived, is_given_up)
     if body.again:
-        if before == incarnation and not body.ended and members.come(worker):
+        if body.finished and not body.ended and before == incarnation:
+            _finish(state, worker)
+        elif before == incarnation and not body.ended and members.come(worker):
             state.say(f"worker {worker} is back, from {body.host}, pid {body.pid}")
         return _told(state, worker)
     members.begin(worker, before != incarnation)
@@ -74,6 +76,14 @@ def join(state: State, request: Request) -> Answer:
         _drop_step(state, worker)
     _forget(state, worker)
     return _told(state, worker)
+
+
+def _finish(state: State, worker: int) -> None:
+    """The worker makes no more steps: no step and no meeting waits for it."""
+    if state.meetings.members.finish(worker):
+        _forget(state, worker)
+        open_meetings(state, worker)
+        state.say(f"worker {worker} has made its last step")
 
 
 def _begin_anew(state: State, worker: int) -> None:

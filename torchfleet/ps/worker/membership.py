@@ -82,6 +82,11 @@ class Membership:
         """Raise the servers' error if they accepted another process as this worker."""
         self._thread.check()
 
+    def finish(self, client: Client) -> None:
+        """Tell the servers, by `client`, that this worker makes no more steps: no other worker waits for it anymore."""
+        self._body = {**self._body, "finished": True}
+        client.join({**self._body, "again": True})
+
     def close(self) -> None:
         """Stop the heartbeats. If it raises no error, this worker can leave now."""
         atexit.unregister(self._end)

@@ -41,7 +41,7 @@ class ServedRows:
     def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
         """As RowSource.walk. Sends queued gradients first, so that the state includes all steps of this worker."""
         communicator = self._communicator()
-        communicator.flush()
+        communicator.settle()
         with self._connect() as client:  # a client of its own, because any thread may call this
             yield from client.walk(self._plan.sparse[table].spec)
         yield from communicator.own_rows(table)
@@ -117,9 +117,9 @@ class ModelState:
             group.modules[0].table_rows.source = NoTable(reason)
 
     def _freshen(self, module: torch.nn.Module) -> None:
-        """Update the dense values to include all steps of this worker."""
+        """Write the servers' dense values into the model, which include all steps of this worker."""
         if module is self._model:
-            self._servers.communicator().refresh()
+            self._servers.communicator().flush()
 
     def _begin(
         self,
@@ -173,7 +173,7 @@ class ModelState:
             return
         values = [_tensor(place).detach().clone() for place in places]
         self._engine.end_step()
-        self._servers.communicator().hand_over()  # this overwrites the model with the servers' values
+        self._servers.communicator().hand_over()  # in geo mode this overwrites the model
         self._servers.meet()  # so that no worker pushes gradients after the load
         if self._is_first:
             self._take_dense()

@@ -42,12 +42,21 @@ def step(part: Part, ids: list[int], weight: float = 1.0) -> None:
     part.optimizer.zero_grad()
 
 
+def meet(part: Part) -> None:
+    """As a barrier, which here exchanges nothing."""
+    part.worker.client.barrier("a test", part.job.info.num_workers, jobs.SECONDS)
+
+
+def settle(part: Part) -> None:
+    """An exchange as after k_steps."""
+    part.worker.communicator.settle()
+
+
 def exchange_all(part: Part) -> None:
     """Everybody's differences are on the servers, then everybody has them."""
-    part.flush()
-    part.barrier()
-    part.flush()
-    part.barrier()
+    for _ in range(2):
+        settle(part)
+        meet(part)
 
 
 def local(part: Part, table: str, ids: list[int]) -> torch.Tensor:
@@ -179,10 +188,10 @@ def test_workers_that_changed_a_row_alike_move_it_as_one_would() -> None:
 
     def body(part: Part) -> torch.Tensor:
         step(part, [1, 2])
-        part.flush()
-        part.barrier()
+        settle(part)
+        meet(part)
         held = part.rows("rows", [1, 2])
-        part.barrier()
+        meet(part)
         return held
 
     done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=100)
@@ -191,7 +200,7 @@ def test_workers_that_changed_a_row_alike_move_it_as_one_would() -> None:
         torch.testing.assert_close(held, first - 0.5, rtol=0, atol=1e-6)
 
 
-def settle(part: Part) -> dict[str, torch.Tensor]:
+def train_and_settle(part: Part) -> dict[str, torch.Tensor]:
     """Train, take in all rows that anybody trained, and exchange until nothing can be left to send.
 
     A worker sends a third of its difference and keeps the rest for the next exchange: after 40 of them there is
@@ -201,18 +210,16 @@ def settle(part: Part) -> dict[str, torch.Tensor]:
     for batch in (b for i in range(WORKERS) for b in jobs.worker_batches(i, STEPS)):
         part.model(batch)
     part.optimizer.zero_grad()
-    for _ in range(40):
-        part.flush()
-        part.barrier()
-    part.flush()
-    part.barrier()
+    for _ in range(41):
+        settle(part)
+        meet(part)
     dense = {name: p.detach().clone() for name, p in part.model.named_parameters() if len(p)}
     return {**dense, "items": local(part, "items", list(range(1, jobs.NUM_ITEMS // 2)))}
 
 
 @pytest.mark.parametrize("kind", ["dense parameters", "rows"])
-def test_after_flushes_by_all_every_worker_and_the_servers_hold_the_same(kind: str) -> None:
-    done = jobs.run(settle, Net, SGD, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=4)
+def test_after_exchanges_of_all_every_worker_and_the_servers_hold_the_same(kind: str) -> None:
+    done = jobs.run(train_and_settle, Net, SGD, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=4)
     held = done.values(items=jobs.NUM_ITEMS // 2)
     held["items"] = held["items"][1:]
     for found in (*done.results, held):
@@ -225,17 +232,16 @@ def test_a_row_that_another_worker_trained_comes_in_with_the_next_exchange() -> 
 
     def body(part: Part) -> torch.Tensor | None:
         step(part, [5], weight=0.0)  # both hold row 5
-        part.flush()
         part.barrier()
         if part.index == 0:
             step(part, [5], weight=2.0)
-            part.flush()
+            settle(part)
             trained.set()
             assert looked.wait(jobs.SECONDS)
             return None
         assert trained.wait(jobs.SECONDS)
         before = local(part, "rows", [5])
-        part.flush()
+        settle(part)
         after = local(part, "rows", [5])
         looked.set()
         return after - before
@@ -247,7 +253,6 @@ def test_a_row_that_another_worker_trained_comes_in_with_the_next_exchange() -> 
 def test_own_progress_since_the_last_exchange_is_kept_when_others_come_in() -> None:
     def body(part: Part) -> torch.Tensor:
         step(part, [5], weight=0.0)
-        part.flush()
         part.barrier()
         step(part, [5], weight=1.0 + part.index)
         exchange_all(part)
@@ -255,7 +260,7 @@ def test_own_progress_since_the_last_exchange_is_kept_when_others_come_in() -> N
 
     done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=2, k_steps=100)
     first = jobs.first_rows(done.parts[0], "rows", [5])
-    # Worker w moved by -0.5 (1 + w). After the first flush each has sent half of that, after the second half of the
+    # Worker w moved by -0.5 (1 + w). After the first exchange each has sent half of that, after the second half of the
     # rest, and has taken in what the other had sent by then.
     own = [-0.5, -1.0]
     for worker in (0, 1):
@@ -286,7 +291,7 @@ def test_geo_learns_what_sync_learns(seed: int) -> None:
     def in_turns(part: Part) -> tuple[float, float]:
         own = batches[part.index :: WORKERS]
         for first in range(0, len(own), 5):
-            with turns.of(part):
+            with turns.of(part, settle):
                 train(part, own[first : first + 5])
         exchange_all(part)
         return jobs.click_scores(part.model)
@@ -305,23 +310,23 @@ def test_geo_learns_what_sync_learns(seed: int) -> None:
 def test_prediction_reads_rows_that_only_others_trained_without_keeping_them() -> None:
     def body(part: Part) -> list[torch.Tensor]:
         step(part, [part.index, 10 + part.index])
-        part.flush()
-        part.barrier()
+        settle(part)
+        meet(part)
         part.model.eval()
         seen = [part.model.rows(torch.tensor([0, 1, 99])).detach()]
         pulls = part.worker.client.stats()[0]["requests"]
-        part.barrier()
+        meet(part)
         if part.index == 0:  # worker 0 moves its row on; worker 1 must read the new value, not a kept one
             part.model.train()
             step(part, [0], weight=4.0)
             part.flush()
-        part.barrier()
+        meet(part)
         part.model.eval()
         part.optimizer.zero_grad()
         part.model(torch.tensor([7]))  # another batch
         seen.append(part.model.rows(torch.tensor([0, 1, 99])).detach())
         assert part.worker.client.stats()[0]["requests"] > pulls
-        part.barrier()  # who ends sends what is left over
+        meet(part)  # who ends sends what is left over
         return seen
 
     done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=100)
@@ -402,6 +407,8 @@ def test_exchanges_are_counted() -> None:
         for _ in range(4):
             step(part, [1])
             jobs.wait_until(lambda: not communicator._back.empty() or not communicator._under_way, "the answer is here")
+        step(part, [1])
         part.flush()
-        assert part.stats()["exchanges"] == 3  # after steps 2 and 4, and the flush
-        assert part.stats()["steps"] == 4
+        part.flush()
+        assert part.stats()["exchanges"] == 3  # after steps 2 and 4, and the first flush
+        assert part.stats()["steps"] == 5

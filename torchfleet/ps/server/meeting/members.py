@@ -23,6 +23,7 @@ class Members:
         self.wait = on_loss == LOSS_WAIT  # the others wait for a lost worker until the step or meeting times out
         self.absent: set[int] = set(range(num_workers)) if min_workers else set()
         self.left: dict[int, int] = {}  # incarnations of the workers that have left
+        self.finished: set[int] = set()  # workers that make no more steps, and have not left yet
         self.lost: dict[int, str] = {}  # lost workers that the others go on without, and why
         self._out: dict[int, tuple[int, int]] = {}  # workers that missed a step: incarnation, step
         self._processes: dict[int, int] = {}  # by worker: the number of its processes that have joined so far
@@ -57,6 +58,7 @@ class Members:
     def come(self, worker: int) -> bool:
         """The worker is present. Returns whether the others had gone on without it."""
         self.absent.discard(worker)
+        self.finished.discard(worker)
         self.left.pop(worker, None)
         return self.lost.pop(worker, None) is not None
 
@@ -64,7 +66,15 @@ class Members:
         """The worker has finished its work."""
         self.left[worker] = incarnation
         self.absent.add(worker)
+        self.finished.discard(worker)
         self.lost.pop(worker, None)
+
+    def finish(self, worker: int) -> bool:
+        """The worker has made its last step, and stays. Returns whether this is news."""
+        is_news = worker not in self.finished
+        self.finished.add(worker)
+        self.absent.add(worker)
+        return is_news
 
     def lose(self, worker: int, why: str) -> None:
         """The others go on without the worker."""
@@ -94,23 +104,25 @@ class Members:
 
     def is_over(self, num_workers: int) -> bool:
         """Whether all workers have left. A lost worker does not count: it may be started again."""
-        return bool(num_workers and self.left) and not self.lost and self.num_present(num_workers) <= 0
+        is_any_here = bool(self.lost or self.finished)
+        return bool(num_workers and self.left) and not is_any_here and self.num_present(num_workers) <= 0
 
     def describe(self, num_workers: int) -> dict[str, object]:
         """For statistics."""
         counts = {"joined": self.num_joined, "left": len(self.left), "lost": dict(sorted(self.lost.items()))}
         most = {"most": num_workers, "least": self.min_workers or num_workers, "on_worker_loss": self.on_loss}
-        return {"present": max(0, self.num_present(num_workers)), **counts, **most}
+        expected = sorted(self.expected(num_workers))
+        return {"present": max(0, self.num_present(num_workers)), "expected": expected, **counts, **most}
 
     def export(self) -> dict[str, Any]:
         """The state as plain values."""
         return {
             "absent": sorted(self.absent), "left": self.left, "lost": self.lost, "out": self._out,
-            "processes": self._processes,
+            "processes": self._processes, "finished": sorted(self.finished),
         }  # fmt: skip
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Restore the state from the result of `export`."""
         self.absent, self.left, self.lost = set(kept["absent"]), dict(kept["left"]), dict(kept["lost"])
         self._out = {worker: (process, step) for worker, (process, step) in kept["out"].items()}
-        self._processes = dict(kept["processes"])
+        self._processes, self.finished = dict(kept["processes"]), set(kept["finished"])

@@ -30,6 +30,7 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     restart: int = 0  # number of restarts by its launcher
     again: bool = False  # a sign of life of a worker that has joined before
     ended: bool = False  # its process ends without having left
+    finished: bool = False  # it makes no more steps, and stays until the others have left
     min_workers: int = 0  # of an elastic job, in the worker's settings
     on_worker_loss: str = LOSS_END  # in the worker's settings
     waiting: float | None = None  # share of time that the worker waits for servers; None: not known yet

@@ -91,7 +91,6 @@ class Bounded(Communicator):
     def flush(self) -> None:
         self.rest()
         super().flush()
-        self._write(self._pull_dense(self._client))
 
     def stop(self) -> None:
         super().stop()

@@ -69,6 +69,7 @@ class Communicator(ABC):
     has_threads = False  # several threads are training now
     steps_together = False  # a step of one worker is a step of several
     steps_here = False  # dense parameters are stepped in this process, not by the servers
+    keeps_rest = False  # a flush sends a part of what this worker has learned, and `stop` the rest
     takes_threads = True  # several threads of a worker may train at once
     alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # held by a thread that hands over a step
 
@@ -86,6 +87,8 @@ class Communicator(ABC):
         self._seconds = {"pull": 0.0, "push": 0.0, "dense": 0.0}
         self.num_steps = 0  # steps of this worker so far, over all its threads
         self._versions: dict[str, list[float]] = {}  # of the dense values in the model, where known
+        self._last_call: tuple[bool, bool] | None = None  # training mode and gradients, at the model's last call
+        self._is_computing = False  # the model was called with gradients, and no step was made since
 
     @property
     def _client(self) -> Client:
@@ -114,8 +117,24 @@ class Communicator(ABC):
                 self._others.remove(client)
                 self._past_retries += client.num_retries
 
+    def enter(self, is_training: bool, has_gradients: bool) -> None:
+        """Called before this thread calls the model, in training or eval mode, with or without gradients.
+
+        The first call of a prediction flushes: it predicts with the servers' network, and so do those that follow. Not
+        between a call with gradients and its step, which belong together, and not in threads beside training.
+        """
+        if threading.get_ident() == self._main_thread and not self.has_threads:
+            call, last = (is_training, has_gradients), self._last_call
+            self._last_call = call
+            if call != last and not all(call) and not self._is_computing:
+                self._is_computing = True  # a graph whose gradients were dropped may still be there
+                self.flush()
+                self._is_computing = False
+        self.freshen()
+        self._is_computing |= has_gradients
+
     def freshen(self) -> None:
-        """Called before this thread calls the model: write the newest dense values that were requested."""
+        """Write the newest dense values that were requested."""
         self._own.versions = self._versions
 
     def rest(self) -> None:
@@ -134,6 +153,7 @@ class Communicator(ABC):
 
     def drop_gradients(self, share: int) -> None:
         """Discard the gradients of an optimizer since its last step."""
+        self._is_computing = False
         if self._samples is not None:
             self._samples.reset(share)
 
@@ -161,19 +181,13 @@ class Communicator(ABC):
         self._own.versions = None
         if self._samples is not None and not self.has_threads:  # the count is over all threads together
             gradients.num_samples = self._samples.take(gradients.is_nothing, gradients.share)
+        self._is_computing = False
         self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
     def flush(self) -> None:
-        """Wait until everything given to `step` has reached the tables."""
-        self._client.flush()
-        if self._gathering:
-            self.settle()
-            self._write(self._pull_dense(self._client))
-
-    def refresh(self) -> None:
-        """Flush, and pull the current dense parameters: other workers may have made steps."""
-        self.flush()
+        """Hand over, and write the servers' dense values into the model: other workers may have made steps."""
+        self.hand_over()
         self._write(self._pull_dense(self._client))
 
     def stop(self) -> None:
@@ -188,8 +202,9 @@ class Communicator(ABC):
         """Raise ModelError if a state cannot be loaded in this mode."""
 
     def hand_over(self) -> None:
-        """Flush, and send everything that this worker has learned."""
-        self.flush()
+        """Wait until everything that this worker has learned has reached the tables."""
+        self._client.flush()
+        self.settle()
 
     def begin_anew(self, tables: Collection[str]) -> None:  # noqa: B027  (most modes keep no values of their own)
         """Start again from values given to the servers: rows of these tables, and all dense values, which the model
@@ -243,7 +258,12 @@ class Communicator(ABC):
         self._versions = versions | values.versions
         for group in self._plan.dense:
             if group.spec.name in values:
-                group.write(values[group.spec.name], unnoticed=self.has_threads)
+                group.write(values[group.spec.name], unnoticed=self._is_beside)
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether a write now may fall between a forward pass and its backward pass."""
+        return self.has_threads or self._is_computing or threading.get_ident() != self._main_thread
 
 
 def _is_older(versions: Mapping[str, list[float]], others: Mapping[str, list[float]]) -> bool:

@@ -2,17 +2,17 @@
 
 x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
     d = (x - b) / workers;   b ← b + d;   the server adds d
-(what the division leaves over travels with the next exchanges, and all of it at the end)
+(what the division leaves over travels with the next exchanges, and all of it before a barrier and at the end)
 and for rows (and the dense block) that others changed, s being the server's value:
     x ← x + (s - b);   b ← s
-The server's value is its first value plus all differences ever sent.
+The server's value is its first value plus all differences ever sent. Training is on x, prediction on b.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Geo(Communicator):
     """One training thread at a time accesses tables and base; a background thread exchanges differences and replies."""
 
     steps_here = True
+    keeps_rest = True
 
     def __init__(
         self,
@@ -58,11 +59,14 @@ class Geo(Communicator):
         self._local: dict[str, SparseTable] = {}
         self._base: dict[str, SparseTable] = {}
         self._dense_base: dict[str, Floats] = {}
+        self._aside: dict[str, Floats] = {}  # this worker's dense values, while the model has the servers'
+        self._is_shown = False  # the model has the servers' values
         self._touched: dict[str, list[Keys]] = {}
         self._begin_with_none(self._specs)
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
         self._under_way = False
+        self._sent_step = 0  # the step after which differences were sent last
         self._mark: Mark | None = None  # of the step that started the current exchange, if it is traced
         self._num_exchanges = self._last_step = 0  # the step that started an exchange
         self._thread = BackgroundThreads(
@@ -76,18 +80,7 @@ class Geo(Communicator):
             self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
             self._touched[name] = []
         self._dense_base = {group.spec.name: group.values() for group in self._plan.dense}
-
-    def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        with self._alone:
-            local = self._local[table]
-            for keys, values, _ in local.chunks():
-                yield keys, values[:, : local.spec.dim]
-
-    def hand_over(self) -> None:
-        with self._alone:
-            self.flush()
-            self._send(share=1.0)
-            self._take_in(self._wait())
+        self._is_shown = False
 
     def begin_anew(self, tables: Collection[str]) -> None:
         with self._alone:
@@ -99,7 +92,9 @@ class Geo(Communicator):
         self._take_in(self._wait())
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
-        """Rows of the local copy; rows that it lacks are pulled from the servers first."""
+        """Rows of the local copy, or while the model has the servers' values, of the base; rows that it lacks are
+        pulled from the servers first.
+        """
         with self._alone:
             return Ready(self._pull_here(keys, create))
 
@@ -112,7 +107,7 @@ class Geo(Communicator):
             for name, values in fetched.items():
                 self._local[name].assign(missing[name], values)
                 self._base[name].assign(missing[name], values)
-        rows = {name: self._local[name].pull(wanted) for name, wanted in keys.items()}
+        rows = {name: self._held(create)[name].pull(wanted) for name, wanted in keys.items()}
         return Pulled(rows, {name: [] for name in keys})
 
     def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
@@ -121,7 +116,7 @@ class Geo(Communicator):
         """
         rows = {}
         for name, wanted in keys.items():
-            rows[name] = self._local[name].pull(wanted, create=False)
+            rows[name] = self._held(create=False)[name].pull(wanted, create=False)
             if name in missing:
                 order = np.argsort(missing[name])
                 at = np.searchsorted(missing[name], wanted, sorter=order)
@@ -130,8 +125,12 @@ class Geo(Communicator):
                 rows[name][strangers] = fetched[name][at[strangers]]
         return Pulled(rows, {name: [] for name in keys})
 
+    def _held(self, create: bool) -> dict[str, SparseTable]:
+        return self._base if self._is_shown and not create else self._local
+
     def _push(self, gradients: Gradients) -> None:
         with self._alone:
+            self._show_own()  # if the model was not called as a whole
             self._train_here(gradients)
 
     def _train_here(self, gradients: Gradients) -> None:
@@ -145,22 +144,56 @@ class Geo(Communicator):
             self._last_step = self.num_steps
             self._send()
 
-    def flush(self) -> None:
-        """Wait until all differences are on the servers, and the other workers' changes up to now are here."""
+    def enter(self, is_training: bool, has_gradients: bool) -> None:
+        if is_training and has_gradients and threading.get_ident() == self._main_thread:
+            self._show_own()
+        super().enter(is_training, has_gradients)
+
+    def hand_over(self) -> None:
+        """Send all differences whole, and take in the other workers' changes up to now."""
         with self._alone:
-            if self._under_way:
-                self._take_in(self._wait())
-            self._send()
-            self._take_in(self._wait())
+            self._exchange(share=1.0)
 
     def settle(self) -> None:
-        self.flush()
+        """Exchange differences now, divided as ever."""
+        with self._alone:
+            is_shown = self._is_shown
+            self._exchange()
+            if is_shown:
+                self._show_servers()
 
-    def refresh(self) -> None:
-        self.flush()  # the local copy, including the other workers' changes
+    def flush(self) -> None:
+        """Let the model have the servers' values until it is called for training again. Differences are sent before, as
+        ever, if steps were made since the last exchange: a save behind a prediction has the same values.
+        """
+        with self._alone:
+            self._exchange(is_sent=self.num_steps != self._sent_step)
+            self._show_servers()
+
+    def _exchange(self, share: float | None = None, is_sent: bool = True) -> None:
+        self._show_own()
+        if self._under_way:
+            self._take_in(self._wait())
+        if is_sent:
+            self._send(share)
+        else:
+            self._hand_out({})
+        self._take_in(self._wait())
+
+    def _show_servers(self) -> None:
+        for group in self._plan.dense:
+            self._aside[group.spec.name] = group.values().copy()
+            group.write(self._dense_base[group.spec.name], unnoticed=self._is_beside)
+        self._is_shown = True
+
+    def _show_own(self) -> None:
+        with self._alone:
+            if self._is_shown:
+                self._is_shown = False
+                for group in self._plan.dense:
+                    group.write(self._aside[group.spec.name], unnoticed=self._is_beside)
 
     def stop(self) -> None:
-        """Also send the remainders of the divisions: the sum of all exchanges that would still come."""
         try:
             self.hand_over()
         finally:
@@ -186,8 +219,13 @@ class Geo(Communicator):
             rest = np.abs(self._local[name].pull(keys) - self._base[name].pull(keys)).max(axis=1, initial=0.0)
             # the remainder of the division goes with the next exchanges
             self._touched[name] = [keys[rest > _NEGLIGIBLE]]
-        self._under_way = True
+        self._sent_step = self.num_steps
         self._num_exchanges += 1
+        self._hand_out(deltas)
+
+    def _hand_out(self, deltas: Deltas) -> None:
+        """To the background thread, which sends them and brings the other workers' changes."""
+        self._under_way = True
         self._mark = mark()
         self._out.put(deltas)
 
@@ -202,11 +240,9 @@ class Geo(Communicator):
 
     def _take_in(self, answer: Changed) -> None:
         self._under_way = False
-        # A dataset calls this from its own thread, while training may be between forward and backward.
-        is_beside = self.has_threads or threading.get_ident() != self._main_thread
         for group in self._plan.dense:
             values = answer.rows[group.spec.name][1].reshape(-1)
-            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=is_beside)
+            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=self._is_beside)
             self._dense_base[group.spec.name] = values.copy()
         for name in self._plan.sparse:
             self._fold_in(name, *answer.rows[name])
@@ -231,7 +267,8 @@ class Geo(Communicator):
                 if deltas is None:
                     return
                 with part_of([self._mark], "exchange"):
-                    client.push_tables(deltas, flags=DELTA).result()
+                    if deltas:
+                        client.push_tables(deltas, flags=DELTA).result()
                     changed = client.pull_changed(names, changed.numbers).result()
                     while not changed.is_all:
                         changed = changed.joined(client.pull_changed(names, changed.numbers).result())

@@ -37,6 +37,7 @@ class WholeTables(Communicator):
     """`values[table]`: (rows, at least dim) float32, zeros beyond dim. `changes[table]`: add 1 after every change."""
 
     takes_threads = False
+    keeps_rest = True
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class WholeTables(Communicator):
         """Wait until the differences of all rows are on the servers (`share` of each), and others' changes are here."""
         self._exchange(whole=False)
 
-    settle = refresh = flush
+    settle = flush
 
     def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
         return slices(None, self.values[table][:, : self._sizes[table][1]])
@@ -98,6 +99,8 @@ class WholeTables(Communicator):
     def finish(self) -> None:
         """Flush, with differences sent whole: then the servers have everything that this worker has learned."""
         self._exchange(whole=True)
+
+    hand_over = finish
 
     def stop(self) -> None:
         try:

@@ -1,0 +1,103 @@
+"""The last saves of worker 0: when it stops, what the other workers trained after a save is saved, too.
+
+A save cannot know whether it is the last one. `fleet.stop_worker` does: worker 0 has made no step since, and makes no
+more. Only then does it wait for the other workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.role.role_info import LOSS_WAIT, RoleInfo
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.model_saving import Kind
+
+_PAUSE = 0.05  # seconds before the servers are asked again; twice as many each time
+_MAX_PAUSE = 1.0
+_LONG = 5.0  # seconds of waiting, after which a line says for which workers
+
+Updates = list[dict[str, int]]  # by server and table
+Stats = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LastSave:
+    dirname: str
+    kind: Kind
+    extra: Mapping[str, Any] | None
+    updates: Updates  # in the tables when it was made
+
+
+class LastSaves:
+    """Saves after the last step of this worker, made while other workers had not stopped, or it had not sent all."""
+
+    def __init__(self, client: Client, info: RoleInfo, sync_timeout: float) -> None:
+        """`sync_timeout`: seconds to wait for a worker that the servers have not heard of, or no longer hear of."""
+        self._client, self._info, self._timeout = client, info, sync_timeout
+        self._step = 0
+        self._saves: dict[str, LastSave] = {}  # by path
+
+    def note(
+        self, step: int, path: str, dirname: str, kind: Kind, extra: Mapping[str, Any] | None, has_rest: bool
+    ) -> None:
+        """A save was made to `path` after `step` steps of this worker. `has_rest`: it has not sent all."""
+        if step != self._step:
+            self._step, self._saves = step, {}
+        servers = self._client.stats()
+        self._saves.pop(path, None)
+        if has_rest or _at_work(servers, self._info.worker_index):
+            self._saves[path] = LastSave(dirname, kind, extra, _updates(servers))
+
+    def after(self, step: int) -> list[LastSave]:
+        """The saves that were made after this step."""
+        return list(self._saves.values()) if step == self._step else []
+
+    def wait_for_others(self) -> None:
+        """Wait until all other workers have stopped. Says on stderr which workers it does not wait for."""
+        start, pause, is_told = time.monotonic(), _PAUSE, False
+        while True:
+            servers, waited = self._client.stats(), time.monotonic() - start
+            others = _at_work(servers, self._info.worker_index)
+            gone = others & self._gone(servers, others, waited)
+            if others == gone:
+                break
+            if waited >= _LONG and not is_told:
+                tell(f"fleet.stop_worker: waits for {_named(others - gone)} to stop, and saves the model again then")
+                is_told = True
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+        if gone:
+            tell(
+                f"fleet.stop_worker: does not wait for {_named(gone)}: the servers hear nothing of it, and it has not "
+                "stopped. The saved model has what it pushed so far. Look at its log."
+            )
+
+    def _gone(self, servers: Stats, others: set[int], waited: float) -> set[int]:
+        """The workers of which nothing is heard, and nothing is to be expected."""
+        joined = {worker["worker"] for server in servers for worker in server["workers"]}
+        silent = {worker["worker"] for server in servers for worker in server["workers"] if worker["is_lost"]}
+        if waited >= self._timeout:
+            return silent | (others - joined)
+        return set() if self._info.on_worker_loss == LOSS_WAIT else silent
+
+    def is_outdated(self, save: LastSave) -> bool:
+        """Whether the tables have been updated since."""
+        return _updates(self._client.stats()) != save.updates
+
+
+def _at_work(servers: Stats, own: int) -> set[int]:
+    """The other workers that have neither stopped nor made their last step."""
+    return {worker for server in servers for worker in server["members"]["expected"]} - {own}
+
+
+def _updates(servers: Stats) -> Updates:
+    return [{name: int(table["step"]) for name, table in server["tables"].items()} for server in servers]
+
+
+def _named(workers: set[int]) -> str:
+    numbers = ", ".join(map(str, sorted(workers)))
+    return f"worker {numbers}" if len(workers) == 1 else f"workers {numbers}"
