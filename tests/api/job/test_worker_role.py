@@ -18,8 +18,8 @@ CASES = {
     "sync": {"mode": "sync"},
     "half_async": {"mode": "half_async"},
     "gathered": {"mode": "half_async", "gather": 2},
-    "async": {"mode": "async"},
-    "receiver thread": {"mode": "async", "independent_recv_thread": True},
+    "async": {"mode": "async", "max_staleness": 0},
+    "receiver thread": {"mode": "async", "max_staleness": 0, "independent_recv_thread": True},
     "bounded": {"mode": "async", "max_staleness": 9},
     "geo": {"mode": "geo", "k_steps": 2},
 }

@@ -127,9 +127,7 @@ class Communicator(ABC):
             call, last = (is_training, has_gradients), self._last_call
             self._last_call = call
             if call != last and not all(call) and not self._is_computing:
-                self._is_computing = True  # a graph whose gradients were dropped may still be there
                 self.flush()
-                self._is_computing = False
         self.freshen()
         self._is_computing |= has_gradients
 
@@ -153,12 +151,12 @@ class Communicator(ABC):
 
     def drop_gradients(self, share: int) -> None:
         """Discard the gradients of an optimizer since its last step."""
-        self._is_computing = False
         if self._samples is not None:
             self._samples.reset(share)
 
     def skip_step(self, share: int) -> None:
         """Let the other workers make a step alone: this worker has no gradients to add."""
+        self._is_computing = False
         self.drop_gradients(share)
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
