@@ -63,7 +63,8 @@ def distributed_optimizer(
 def distributed_scheduler(scheduler: Any) -> Any:
     """Return the same scheduler, which then counts global steps: in geo mode, each of its steps counts once per worker.
 
-    Use it for schedules that advance once per batch. A scheduler that advances per epoch needs no change.
+    A scheduler of torch needs this call only if it does not advance with every step of the optimizer and is still meant
+    to count the steps of all workers.
     """
     job = any_job()
     check_scheduler(scheduler)

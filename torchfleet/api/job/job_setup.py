@@ -18,6 +18,7 @@ from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.ps.worker.global_schedules import count_globally
 from torchfleet.ps.worker.lookup.conversion import convert
 from torchfleet.ps.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
 from torchfleet.ps.worker.lookup.optimizer_rules import has_plain_decay
@@ -36,7 +37,6 @@ class JobSetup:
         self.optimizers: list[DistributedOptimizer] = []
         self._plan: Plan | None = None  # set on first use, after which no more optimizers can be added
         self._strategy_before = strategy  # the last strategy that was given
-        self.global_schedulers: list[Any] = []  # passed to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """Set the strategy. init and distributed_optimizer may both receive it, but not with different settings."""
@@ -117,14 +117,7 @@ class JobSetup:
                 "or give the strategy to fleet.init"
             )
         if self.strategy.mode == "geo":
-            step = scheduler.step
-
-            def step_globally(*args: Any, **kwargs: Any) -> None:
-                for _ in range(self.num_workers):
-                    step(*args, **kwargs)
-
-            scheduler.step = step_globally
-            self.global_schedulers.append(scheduler)
+            count_globally(scheduler, lambda: self.num_workers)
         return scheduler
 
     @property

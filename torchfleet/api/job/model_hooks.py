@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -15,11 +14,11 @@ from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import folder_of
 from torchfleet.ps.worker.client.connection import incarnation
+from torchfleet.ps.worker.global_schedules import GlobalSchedules
 from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import NoRows
 from torchfleet.ps.worker.modes.communicator import Communicator
-from torchfleet.ps.worker.schedule_watch import ScheduleWatch
 
 LEFT = (
     "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
@@ -62,8 +61,6 @@ def trace_steps(
     return StepTracing(name, model, optimizers, folder_of(info.status_file), trace_every())
 
 
-def watch_schedules(
-    info: RoleInfo, mode: str, optimizer: AdoptedOptimizer, wrapped: Sequence[Any]
-) -> ScheduleWatch | None:
-    """Only in geo mode do a worker's steps differ from the job's. `wrapped`: schedulers that count global steps."""
-    return ScheduleWatch(optimizer, info.num_workers, wrapped) if mode == "geo" and info.num_workers > 1 else None
+def global_schedules(info: RoleInfo, mode: str, optimizer: AdoptedOptimizer) -> GlobalSchedules | None:
+    """Only in geo mode do a worker's steps differ from the job's."""
+    return GlobalSchedules(optimizer, info.num_workers) if mode == "geo" and info.num_workers > 1 else None

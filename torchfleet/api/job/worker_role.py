@@ -14,7 +14,7 @@ from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.last_saves import LastSaves
 from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
-from torchfleet.api.job.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
+from torchfleet.api.job.model_hooks import LEFT, global_schedules, hook_model, trace_steps
 from torchfleet.api.job.server_links import ServerLinks
 from torchfleet.api.job.worker_start import (
     check_loaded,
@@ -94,7 +94,7 @@ class WorkerRole:
             self.info, self.strategy.mode, lambda: self.communicator, self.engine
         )
         self._ends.callback(self.status.close)
-        self._schedules = watch_schedules(self.info, self.strategy.mode, self._optimizers[0], setup.global_schedulers)
+        self._schedules = global_schedules(self.info, self.strategy.mode, self._optimizers[0])
         self._bind()
         self._ends.callback(self._model_state().close, LEFT)
         self._tracing = trace_steps(self.info, self.strategy.mode, self.model, self._optimizers)

@@ -1,0 +1,115 @@
+"""Schedulers that count the steps of all workers where a worker makes only its own: geo training."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+_MOST_FRUITLESS = 3
+_counts: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()  # by scheduler
+_kinds: dict[type[Any], type[Any]] = {}  # subclasses that count, by the class of a scheduler
+
+
+class Count:
+    """How often a scheduler steps for one call of its `step`."""
+
+    def __init__(self, num_workers: Callable[[], int], num_made: Callable[[], int] | None = None) -> None:
+        """`num_made`: the number of steps that the optimizer has made; None: every call counts for all workers."""
+        self._num_workers, self._num_made = num_workers, num_made
+        self._seen = num_made() - 1 if num_made is not None else 0  # made by the optimizer before the last call
+        self._num_calls = 0  # since the optimizer's last step
+
+    def of_call(self) -> int:
+        """For a scheduler that advances with every step of the optimizer: one step per worker. For one that advances
+        after several steps, such as an epoch: one. Further calls after the same step of the optimizer are those of a
+        script that counts for all workers by itself; they add nothing until there are more of them than workers.
+        """
+        num_workers = self._num_workers()
+        if self._num_made is None:
+            return num_workers
+        made = self._num_made() - self._seen
+        self._seen += made
+        self._num_calls = 1 if made else self._num_calls + 1
+        if made == 1:
+            return num_workers
+        return 1 if made or self._num_calls > num_workers else 0
+
+
+class GlobalSchedules:
+    """Lets all schedulers of an optimizer count the steps of all workers, if they advance with every step.
+
+    torch keeps no list of an optimizer's schedulers. This searches all objects for them, at the first step after a
+    scheduler has set `initial_lr` in the param groups, and again when a learning rate has changed for no known reason.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_workers: int) -> None:
+        self._optimizer, self._num_workers = optimizer, num_workers
+        self._num_made = 0
+        self._found: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_fruitless = 0  # searches that found nothing new: the script sets rates by itself
+        self._before: Any = None  # learning rates, and what the known schedulers have counted
+
+    def step_made(self) -> None:
+        """Called after each step of the optimizer, before schedulers advance."""
+        self._num_made += 1
+        groups = self._optimizer.param_groups
+        if not any("initial_lr" in group for group in groups):
+            return
+        rates = [float(group["lr"]) for group in groups]
+        counted = [getattr(scheduler, "last_epoch", 0) for scheduler in self._found]
+        is_news = self._before is None or (rates != self._before[0] and counted == self._before[1])
+        if is_news and self._num_fruitless < _MOST_FRUITLESS:
+            num_before = len(self._found)
+            self._search(groups)
+            self._num_fruitless += len(self._found) == num_before
+            counted = [getattr(scheduler, "last_epoch", 0) for scheduler in self._found]
+        self._before = rates, counted
+
+    def _search(self, groups: list[dict[str, Any]]) -> None:
+        found = _schedulers_of(groups)
+        inner = {id(nested) for scheduler in found for nested in _nested(scheduler)}
+        for scheduler in found:
+            self._found.add(scheduler)
+            if scheduler not in _counts and id(scheduler) not in inner and not isinstance(scheduler, ReduceLROnPlateau):
+                count_globally(scheduler, lambda: self._num_workers, lambda: self._num_made)
+
+
+def count_globally(scheduler: Any, num_workers: Callable[[], int], num_made: Callable[[], int] | None = None) -> None:
+    """Let every call of `scheduler.step` advance it as Count says. A call with an argument is left as it is.
+
+    The scheduler gets a subclass of its class: an attribute of its own would become part of its state_dict.
+    """
+    _counts[scheduler] = Count(num_workers, num_made)
+    if not getattr(type(scheduler), "counts_globally", False):
+        kind = type(scheduler)
+        scheduler.__class__ = _kinds.get(kind) or _kinds.setdefault(kind, _counting(kind))
+
+
+def _counting(kind: type[Any]) -> type[Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        count = _counts.get(self)
+        for _ in range(1 if count is None or args or kwargs else count.of_call()):
+            kind.step(self, *args, **kwargs)
+
+    members = {"step": step, "counts_globally": True, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), members)
+
+
+def _schedulers_of(groups: list[dict[str, Any]]) -> list[LRScheduler]:
+    # By type, not by isinstance: that would read __class__ of arbitrary objects, and some raise an error.
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
+    return [scheduler for scheduler in found if getattr(_optimizer(scheduler), "param_groups", None) is groups]
+
+
+def _optimizer(scheduler: LRScheduler) -> Any:
+    return getattr(scheduler, "optimizer", None)  # missing while it is being constructed
+
+
+def _nested(scheduler: Any) -> list[Any]:
+    """The schedulers that a scheduler contains (SequentialLR, ChainedScheduler), and those that they contain."""
+    return [found for inner in getattr(scheduler, "_schedulers", ()) for found in (inner, *_nested(inner))]
