@@ -1,1 +1,1 @@
-"""The log of a server: a stream of entries that is written to disk, sent to another server, and replayed."""
+"""The log of a server: entries in order, which are written to disk or sent to a backup, and can be replayed."""

@@ -1,4 +1,4 @@
-"""A server with a log on disk. It restores itself from the log after it was killed, and cuts a log that has grown."""
+"""A server with a log on disk. A new process restores the server from the log. A log that has grown is cut."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from torchfleet.ps.server.state.state import Pushes, State
 from torchfleet.ps.server.table_saving import SaveBody
 
 DEFAULT_FSYNC_MS = 10.0
-MIN_GROWTH = 1 << 30  # bytes of entries behind a copy of the state before the next copy is made for their sake
-_LOOK = 0.001  # seconds
+MIN_GROWTH = 1 << 30  # bytes of entries behind the copy of the state, below which size is no reason to cut the log
+_LOOK = 0.001  # seconds between two looks at the progress of the first copy
 
 
 @dataclass(frozen=True)
 class Durability:
-    """Where a server keeps its log, and how soon it syncs written entries to the disk."""
+    """Settings of a log: its folder, and within how many milliseconds written entries are synced to the disk."""
 
     folder: Path
     fsync_ms: float = DEFAULT_FSYNC_MS
-    run: str = ""  # of a launcher; the workers of another run are gone
+    run: str = ""  # names the launcher's run; a server drops the workers of any other run
 
     def __post_init__(self) -> None:
         if not 0 <= self.fsync_ms < float("inf"):
@@ -42,32 +42,32 @@ class Durability:
 
 
 class DurableServer(LoggedServer):
-    """A LoggedServer whose first sink is its log."""
+    """A LoggedServer whose first sink is a log on disk. Owns the folder."""
 
     def __init__(
         self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None, begins: bool = False
     ) -> None:
-        """`replay`: has applied the entries of the folder; None: the folder is empty. `begins`: begin a new log with
-        the server's current state."""
+        """`replay`: has applied all entries of `folder`; None: the folder is empty. `begins`: begin a new segment with
+        the current state. Then, and without `replay`, blocks until the copy is on disk. Raises LogError."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
         super().__init__(server, (), index, term, None if replay is None else replay.time)
         self._folder = folder
         self._writer = LogWriter(folder, index, fsync_ms, self.wake)
         self.add_sink(self._writer)
         self._attempt = server.state.saves.chain.attempt
-        self._most_bytes = _most_bytes(self._writer.segment_bytes)  # of the segment
+        self._most_bytes = _most_bytes(self._writer.segment_bytes)  # size of the segment at which the log is cut
         if replay is None or begins:
             self._cut()
             self._wait_for_copy()
 
     def work(self) -> bool | None:
-        """As Handler.work. Cuts the log after a full save, or when it has grown by as much as its copy of the state."""
+        """As Handler.work. Cuts the log when a full save has begun, or the segment exceeds `_most_bytes`."""
         if self._writer.segment_bytes > self._most_bytes or self.server.state.saves.chain.attempt != self._attempt:
             self._consider_cut()
         return super().work()
 
     def close(self, is_over: bool = False) -> None:
-        """Close the log. `is_over`: the job has ended, so remove the log."""
+        """Write all entries and close the log. `is_over`: the job has ended, so the log is removed."""
         super().close()
         if is_over:
             self._folder.remove()
@@ -83,7 +83,7 @@ class DurableServer(LoggedServer):
         self._most_bytes = _most_bytes(self._writer.segment_bytes)
 
     def _wait_for_copy(self) -> None:
-        """Block until the copy of the state is in the log. Entries without it are useless, so it precedes serving."""
+        """Block until the copy of the state is in the log: entries cannot be replayed without it. Raises LogError."""
         while self.is_copying or not self._writer.is_idle:
             if not self.work():
                 self.rest()
@@ -102,14 +102,14 @@ class DurableServer(LoggedServer):
 
 
 def _most_bytes(copied: int) -> int:
-    """The size at which a segment that begins with a copy of `copied` bytes is cut."""
+    """The size in bytes at which a segment is cut. `copied`: bytes of the copy of the state at its beginning."""
     return copied + max(MIN_GROWTH, copied)
 
 
 def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:
-    """Restore the server from its log; None if the log is empty.
+    """Restore `server` from its log, and return it as a DurableServer; None if the log is empty.
 
-    `server`: has its tables, which are empty. Raises LogError if the log is unusable.
+    `server`: its tables must be empty; the log adds missing ones. Raises LogError if the log is unusable.
     """
     folder = LogFolder(durability.folder)
     if folder.is_empty:
@@ -133,11 +133,11 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
 
 
 def forget_workers(state: State) -> None:
-    """Drop the workers and their meetings, because the log is from another run. Rows and clients stay.
+    """Drop workers, meetings and unfinished long requests, because the log is from another run. Rows and sessions stay.
 
-    The workers of this run begin with these rows, as if the server had loaded a saved model.
+    The workers of this run start from these rows, as if the server had loaded a saved model.
     """
-    apply_gathered(state)  # its pushes were acknowledged
+    apply_gathered(state)  # these pushes were acknowledged, so they must not be lost
     before = state.meetings.members
     members = Members(state.num_workers, before.min_workers, before.on_loss)
     state.meetings = Meetings(members, place=state.meetings.place)
@@ -150,8 +150,8 @@ def forget_workers(state: State) -> None:
 
 
 def begin_log(server: Server, durability: Durability) -> DurableServer:
-    """Begin a log with the server's current state. Returns when that is on disk. Raises LogError."""
+    """Begin a log with the current state of the server. Blocks until the state is on disk. Raises LogError."""
     folder = LogFolder(durability.folder)
-    folder.remove()  # left by a server that was killed before it served any request
+    folder.remove()  # an unfinished log of a server that was killed before it served any request
     folder.note_run(durability.run)
     return DurableServer(server, folder, durability.fsync_ms)

@@ -1,4 +1,4 @@
-"""Records every change of a server, and the decisions made during it, as an entry, and appends it to all sinks."""
+"""Records each change of a server as an entry, with the decisions that the tables made, for all sinks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.table import Table
 
-_UNKNOWN = Effects()  # until the change is made
-LOOK = 0.05  # seconds between two looks at the wall clock, of which tables take whole seconds
+_UNKNOWN = Effects()  # a placeholder until the change is made
+LOOK = 0.05  # seconds between two readings of the wall clock, which tables use in whole seconds
 
 READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
@@ -27,23 +27,23 @@ _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 class Journal:
     """The Recorder of a server.
 
-    A change is applied first and recorded then, so that its decisions are recorded, and a request that is refused for
-    now is not. No reply leaves before its entry is safe, so no client sees a change whose entry was never written.
+    A change is applied first and recorded afterwards. The entry therefore contains its decisions, and a request that
+    is refused with ServerBusy has no entry. A reply waits until its entry is safe, so no client sees an unsafe one.
     """
 
     def __init__(self, server: Server, sinks: Sequence[Sink], index: int, term: int) -> None:
-        """`index`, `term`: of the last entry."""
+        """`index`, `term`: those of the last entry."""
         self.sinks = list(sinks)
         self.index, self.term = index, term
         self._server = server
         self._stuck_since: float | None = None
-        self._wall, self._measured_at = 0, -LOOK  # the tables' time, and when it was looked at
+        self._wall, self._measured_at = 0, -LOOK  # the tables' time, and the server's time when it was read
         self._known: dict[int, Table] = {}
-        self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
-        self._counted: list[Table] = []  # these tables
+        self._counting: set[int] = set()  # numbers of the tables that a pull for training changes
+        self._counted: list[Table] = []  # the tables with these numbers, in ascending order
 
     def around(self, inner: Run, request: Request) -> Result:
-        """As Layer.around. Raises LogStuck while a sink cannot accept changes."""
+        """As Layer.around. While a sink cannot accept changes, raises LogStuck for all but PING, STATS and STOP."""
         for sink in self.sinks:
             if trouble := sink.trouble():
                 self._check(request, trouble)
@@ -62,18 +62,18 @@ class Journal:
         except ServerBusy:
             entry.kind = 0
             raise
-        except FleetError as error:  # nothing has changed but what is known of the request
+        except FleetError as error:  # no table has changed; only the outcome must be remembered
             entry.kind = 0
             self._append_refused(entry, request, error)
             raise
-        finally:  # also after our own mistake, which may have changed something: a repeat makes it too
+        finally:  # also after a bug in a command: it may have changed something, and a replay has the same bug
             entry.effects = self._end(deciding)
             entry.effects.num_errors = num_errors + self._num_errors(num_finished)
             if entry.kind:
                 self.append(entry)
 
     def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
-        """As Recorder.advance. Time stands still while a sink cannot accept changes; that time does not count later."""
+        """As Recorder.advance. While a sink cannot accept changes, returns False. The next `pause` includes it."""
         if any(sink.trouble() for sink in self.sinks):
             self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
             return False
@@ -90,7 +90,7 @@ class Journal:
         return True
 
     def work(self, run: Callable[[], bool]) -> bool:
-        """As Recorder.work."""
+        """As Recorder.work. A slice of INSPECT, and a slice without effects, have no entry."""
         state, deciding = self._server.state, list(self._server.state.tables.values())
         front, attempt, num_works = state.work.slices[0], state.saves.chain.attempt, len(state.work.slices)
         token, long = next(((t, n) for t, n in state.work.requests.items() if n.work is front), (0, None))
@@ -103,13 +103,13 @@ class Journal:
         if (long is None and len(state.work.slices) < num_works) or (long is not None and long.result is not None):
             effects.result = _result(long)
         if long is not None and long.result is not None:
-            long.work = None  # its result is noted once
+            long.work = None  # so that its result is recorded only once
         if effects.tables or effects.is_begun or effects.result is not None:
             self.append(entry)
         return worked
 
     def append(self, entry: Entry) -> None:
-        """Give the entry the next index, and append it to all sinks."""
+        """Give the entry the next index and the current term, and append it to all sinks. Does not block."""
         self.index += 1
         entry.index, entry.term = self.index, self.term
         frames = encode_entry(entry)
@@ -117,7 +117,7 @@ class Journal:
             sink.append(self.index, frames)
 
     def _is_change(self, request: Request) -> bool:
-        """Whether it may change what is promised. A row's first value is a function of its key: making it is none."""
+        """Whether the request needs an entry. Creating a row alone needs none: its first values depend on its key."""
         message, state = request.message, self._server.state
         if message.command in READS:
             return False
@@ -136,7 +136,7 @@ class Journal:
 
     @staticmethod
     def _check(request: Request, trouble: str) -> None:
-        """Raise LogStuck: a change cannot be made safe now, and a read might show one that is not safe."""
+        """Raise LogStuck, unless the command is always answered. A read could show a change that is not safe."""
         if request.message.command not in _ALWAYS_ANSWERED:
             raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 
@@ -162,7 +162,7 @@ class Journal:
         return sum(isinstance(result, FleetError) for _, result in finished[start:]) if len(finished) > start else 0
 
     def _append_refused(self, entry: Entry, request: Request, error: FleetError) -> None:
-        """Remember the outcome of a change, so that a repeat is refused too."""
+        """Append an entry with the outcome of a refused change: after a restart, a repeat gets the same error."""
         message = request.message
         handler = COMMANDS[message.command]
         if not message.sequence or not (handler.once or handler.again is not None):

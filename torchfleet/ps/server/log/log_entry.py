@@ -1,7 +1,7 @@
-"""Entries: what changed a server, in order, so that another server that applies them comes to the same state.
+"""Entries: the changes of a server, in order. A server that applies all of them reaches the same state.
 
-An entry is a list of frames. The first has the fixed fields, the peer and what was decided; the others are the frames
-of the request as they came, or those of a piece of the state.
+An entry is a list of frames. The first frame has the fixed fields, the peer and the effects. The others are the frames
+of the request as they arrived, or those of a piece of the state.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _COLUMN_TYPES = {"<u4": np.dtype("<u4"), "<f4": np.dtype("<f4")}
 
 class Kind(IntEnum):
     REQUEST = 1  # a request that was applied
-    REFUSED = 2  # a change that was refused: nothing but the outcome is to be remembered
-    TICK = 3  # the passing of time changed something
-    SLICE = 4  # one slice of long work did
-    PIECE = 5  # a piece of the state as it is at this index: no change
-    TERM = 6  # from here on another server writes
+    REFUSED = 2  # a change that was refused: only its outcome is remembered
+    TICK = 3  # passing time changed something
+    SLICE = 4  # one slice of long work changed something
+    PIECE = 5  # a piece of the state at this index; not a change
+    TERM = 6  # reserved for a change of the server that makes the entries; no code writes it
 
 
 class NotedTable(msgspec.Struct, array_like=True):
-    """What a table decided (tables/policies/decisions.py), as bytes."""
+    """The decisions of one table (Noted in tables/policies/decisions.py), as bytes."""
 
     table: int
     dropped: bytes = b""
@@ -48,7 +48,7 @@ class NotedTable(msgspec.Struct, array_like=True):
 
 
 class Refused(msgspec.Struct, array_like=True):
-    """A change that was refused for good."""
+    """A change that was refused for good: its client and sequence number, and the error."""
 
     client: int
     sequence: int
@@ -60,25 +60,25 @@ class Refused(msgspec.Struct, array_like=True):
 
 
 class LongResult(msgspec.Struct, array_like=True):
-    """What a request over whole tables came to: arrays, or an error."""
+    """The result of a long request: arrays, or the kind and text of an error."""
 
     arrays: list[PackedArray] = []
     error: tuple[str, str] | None = None
 
     def packed(self) -> PackedAnswer:
-        """As net/packed.py has it."""
+        """The result in the form of net/packed.py."""
         return self.arrays if self.error is None else self.error
 
 
 class Effects(msgspec.Struct, array_like=True):
-    """What is to be known beside the request."""
+    """What a change did that its request does not tell: decisions, errors, and the progress of long work."""
 
     tables: list[NotedTable] = []
-    num_errors: int = 0  # requests that were answered with an error by this event: the same where it is repeated
+    num_errors: int = 0  # requests that this change answered with an error; a replay must find the same number
     refused: Refused | None = None
-    token: int = 0  # of the long request that a slice belongs to; 0: none
+    token: int = 0  # names the long request that a slice belongs to; 0: none
     is_begun: bool = False  # this slice began a save
-    result: LongResult | None = None  # this slice was the last
+    result: LongResult | None = None  # of the last slice
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +92,7 @@ class Entry:
     term: int = 0
     wall: int = 0  # the tables' time, seconds since 1970
     time: float = 0.0  # the server's own time, in seconds
-    pause: float = 0.0  # of a TICK: how long the server had not looked
+    pause: float = 0.0  # of a TICK: seconds in which the server stood still
     role: int = 0
     peer: bytes = b""
     effects: Effects = field(default_factory=Effects)
@@ -100,7 +100,7 @@ class Entry:
 
 
 def encode_entry(entry: Entry) -> list[Frame]:
-    """Its frames. Those of the request are not copied: leave them alone until the entry is where it is to be."""
+    """The frames of an entry. `entry.frames` are not copied: do not change them until all sinks have confirmed it."""
     effects = b"" if entry.effects.is_empty else msgspec.msgpack.encode(entry.effects)
     lengths = [memoryview(frame).nbytes for frame in entry.frames]
     head = _head(len(lengths)).pack(
@@ -116,12 +116,12 @@ def _head(num_frames: int) -> struct.Struct:
 
 
 def size_of_frame(frame: Frame) -> int:
-    """Bytes."""
+    """The size of a frame in bytes."""
     return memoryview(frame).nbytes
 
 
 def lengths_in(head: memoryview) -> list[int]:
-    """The lengths of the frames behind this first one. Raises LogError."""
+    """The lengths of the frames that follow the first frame, `head`. Raises LogError if `head` is malformed."""
     if len(head) < _HEAD.size:
         raise LogError(f"expected an entry of at least {_HEAD.size} bytes, found {len(head)}")
     num_frames = _HEAD.unpack_from(head)[2]
@@ -131,7 +131,7 @@ def lengths_in(head: memoryview) -> list[int]:
 
 
 def decode_entry(frames: Sequence[Frame]) -> Entry:
-    """The inverse of encode_entry, over the frames' own memory. Raises LogError and nothing else."""
+    """The inverse of encode_entry. The frames are not copied. Raises LogError, and no other error, if malformed."""
     if not frames:
         raise LogError("expected an entry, found no frame at all")
     head = memoryview(frames[0]).cast("B")
@@ -153,7 +153,7 @@ def decode_entry(frames: Sequence[Frame]) -> Entry:
 
 
 def noted_table(number: int, noted: Noted) -> NotedTable:
-    """What a table decided, to be written."""
+    """The decisions of table `number` as bytes, for an entry."""
     columns = {name: (column.dtype.str, column.tobytes()) for name, column in noted.carried.items()}
     return NotedTable(
         number, noted.dropped.tobytes(), noted.gone.tobytes(), noted.forgotten.tobytes(), noted.let_in.tobytes(),
@@ -162,7 +162,7 @@ def noted_table(number: int, noted: Noted) -> NotedTable:
 
 
 def noted_of(written: NotedTable) -> Noted:
-    """The inverse of noted_table. Raises LogError."""
+    """The inverse of noted_table. Raises LogError if `written` is malformed."""
     try:
         columns = {name: np.frombuffer(data, _COLUMN_TYPES[dtype]) for name, (dtype, data) in written.carried.items()}
         found = Noted(carried=columns)

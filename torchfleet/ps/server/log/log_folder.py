@@ -1,8 +1,8 @@
-"""The folder of one server's log: segments one after the other, of which one process writes the last.
+"""The folder of one server's log. It has numbered segments, and one process at a time writes the last of them.
 
 A segment begins with a copy of the state, so the segments before it are needed only until that copy is whole. The file
-`start` names the first segment that is needed; older ones are removed, now or later. Without this file no copy is
-whole, and the server has not served any request.
+`start` names the first segment that is needed. Older segments are removed; a killed server may leave some of them.
+Without the file `start` no copy is whole, and the server has not served any request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchfleet.ps.server.log.log_records import Records
 _NAME = "segment-{:08}.log"
 _SEGMENT = re.compile(r"segment-([0-9]{8})\.log")
 _START, _RUN = "start", "run"
-_MAX_BUFFERS = 512  # of one call of writev
+_MAX_BUFFERS = 512  # buffers in one call of pwritev
 
 
 class LogFolder:
-    """Held by this process alone until it is closed."""
+    """The folder, locked for this process until `close`."""
 
     def __init__(self, path: str | Path) -> None:
-        """Makes the folder. Raises LogError if another process has it, or it cannot be used."""
+        """Create the folder if it is missing, and lock it. Raises LogError if it is locked or unusable."""
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -42,28 +42,28 @@ class LogFolder:
             os.close(self._lock)
             raise LogError(f"{self.path} is the log of a server that runs: give every server its own folder") from None
         self._file = -1
-        self.num_bytes = 0  # of whole records in the last segment
-        self.num_synced = 0  # of these, on the disk for good
+        self.num_bytes = 0  # bytes of whole records in the last segment
+        self.num_synced = 0  # how many of these bytes are synced to the disk
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to restore from."""
+        """Whether the folder has no whole copy of a state to restore from."""
         return not (self.path / _START).exists()
 
     @property
     def run(self) -> str:
-        """Of which launcher's run it is the log; empty: of none."""
+        """The launcher's run that the log belongs to; empty if none was noted."""
         with contextlib.suppress(FileNotFoundError):
             return (self.path / _RUN).read_text()
         return ""
 
     def note_run(self, run: str) -> None:
-        """It is that of this run from now on."""
+        """Write down that the log belongs to `run`. Not synced to the disk."""
         (self.path / _RUN).write_text(run)
 
     def entries(self) -> Iterator[list[Frame]]:
-        """All entries from the first segment that is needed on, over the files' memory. Then the last segment can be
-        written on: what was never finished at its end is cut off. Raises LogError for damage, and names the place."""
+        """Yield all entries of the needed segments, in order. Their frames are views of the mapped files. At the end,
+        cut an unfinished record off the last segment, and open it for `write`. Raises LogError if a file is damaged."""
         numbers = self._numbers()
         for number in numbers:
             file = self.path / _NAME.format(number)
@@ -76,10 +76,10 @@ class LogFolder:
         if numbers:
             self._open(numbers[-1], os.O_WRONLY)
             os.ftruncate(self._file, self.num_bytes)
-            self.sync()  # what was cut off must not come back behind what is written now
+            self.sync()  # after a loss of power the cut bytes must not reappear behind new records
 
     def begin_segment(self) -> int:
-        """A new one, which is written from now on; returns its bytes."""
+        """Sync the current segment, and open a new one for `write`. Returns its size, 0. Raises OSError."""
         numbers = self._numbers()
         if self._file >= 0:
             os.fdatasync(self._file)
@@ -89,7 +89,7 @@ class LogFolder:
         return 0
 
     def write(self, buffers: Sequence[Frame]) -> int:
-        """Behind all before, or not at all; returns the bytes of the segment. Raises OSError."""
+        """Append all buffers to the segment, or none of them. Returns the size of the segment. Raises OSError."""
         try:
             end = self.num_bytes
             for start in range(0, len(buffers), _MAX_BUFFERS):
@@ -102,13 +102,13 @@ class LogFolder:
         return end
 
     def sync(self) -> None:
-        """All that was written is on the disk when this returns."""
+        """Block until all written bytes are on the disk. Raises OSError."""
         num_bytes = self.num_bytes
         os.fdatasync(self._file)
         self.num_synced = num_bytes
 
     def forget_before_last(self) -> int:
-        """The last segment has a whole copy of the state: those before it are not needed. Returns its bytes."""
+        """Remove the segments before the last, which must have a whole copy of the state. Returns its size in bytes."""
         numbers = self._numbers()
         self.sync()
         new = self.path / f"{_START}.new"
@@ -124,7 +124,7 @@ class LogFolder:
         return self.num_bytes
 
     def remove(self) -> None:
-        """Remove the log. The server has ended in an orderly way, so no server will restore from it."""
+        """Remove all segments and `start`, so that no server restores from this folder. The lock stays."""
         for number in self._all():
             (self.path / _NAME.format(number)).unlink(missing_ok=True)
         (self.path / _START).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class LogFolder:
         os.close(self._lock)
 
     def _write_some(self, buffers: list[Frame], at: int) -> int:
-        """All of these, from byte `at` on; returns the byte behind them."""
+        """Write all buffers from byte `at` on. Returns the position behind them. Empties `buffers`."""
         while buffers:
             num = os.pwritev(self._file, buffers, at)
             at += num
@@ -151,7 +151,7 @@ class LogFolder:
         return sorted(int(match[1]) for match in found if match)
 
     def _numbers(self) -> list[int]:
-        """Of the segments that are needed. Raises LogError if one of them is missing."""
+        """The numbers of the needed segments, ascending. Raises LogError if one is missing, or `start` is damaged."""
         numbers, first = self._all(), 1
         with contextlib.suppress(FileNotFoundError):
             text = (self.path / _START).read_text()
@@ -178,10 +178,10 @@ class LogFolder:
 
 
 def _mapped(file: Path) -> memoryview:
-    """The bytes of a file, mapped as long as the memory is referenced."""
+    """The bytes of a file. The file stays mapped as long as the result, or a slice of it, exists."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if not size:
             return memoryview(b"")
-        # Kernels want memory that could be written; what they write there does not reach the file.
+        # Kernels require writable memory. The mapping is private, so writes do not reach the file.
         return memoryview(mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))

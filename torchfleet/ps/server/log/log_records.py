@@ -1,10 +1,10 @@
-"""Entries as records of a file: a prefix with a checksum of its own, then the frames, with one over all of them.
+"""Entries as records of a file. A record is a prefix with its own checksum, then the frames with a common checksum.
 
-A record that was never finished is left out, with all behind it; what was whole before it is good. It is known by its
-length, if the file ends inside it: that is what a server leaves that is killed while it writes. A loss of power takes
-sectors of all that was not synced, which read as zeros. Every record says how much of the file was synced when it was
-written: zeros before that are damage. Everything else that is wrong is damage, and is refused: what was promised is not
-to vanish behind a flipped bit.
+An unfinished record is left out, together with all bytes behind it. The whole records before it are used. There are two
+causes of unfinished records. If a server is killed while it writes, the file ends inside a record. If the machine loses
+power, sectors that were not synced read as zeros. Every record says how many bytes of the file were synced when it was
+written: zeros among those bytes are damage. Every other error is damage too, and raises LogError, so that no
+acknowledged change is lost silently because of a flipped bit.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import lengths_in
 
 MAGIC = b"TFL3"  # the last character is the version of the format
-_FIELDS = struct.Struct("<4sIQQI")  # magic, checksum of the frames, their bytes, bytes synced, bytes of the first frame
-_CHECK = struct.Struct("<I")  # of the fields
+_FIELDS = struct.Struct("<4sIQQI")  # magic, checksum of the frames, their bytes, bytes synced, bytes of frame 0
+_CHECK = struct.Struct("<I")  # checksum of the fields
 PREFIX = _FIELDS.size + _CHECK.size
-ALIGNED = 8  # bytes: numbers in frames lie where kernels can read them
-SECTOR = 512  # bytes that a disk writes whole or not at all
-_SMALL = 1 << 12  # bytes of frames that are copied: a buffer of their own costs more
-_SLICE = 1 << 20  # bytes of an array that are summed at a time: google_crc32c holds the interpreter's lock meanwhile
+ALIGNED = 8  # bytes: frames begin at multiples of it, so that kernels can read numbers in them
+SECTOR = 512  # bytes that a disk writes completely or not at all
+_SMALL = 1 << 12  # bytes; smaller frames are copied together, which costs less than a buffer for each
+_SLICE = 1 << 20  # bytes in one call of google_crc32c, which holds the interpreter's lock
 
 
 def crc32c(data: Frame, crc: int = 0) -> int:
-    """The CRC-32C of these bytes. `crc`: of the bytes before them."""
+    """The CRC-32C of `data`. `crc`: the CRC-32C of the bytes before it."""
     if isinstance(data, bytes):
         return int(google_crc32c.extend(crc, data))
-    array = np.frombuffer(data, np.uint8)  # google_crc32c takes no memoryview
+    array = np.frombuffer(data, np.uint8)  # google_crc32c does not accept a memoryview
     for at in range(0, len(array), _SLICE):
         crc = google_crc32c.extend(crc, array[at : at + _SLICE])
     return crc
 
 
 def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
-    """The buffers of a record, to be written one after the other. Large frames are not copied. `num_synced`: bytes of
-    the file that are on the disk for good."""
+    """The buffers of a record, in the order in which they must be written. Large frames are not copied.
+    `num_synced`: bytes of the file that are synced to the disk."""
     buffers: list[Frame] = []
     small: list[Frame] = []
     crc = length = 0
@@ -65,13 +65,13 @@ def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
 
 
 class Records:
-    """The entries in the bytes of a file, over their memory. Iterating raises LogError where something is damaged."""
+    """Iterates over the entries of a file, in order, without copying. Raises LogError at a damaged record."""
 
     def __init__(self, data: memoryview, place: str, is_synced: bool = False) -> None:
-        """`place`: the file, for errors. `is_synced`: all of it was brought to the disk."""
+        """`place`: the file's path, for errors. `is_synced`: the whole file was synced, so zeros are damage."""
         self._data, self._place, self._is_synced = data, place, is_synced
-        self.end = 0  # bytes of whole records so far
-        self.is_torn = False  # what is behind them was never finished
+        self.end = 0  # position behind the last whole record so far
+        self.is_torn = False  # whether an unfinished record begins at `end`
 
     def __iter__(self) -> Iterator[list[Frame]]:
         while not self.is_torn and self.end < len(self._data):
@@ -80,7 +80,7 @@ class Records:
                 yield entry
 
     def _next(self, at: int) -> list[Frame] | None:
-        """The entry at this place, and `end` behind it; None: it was never finished."""
+        """The entry of the record at byte `at`; moves `end` behind it. None if it is unfinished. Raises LogError."""
         start = at + PREFIX
         self._refuse_other_version(self._data[at:start])
         fields = _fields(self._data[at:start])
@@ -112,7 +112,7 @@ class Records:
             )
 
     def _tear(self, at: int, stop: int, why: str) -> None:
-        """The file is as if it ended here. Raises LogError if that is not what a kill or a loss of power leaves."""
+        """Treat the record at `at` as unfinished. Raises LogError if neither a kill nor a loss of power explains it."""
         is_cut = len(self._data) < at + PREFIX and MAGIC.startswith(bytes(self._data[at : at + len(MAGIC)]))
         if self._is_synced or not (is_cut or self._is_lost(at, stop)):
             raise self._damaged(at, why)
@@ -121,14 +121,14 @@ class Records:
         self.is_torn = True
 
     def _is_lost(self, at: int, stop: int) -> bool:
-        """Whether the disk has not got some sector of what is here, or of what was not there before."""
+        """Whether the bytes from `at` to the end of its sector, or any later sector before `stop`, are all zeros."""
         size = len(self._data)
         first = min(-(-(at + 1) // SECTOR) * SECTOR, size)
         starts = range(first, min(stop, size), SECTOR)
         return _is_blank(self._data[at:first]) or any(_is_blank(self._data[i : i + SECTOR]) for i in starts)
 
     def _was_synced(self, at: int) -> bool:
-        """Whether a record behind this place says that all up to it was on the disk."""
+        """Whether a prefix behind byte `at` says that this byte was synced."""
         rest = self._data[at:]
         starts = (found.start() for found in re.finditer(re.escape(MAGIC), rest))
         prefixes = (_fields(rest[start : start + PREFIX]) for start in starts)
@@ -142,7 +142,7 @@ class Records:
 
 
 def _fields(prefix: memoryview) -> tuple[int, int, int, int] | None:
-    """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None: it was not written so."""
+    """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None if the prefix is not valid."""
     if not _is_whole(prefix):
         return None
     magic, crc, length, num_synced, num_first = _FIELDS.unpack_from(prefix)
@@ -150,7 +150,7 @@ def _fields(prefix: memoryview) -> tuple[int, int, int, int] | None:
 
 
 def _is_whole(prefix: memoryview) -> bool:
-    """Whether the prefix has the checksum of its fields. It lies at the same place in every version of the format."""
+    """Whether the checksum of the prefix is right. Its position is the same in every version of the format."""
     return len(prefix) == PREFIX and _CHECK.unpack_from(prefix, _FIELDS.size)[0] == zlib.crc32(prefix[: _FIELDS.size])
 
 

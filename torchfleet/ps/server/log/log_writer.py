@@ -1,4 +1,4 @@
-"""Writes entries to a file in a background thread, so that the server's loop never waits for a disk."""
+"""Writes entries to a file in a background thread, so that the server's loop does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_records import record_of
 
-MAX_BEHIND = 1 << 28  # bytes that wait for the disk; with more no change is taken
-COPY_BEHIND = 1 << 24  # the same for pieces of the state: changes go first
-_TOGETHER = 1 << 20  # bytes of entries that are written together, if the server has more to do before it rests
-_PUT_OFF = 0.002  # seconds for which they may wait for each other
-_PAUSE = 0.5  # seconds between two attempts on a disk that takes nothing
-_MAX_BUFFERS = 512  # of one call
+MAX_BEHIND = 1 << 28  # bytes that may wait for the disk; while more wait, no change is accepted
+COPY_BEHIND = 1 << 24  # bytes that may wait before no more pieces of the state are appended: changes go first
+_TOGETHER = 1 << 20  # bytes of new entries after which `append` notifies the thread
+_PUT_OFF = 0.002  # seconds after the first new entry from which on `append` notifies the thread
+_PAUSE = 0.5  # seconds between two attempts to write to a full or read-only disk
+_MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
-Waiting = tuple[int, Sequence[Frame], int] | Callable[[], int]  # an entry and its bytes, or something to be done
+Waiting = tuple[int, Sequence[Frame], int] | Callable[[], int]  # an entry (index, frames, bytes), or a function to call
 
 
 class LogWriter:
-    """A Sink: the segment of a folder that is written now.
+    """A Sink that writes entries to the last segment of a folder.
 
     With `fsync_ms` 0 an entry is confirmed when it is on the disk. Otherwise it is confirmed when the kernel has it,
-    and is synced within `fsync_ms` milliseconds: a killed server loses nothing, and a machine that loses power loses
-    the entries confirmed in that time.
+    and is synced within about `fsync_ms` milliseconds: a killed server loses no confirmed entry, and a machine that
+    loses power loses those of the last `fsync_ms` milliseconds.
     """
 
     def __init__(self, folder: LogFolder, index: int, fsync_ms: float, wake: Callable[[], None]) -> None:
-        """`index`: of the last entry in the folder. `wake` is called, by the thread, when more is confirmed."""
+        """`index`: that of the last entry in the folder. `wake`: the thread calls it after a batch, and on trouble."""
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
         self._queue: deque[Waiting] = deque()
-        # Each is changed by one thread, the loop's or the log's, so that they need no lock.
+        # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
-        self._num_appended = self._num_done = 0  # entries and other things
+        self._num_appended = self._num_done = 0  # entries and functions
         self._changed = threading.Condition()
-        self._waits_since: float | None = None  # entries wait of which the thread was not told
-        self._bytes_told = 0  # of those of which it was told
+        self._waits_since: float | None = None  # when the first entry came that the thread was not notified of
+        self._bytes_told = 0  # `_bytes_appended` at the last notification
         self._is_over = False
-        self.segment_bytes = folder.num_bytes  # of the segment that is written
+        self.segment_bytes = folder.num_bytes  # size of the segment that is being written
         self._synced_at, self._is_dirty = time.monotonic(), False
         self._threads = BackgroundThreads([self._run], "the log")
         self._threads.start()
@@ -64,18 +64,18 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """As Sink.flush: tell the thread of entries. Waking it for each costs as much as writing one."""
+        """As Sink.flush: notify the thread of new entries. A notification costs as much as writing one entry."""
         if self._waits_since is not None:
             self._waits_since, self._bytes_told = None, self._bytes_appended
             with self._changed:
                 self._changed.notify()
 
     def begin_segment(self) -> None:
-        """What is appended from now on goes to a new segment, which begins with a copy of the state."""
+        """Write all later entries to a new segment. The caller appends a copy of the state next. Does not block."""
         self._put(self._folder.begin_segment)
 
     def end_copy(self) -> None:
-        """The last piece of the copy was appended: the segments before this one are not needed once it is written."""
+        """Remove the earlier segments once all appended pieces of the copy are written. Does not block."""
         self._put(self._folder.forget_before_last)
 
     def _put(self, run: Callable[[], int]) -> None:
@@ -97,15 +97,15 @@ class LogWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was appended is written."""
+        """Whether the thread has written all entries and called all functions in the queue."""
         return self._num_done == self._num_appended
 
     def has_room(self) -> bool:
-        """Whether pieces of the state may be appended: not while changes wait."""
+        """Whether a piece of the state may be appended: fewer than COPY_BEHIND bytes wait, and there is no trouble."""
         return self._bytes_appended - self._bytes_done < COPY_BEHIND and not self.trouble()
 
     def close(self) -> None:
-        """As Sink.close; waits for the disk, unless that takes nothing."""
+        """As Sink.close. Blocks until all entries are written and synced, or a write fails. The folder stays open."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -130,7 +130,7 @@ class LogWriter:
                 return
 
     def _next(self) -> list[Waiting]:
-        """All that waits; nothing, if it is time to sync, or over."""
+        """Block until items wait, a sync is due, or the writer is closed. Returns all items that wait, in order."""
         with self._changed:
             if not self._queue and not self._is_over:
                 pause = self._synced_at + self._fsync_seconds - time.monotonic() if self._is_dirty else None
@@ -157,11 +157,12 @@ class LogWriter:
             self._is_dirty = True
 
     def _sync(self) -> None:
-        self._folder.sync()  # an error is the end: what the system had is not known any longer
+        self._folder.sync()  # an error ends the thread: it is then unknown which writes the kernel has dropped
         self._synced_at, self._is_dirty = time.monotonic(), False
 
     def _attempt(self, run: Callable[[], int]) -> int:
-        """Again and again while the disk is full or may not be written: nothing that was appended is given up."""
+        """Call `run` until it succeeds, and return its result. Raises OSError if the cause is not a full or read-only
+        disk, or the writer is closed."""
         while True:
             try:
                 done = run()

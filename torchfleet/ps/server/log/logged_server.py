@@ -1,7 +1,7 @@
 """A server that logs its changes. A reply is sent when all sinks have confirmed every change that it may show.
 
-All replies after a change wait until its entry is confirmed, so no client sees the change before. If the server ends in
-between, the change is lost, and no client was told of it.
+All replies after a change wait until its entry is confirmed, so no client sees the change earlier. If the server ends
+before that, the change may be lost, but no client has seen it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Replies = list[tuple[Peer, list[Frame]]]
 
 @dataclass
 class Copy:
-    """A copy of the state under way to one place."""
+    """A copy of the state that is being given to one destination."""
 
     pieces: Iterator[list[Frame]]
     take: Callable[[int, Sequence[Frame]], None]
@@ -35,7 +35,7 @@ class Copy:
 
 
 class LoggedServer:
-    """The Handler of a transport around a Server. Everything that goes in or out comes by here."""
+    """A Handler that wraps a Server. All requests and replies of the server pass through it."""
 
     def __init__(
         self,
@@ -46,31 +46,31 @@ class LoggedServer:
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`index`, `term`: of the last entry. `begun`: the server's own time, which goes on from there; None: the
-        clock's. Time in which the server did not run does not count."""
+        """`index`, `term`: those of the last entry. `begun`: the value from which the server's own time continues;
+        None: the time of `clock`. Time in which no server ran is not counted."""
         self.server, self.refusals = server, server.refusals
         self._journal = Journal(server, sinks, index, term)
         self._clock, self._offset = clock, 0.0 if begun is None else begun - clock()
-        self._held: deque[tuple[int, Peer, list[Frame]]] = deque()  # replies, with what must be confirmed first
+        self._held: deque[tuple[int, Peer, list[Frame]]] = deque()  # replies, with the index to be confirmed first
         self._copies: deque[Copy] = deque()
         self._bell, self._is_woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
-        self._is_handling = False  # a request: at its end it is looked at what is confirmed
+        self._is_handling = False  # while True, `wake` does nothing: `handle` checks at its end what is confirmed
         server.record(self._journal)
         server.state.now = self.now
         server.state.meetings.presence.pause(self.now())
 
     def now(self) -> float:
-        """The server's own time, which a server that takes its place continues."""
+        """The server's own time in seconds. A server that is restored, or takes over, continues it."""
         return self._clock() + self._offset
 
     @property
     def index(self) -> int:
-        """Of the last entry."""
+        """The index of the last entry."""
         return self._journal.index
 
     @property
     def term(self) -> int:
-        """In which entries are made."""
+        """The term of new entries."""
         return self._journal.term
 
     @term.setter
@@ -79,9 +79,9 @@ class LoggedServer:
 
     @property
     def confirmed(self) -> int:
-        """The highest index that is safe everywhere."""
+        """The highest index that all sinks have confirmed; without sinks, the index of the last entry."""
         sinks = self._journal.sinks
-        if len(sinks) == 1:  # looked at after every request
+        if len(sinks) == 1:  # the common case; runs after every request
             return sinks[0].confirmed()
         return min((sink.confirmed() for sink in sinks), default=self.index)
 
@@ -91,11 +91,11 @@ class LoggedServer:
         return self.server.is_stopping and not self._held
 
     def add_sink(self, sink: Sink) -> None:
-        """From now on entries go there too, and replies wait for it."""
+        """Append all later entries to this sink too. Replies wait for it."""
         self._journal.sinks.append(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """Replies no longer wait for this sink."""
+        """Append no more entries to this sink. Replies no longer wait for it. The caller closes it."""
         self._journal.sinks.remove(sink)
 
     def copy_to(
@@ -104,15 +104,15 @@ class LoggedServer:
         has_room: Callable[[], bool],
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give the state to `take`, as entries of the kind PIECE: its first piece now, the others beside serving,
-        whenever there is room. All entries after this call must come there too, in order. `done` is called after the
-        last piece."""
+        """Give the state to `take`, as entries of the kind PIECE: the first piece now, the others in `work`, whenever
+        `has_room()`. The destination must also get all entries made after this call, in order. `done` is called after
+        the last piece. Copies to several destinations are made one after the other."""
         copy = Copy(export_state(self.server, self.index), take, has_room, done)
         self._copies.append(copy)
         self._give(copy)
 
     def end_copy(self, take: Callable[[int, Sequence[Frame]], None]) -> None:
-        """Give nothing more of the state to `take`."""
+        """Stop the copies to `take`. Their `done` is not called."""
         self._copies = deque(copy for copy in self._copies if copy.take != take)
 
     @property
@@ -125,11 +125,11 @@ class LoggedServer:
         try:
             replies = self.server.handle(peer, frames, role)
         finally:
-            self._is_handling = False  # before it is looked at what is confirmed: see `wake`
+            self._is_handling = False  # before `_hold` reads what is confirmed, so that no `wake` is lost
         return self._hold(replies)
 
     def ready(self) -> Replies:
-        """As Handler.ready: also those whose entries have been confirmed since."""
+        """As Handler.ready. Also returns held replies whose entries are confirmed by now."""
         return self._hold(self.server.ready())
 
     def tick(self, now: float) -> Replies:
@@ -147,20 +147,20 @@ class LoggedServer:
         return (self._bell,)
 
     def wake(self) -> None:
-        """More may be confirmed: replies can go. For any thread."""
+        """Wake the server's loop, because a sink may have confirmed more. Any thread may call it."""
         if not self._is_handling:
             os.eventfd_write(self._bell, 1)
             self._is_woken = True
 
     def close(self) -> None:
-        """Close all sinks. No client was told of the changes that they have not confirmed."""
+        """Close all sinks. Held replies are never sent, so no client sees an unconfirmed change."""
         for sink in self._journal.sinks:
             sink.close()
         self.server.record(None)
         os.close(self._bell)
 
     def work(self) -> bool | None:
-        """As Handler.work; False also while replies wait for sinks."""
+        """As Handler.work. If nothing was done and replies are held, returns whether the first of them can be sent."""
         if self._is_woken:
             self._is_woken = False
             with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Replays entries: a server that applies them in order reaches the state of the server that made them."""
+"""Replays entries: a server that applies all of them in order reaches the state of the server that made them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torchfleet.ps.tables.policies.decisions import Noted
 
 
 class Replay:
-    """Applies entries to a server. The server does not serve requests until `finish`."""
+    """Applies entries to a server. The server must not serve requests before `finish`."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.index = 0  # of the last entry
+        self.index = 0  # of the last applied entry
         self.term = 0
-        self.time = 0.0  # of the server that made the entries, at the last of them
+        self.time = 0.0  # the own time of the server that made the entries, at the last applied entry
         self._import = StateImport(server)
         self._lenient(True)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces of the state are here: what follows can be served."""
+        """Whether the last piece of the state has been applied, so that `finish` may be called."""
         return self._import.is_complete
 
     def apply(self, entry: Entry) -> None:
-        """Apply an entry. Raises LogError if it is not the next one, or its effects differ from the recorded ones."""
+        """Apply an entry. Raises LogError if it is not the next one, or leads to more or fewer errors than recorded."""
         if entry.kind == Kind.PIECE:
             if self._import.copy is None:
                 self.index, self.term, self.time = entry.index, entry.term, entry.time
@@ -55,13 +55,13 @@ class Replay:
         self.index, self.term, self.time = entry.index, entry.term, max(self.time, entry.time)
 
     def finish(self) -> None:
-        """End the replay. From now on the server decides by itself. Raises LogError if pieces are missing."""
+        """End the replay: the server then checks requests itself. Raises LogError if pieces are missing."""
         if not self.is_complete:
             raise LogError("the state that entries continue is not complete: pieces of it are missing")
         self._lenient(False)
 
     def _lenient(self, is_lenient: bool) -> None:
-        """Accept every change that the other server has accepted, without checks of this machine's resources."""
+        """Skip, or make, the checks of budgets and claims. The server that made the entries has made these checks."""
         self.server.state.is_following = is_lenient
         self.server.state.budgets.is_lenient = is_lenient
 
@@ -93,7 +93,7 @@ class Replay:
             self.server.repeat(
                 Request(decode(entry.frames), away(entry.peer), entry.time, entry.role, frames=entry.frames)
             )
-            self.server.state.work.pulls.clear()  # a pull changes nothing: the client asks again
+            self.server.state.work.pulls.clear()  # unfinished long pulls change nothing: their clients repeat them
         elif entry.kind == Kind.REFUSED:
             self._refuse(entry)
         elif entry.kind == Kind.TICK:
@@ -109,9 +109,9 @@ class Replay:
         sessions.settle(refused.client, refused.sequence, error_of(refused.kind, refused.text))
 
     def _slice(self, effects: Effects) -> None:
-        """What a slice dropped has been followed; here is what became of its request."""
+        """Note the progress of a slice in its long request. `_follow` has already dropped the rows of the slice."""
         state, long = self.server.state, self.server.state.work.requests.get(effects.token)
-        if long is None:  # on the server's own schedule
+        if long is None:  # the server began it by its own schedule
             own = {id(known.work) for known in state.work.requests.values()}
             scheduled = [work for work in state.work.slices if id(work) not in own]
             if effects.result is not None and scheduled:

@@ -1,4 +1,4 @@
-"""The interface of a destination of entries: a file, or another server."""
+"""The interface of a destination of entries: a log on disk, or a backup."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torchfleet.ps.net.wire import Frame
 
 
 class Sink(Protocol):
-    """Takes entries in order, and reports up to which index they are safe. Only the server's thread calls it."""
+    """Takes entries in order, and tells up to which index they are safe. Only the server's loop calls it."""
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
-        """Take an entry without blocking. The sink may use its frames until the entry is confirmed. A piece of the
-        state has the index of the entry before it."""
+        """Take an entry without blocking. The sink reads its frames until the entry is confirmed: do not change them. A
+        piece of the state has the index of the entry before it."""
 
     def flush(self) -> None:
-        """Do the work that was postponed for batching. Called when the server has nothing else to do."""
+        """Do the work that `append` has postponed for batching. The server calls it when no request waits."""
 
     def confirmed(self) -> int:
-        """The highest index up to which all entries are safe in this sink."""
+        """The highest index up to which all entries are safe in this sink. Does not block."""
 
     def trouble(self) -> str:
-        """Why the sink cannot accept changes now, as a sentence; empty if it can."""
+        """A sentence that says why the sink cannot accept changes now; empty if it can."""
 
     def close(self) -> None:
-        """Write or send all appended entries if possible, and release the resources."""
+        """Release the sink's resources. A log is written to its end first; a backup may miss unconfirmed entries."""

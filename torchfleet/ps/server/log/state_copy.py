@@ -1,9 +1,9 @@
-"""A server's state in pieces: all but the rows at once, then the rows in slices, while the server goes on serving.
+"""Copies a server's state in pieces: first all but the rows, then the rows in many pieces, while the server serves.
 
-The first piece is the state at one index. Each slice has rows as they are when it is taken, which is at a later index.
-A server that applies pieces and entries in the order in which they were made reaches the same state. If an entry
-changes a row that has not arrived yet, it makes a temporary row, which the row's slice overwrites later. The entries
-contain the decisions that depended on rows, so nothing else depends on rows that have not arrived.
+The first piece is the state at one index. Each later piece has rows as they are when it is made, at a later index. A
+server that applies pieces and entries in the order in which they were made reaches the same state. If an entry changes
+a row that has not arrived yet, it makes a temporary row, which the row's piece overwrites later. The entries contain
+the decisions that depended on rows, so nothing else depends on rows that have not arrived.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
-SLICE = 1 << 14  # rows between two requests
+SLICE = 1 << 14  # rows in one piece
 _DTYPES = {"|u1", "<u4", "<u8", "<f4"}
 
 Piece = Sequence[Frame]
 
 
 class PieceHead(msgspec.Struct, array_like=True):
-    """The first frame of a piece; the others are its arrays."""
+    """The first frame of a piece. The others are the StateBody of a piece "state", or the arrays of a piece "rows"."""
 
-    copy: int  # which copy of the state it belongs to
+    copy: int  # number of the copy that the piece belongs to
     what: str  # "state", "rows" or "end"
     table: int = 0
     kind: PartKind = "rows"
@@ -45,7 +45,7 @@ class PieceHead(msgspec.Struct, array_like=True):
 
 
 class StateBody(msgspec.Struct):
-    """All but the rows."""
+    """The state of a server except the rows of its tables."""
 
     incarnation: int
     tables: list[tuple[TableSpec, dict[str, Any]]]
@@ -64,7 +64,7 @@ class StateBody(msgspec.Struct):
     sync_step: dict[int, Any]
     num_steps: int
     gathered: list[Any]
-    long_requests: dict[int, Any]  # request, answer, tables, rows dropped
+    long_requests: dict[int, Any]  # request, answer, tables to shrink, rows dropped by table
     chain: tuple[int, int]
     clock: int | None
     schedule: dict[int, int]
@@ -74,7 +74,7 @@ class StateBody(msgspec.Struct):
 
 
 def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
-    """The pieces: take the first at once, others whenever there is time. `copy`: a number for this copy alone."""
+    """Yield the pieces of a copy. The caller takes the first at once, the others at any time. `copy`: its number."""
     tables = list(server.state.tables.values())
     yield [msgspec.msgpack.encode(PieceHead(copy, "state")), msgspec.msgpack.encode(_body(server))]
     for table in tables:
@@ -87,7 +87,7 @@ def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
 
 
 def import_state(server: Server, pieces: Iterable[Piece]) -> None:
-    """All pieces of one copy, into a server that has no state yet."""
+    """Apply all pieces of one copy to a server that has no state yet. Raises LogError if the last is missing."""
     taken = StateImport(server)
     for piece in pieces:
         taken.take(piece)
@@ -131,24 +131,24 @@ def _body(server: Server) -> StateBody:
 
 
 def _progress(long: LongRequest) -> tuple[list[int], dict[str, int]]:
-    """Of what is not done: the tables that are shrunk, and the rows that were dropped."""
+    """The numbers of the tables to shrink, and the rows dropped so far by table; both empty if there is a result."""
     if long.result is not None:
         return [], {}
     return long.due, {name: num for name, num in long.dropped.items() if num}
 
 
 class StateImport:
-    """Takes the pieces of one copy, between entries."""
+    """Applies the pieces of one copy to a server. Entries may be applied between them."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._notes: dict[int, dict[str, Any]] = {}
-        self.copy: int | None = None  # which one; None: no piece was taken yet
+        self.copy: int | None = None  # the number of the copy; None: no piece was applied yet
         self.is_complete = False
 
     def take(self, piece: Piece) -> None:
-        """Raises LogError if it is not the next piece of this copy. Pieces of later copies are passed over: what they
-        have is here."""
+        """Apply a piece. Pieces of other copies are ignored, because entries have already made the same state here.
+        Raises LogError if the first piece is not "state", or a piece is malformed."""
         try:
             head = msgspec.msgpack.decode(memoryview(piece[0]), type=PieceHead)
             if self.copy is None and head.what == "state":
@@ -167,7 +167,7 @@ class StateImport:
             ) from error
 
     def check_begun(self) -> None:
-        """Raise LogError if there is no state yet that an entry could change."""
+        """Raise LogError if no piece was applied yet, so that there is no state for an entry to change."""
         if self.copy is None:
             raise LogError("expected the first piece of a server's state, found an entry")
 
@@ -206,7 +206,7 @@ class StateImport:
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:
-        """Start the long requests again that the other server had not finished."""
+        """Restore the long requests. Start those again that the other server had not finished."""
         for token, (request, answer, due, dropped) in body.long_requests.items():
             long = LongRequest(unpack_request(request), unpack_answer(answer), due=list(due), dropped=dict(dropped))
             _resume(self._server.state, token, long)
@@ -229,7 +229,7 @@ class StateImport:
 
 
 def _resume(state: State, token: int, long: LongRequest) -> None:
-    """Remember it, and unless it is done put its work where the server does it. Raises FleetError if it is none."""
+    """Register a long request, and queue its work if it has no result. Raises FleetError if it is malformed."""
     state.work.requests[token] = long
     if long.result is not None:
         return

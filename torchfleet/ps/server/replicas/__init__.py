@@ -1,1 +1,1 @@
-"""Servers with a backup: the backup has every change of the primary before a client gets the reply."""
+"""Servers with a backup. The backup has every change of the primary before the client gets the reply."""

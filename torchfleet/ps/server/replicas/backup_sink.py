@@ -1,4 +1,4 @@
-"""Sends entries to a backup. They are numbered, kept until they are confirmed, and sent again without progress."""
+"""Sends entries to a backup: numbers them, keeps them until they are confirmed, and repeats them when none is."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import Command, Frame, Message, Role, decode
 from torchfleet.ps.server.replicas.between import Identity, append
 
-_RESEND = 1.0  # seconds without progress after which all that is not confirmed is sent again
-_ALL = 1 << 62  # an index above every other
+_RESEND = 1.0  # seconds without a confirmation after which all unconfirmed messages are sent again
+_ALL = 1 << 62  # an index above that of every entry
 
 
 class BackupSink:
-    """As Sink. Owns `channel`, over which the backup confirms."""
+    """As Sink. Owns `channel`, over which it sends entries and receives confirmations."""
 
     def __init__(self, channel: Channel, own: Identity, session: int, index: int) -> None:
-        """`session`: the backup's incarnation. `index`: of the last entry, which the first piece of the state has."""
+        """`session`: the backup's incarnation. `index`: that of the last entry and of the first piece of the state."""
         self._channel, self._own, self._session = channel, own, session
-        self._kept: deque[tuple[int, int, list[Frame]]] = deque()  # number, index and frames of what is not confirmed
-        self._num_sent = 0  # of these
+        self._kept: deque[tuple[int, int, list[Frame]]] = deque()  # unconfirmed messages: number, index, frames
+        self._num_sent = 0  # how many of these are sent
         self._next, self._confirmed = 1, index
         self._progress = channel.now()
         self.term = 0
-        self.is_counted = False  # False until it has the whole state: replies do not wait for it
-        self._is_open = (
-            False  # the backup has heard something small: it would end a new connection that begins with much
-        )
-        self.flags = 0  # of signs of life
+        self.is_counted = False  # whether replies wait for this sink: once the backup has the whole state
+        # Whether the backup has answered on this connection: it closes one whose first message is large.
+        self._is_open = False
+        self.flags = 0  # flags of the signs of life
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
         """As Sink.append."""
@@ -42,28 +41,28 @@ class BackupSink:
         self._flush()
 
     def flush(self) -> None:
-        """As Sink.flush: nothing is put off."""
+        """As Sink.flush: `append` postpones nothing for batching."""
 
     def confirmed(self) -> int:
-        """As Sink.confirmed."""
+        """As Sink.confirmed. Above every index while replies do not wait for this sink."""
         return self._confirmed if self.is_counted else _ALL
 
     def trouble(self) -> str:
-        """As Sink.trouble. A backup that is away is dropped from the view; replies then do not wait for it."""
+        """As Sink.trouble: always empty. The primary removes a silent backup from the view, and this sink."""
         return ""
 
     def close(self) -> None:
-        """As Sink.close."""
+        """As Sink.close. Messages that are not sent yet are dropped."""
         self._channel.close()
 
     def wakes(self) -> tuple[object, ...]:
-        """As Handler.wakes: there is something to hear."""
+        """As Handler.wakes: readable when `hear` may return a message."""
         return self._channel.wakes()
 
     def hear(self) -> Message | None:
-        """What the backup confirms; None if it has said nothing new."""
+        """The next CONFIRM of this shard; None if none has arrived. Does not block, and drops other messages."""
         while (frames := self._channel.receive(0)) is not None:
-            with contextlib.suppress(WireError):  # what another process at its address may have to say
+            with contextlib.suppress(WireError):  # another process at the address may have sent it
                 message = decode(frames)
                 if (message.command, message.role, message.shard) == (Command.CONFIRM, Role.SERVER, self._own.shard):
                     return message
@@ -71,21 +70,21 @@ class BackupSink:
 
     @property
     def last_number(self) -> int:
-        """Of the messages so far."""
+        """The number of the last appended message."""
         return self._next - 1
 
     @property
     def confirmed_number(self) -> int:
-        """Up to which the backup has all."""
+        """The highest number up to which the backup has confirmed all messages."""
         return self._kept[0][0] - 1 if self._kept else self._next - 1
 
     @property
     def num_waiting(self) -> int:
-        """Messages that are not confirmed."""
+        """How many messages are not confirmed."""
         return len(self._kept)
 
     def confirm(self, number: int) -> None:
-        """The backup has all up to this one."""
+        """Drop the messages up to `number`, which the backup has confirmed, and send the next ones."""
         self._is_open = True
         while self._kept and self._kept[0][0] <= number:
             _, self._confirmed, _ = self._kept.popleft()
@@ -94,7 +93,7 @@ class BackupSink:
         self._flush()
 
     def beat(self) -> None:
-        """A sign of life; what was lost on the way goes again."""
+        """Send a sign of life. After _RESEND seconds without progress, repeat all messages at the next answer."""
         now = self._channel.now()
         if self._kept and now - self._progress > _RESEND:
             self._num_sent, self._progress, self._is_open = 0, now, False

@@ -1,7 +1,7 @@
 """Messages between the two replicas of a server.
 
-FOLLOW    the backup asks for the state; body: FollowBody. It has no reply; APPEND messages follow
-APPEND    the primary sends an entry, or a piece of its state; without one it is a sign of life
+FOLLOW    a replica asks the primary for its state; body: FollowBody. There is no reply; the primary sends APPEND
+APPEND    the primary sends an entry, or a piece of its state. Without either, the message is a sign of life
 CONFIRM   the reply to APPEND: the backup has all messages up to this number. It arrives over the primary's own channel,
           so it does not queue behind the workers' requests
 LOST      the launcher reports that the other replica's process has ended; body: LostBody
@@ -19,23 +19,23 @@ import numpy as np
 from torchfleet.ps.coordination.view import MAX_NAME
 from torchfleet.ps.net.wire import Array, Command, Frame, Message, Role, encode, pack
 
-IN_VIEW = 1  # flag of APPEND: the view names this backup
+IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 REQUESTS = (Command.FOLLOW, Command.APPEND)
 _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that is a replica of a server."""
+    """Identifies a process that is a replica of a server."""
 
     shard: int
     replica: int
-    restart: int  # how often its launcher has started it again
+    restart: int  # how often the launcher has restarted the replica
     incarnation: int
 
     @property
     def name(self) -> str:
-        """As it stands in views."""
+        """The name of this process in views."""
         return f"{self.replica}.{self.restart}.{self.incarnation:x}"
 
 
@@ -52,7 +52,7 @@ class LostBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def replica_of(name: str) -> int:
-    """The number of the replica that a view names; -1 if it names none."""
+    """The number of the replica in a name of a view; -1 if the name has no number, such as ENDED."""
     number = name.partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1
 
@@ -66,7 +66,7 @@ def follow(own: Identity, term: int) -> list[Frame]:
 def append(
     own: Identity, term: int, session: int, number: int, now: float, entry: Sequence[Frame], flags: int = 0
 ) -> list[Frame]:
-    """`session`: the incarnation of the backup, for which alone it is; `number`: 0 without an entry."""
+    """`session`: the backup's incarnation; any other process ignores the message. `number`: 0 for a sign of life."""
     message = _message(own, Command.APPEND, term, session)
     message.call, message.sequence, message.flags = number, stamp(now), flags
     message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in entry]
@@ -80,7 +80,7 @@ def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:
 
 
 def stamp(now: float) -> int:
-    """The sender's own time; it comes back with what confirms the message."""
+    """The sender's time in microseconds, at least 1. The CONFIRM for the message returns it."""
     return max(1, int(now * _MICROSECONDS))
 
 

@@ -1,4 +1,4 @@
-"""A replica that is not primary: it receives the primary's state and entries, and takes over when that is lost."""
+"""A replica that is not primary. It receives the primary's state and entries, and takes over if the primary is lost."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, c
 from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
 from torchfleet.ps.server.server import Server
 
-_MOST_WAITING = 16  # entries: how much memory they take, and a take-over longer
+_MOST_WAITING = 16  # entries; they take memory, and a take-over must apply them first
 
 
 class Fate(Enum):
-    """What becomes of a follower."""
+    """What a follower does next."""
 
     WAITS = "waits"
     TAKES_OVER = "takes over"
-    DROPPED = "dropped"  # its state is outdated: the process must start again
+    DROPPED = "dropped"  # its state is outdated: the process must be restarted
     ENDS = "ends"  # the job is over
 
 
 class Follower:
-    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes.
+    """Only the server's loop calls it. `connect(number)`: a channel to that replica, which is only sent over.
 
-    What has come is confirmed at once and applied when there is time: a replica that takes over applies it first.
+    An entry is confirmed when it arrives, and applied later. If _MOST_WAITING entries wait, they are applied before the
+    next one is confirmed. A take-over applies all of them first.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Follower:
         self._own, self._coordinator, self._connect = own, coordinator, connect
         self.view: View | None = None
         self._channel: Channel | None = None
-        self._primary = ""  # whose entries come
-        self._number = self._stamp = 0  # of the last message
-        self._waiting: deque[Entry] = deque()  # entries that are to be applied
-        self._told = 0  # the last term that the primary spoke of
+        self._primary = ""  # name of the primary that sends the entries
+        self._number = self._stamp = 0  # of the last message in order; the latest stamp
+        self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
+        self._told = 0  # the highest term in the primary's messages
         self._heard = self._looked = self._asked = now
         self.is_in_view = self._is_primary_lost = False
 
@@ -54,10 +55,10 @@ class Follower:
         return max(self._told, self.view.term if self.view else 0)
 
     def take(self, message: Message, now: float) -> list[Frame] | None:
-        """An APPEND of the primary, and what it is answered with. Raises LogError if an entry does not fit what is
-        here."""
+        """Take an APPEND, and return the CONFIRM; None if it is not for this process. An entry that is not the next one
+        is ignored. Raises LogError if the entry is malformed, or an earlier one cannot be applied."""
         if message.client != self._own.incarnation or self._channel is None:
-            return None  # meant for a process that was here before
+            return None  # meant for an earlier process at this address
         self._heard, self._stamp = now, max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self.is_in_view |= bool(message.flags & IN_VIEW)
@@ -69,26 +70,27 @@ class Follower:
         return confirm(self._own, message.term, self._number, self._stamp)
 
     def work(self) -> bool:
-        """Apply one entry; False if none is left. Raises LogError."""
+        """Apply the next entry, if there is one. Returns whether more are left. Raises LogError."""
         if self._waiting:
             self.replay.apply(self._waiting.popleft())
         return bool(self._waiting)
 
     def catch_up(self) -> None:
-        """Apply all that has come. Raises LogError."""
+        """Apply all received entries. Raises LogError."""
         while self.work():
             pass
 
     def hear_of_loss(self, body: LostBody) -> None:
-        """The launcher says that a process has ended."""
+        """Take the launcher's report that a process has ended. It counts if that was the primary."""
         self._is_primary_lost |= body.is_about(self._primary)
 
     def tick(self, now: float) -> Fate:
-        """Decide what to do next. Raises FleetError if no replica is left that has the state."""
+        """Look for a primary, or check whether the primary is lost, and decide what to do next. Raises FleetError if no
+        replica has the state any longer."""
         if now - self._looked > OWN_PAUSE:
-            self._heard = now  # this process stood still; the primary may not have been silent
+            self._heard = now  # this process stood still, so messages of the primary may still be unread
         self._looked = now
-        with contextlib.suppress(CoordinatorUnreachable):  # it is asked again
+        with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
             if not self._number:
                 return self._look_for_primary(now)
             if self._is_primary_lost or now - self._heard > SILENCE or self.replay.server.is_stopping:
@@ -141,7 +143,7 @@ class Follower:
 
 
 def _check_backup(view: View) -> None:
-    """This process was started in the place of the primary."""
+    """Raise FleetError if the view names no backup: this process replaces the lost primary, and the rows are lost."""
     if not view.backup:
         raise FleetError(
             "this server was lost when it had no backup, so its rows are lost. Restart the job from the last "

@@ -1,11 +1,11 @@
-"""Intervals and time-outs by which replicas detect each other's failure, in seconds."""
+"""Intervals and time-outs, in seconds, with which replicas detect each other's failure."""
 
-BEAT = 0.2  # between two signs of life of a primary, which its backup answers
-SILENCE = 0.65  # of a primary, after which its backup takes over
-LEASE = 0.5  # after sending a sign of life that the backup answered, in which the backup cannot have taken over
-PATIENCE = 1.5  # of a primary with a silent backup, while all acknowledgements wait; then it goes on alone
-GIVE_UP = 10.0  # of either replica while the backup is being filled, and replies do not wait for it
-OWN_PAUSE = 0.4  # between two ticks; if more passed, this process stood still, not the other
-FAREWELL = 2.0  # for which a replica that took over at the end of a job waits for repeated requests
+BEAT = 0.2  # between two signs of life that the primary sends; the backup answers each
+SILENCE = 0.65  # without a message from the primary, after which the backup takes over
+LEASE = 0.5  # after the primary sent a message that the backup answered; in this time the backup cannot take over
+PATIENCE = 1.5  # without an answer from the backup while replies wait for it; then the primary goes on alone
+GIVE_UP = 10.0  # without a message from the other replica while the backup is being filled; then either gives up
+OWN_PAUSE = 0.4  # between two ticks; if more has passed, this process stood still, perhaps not the other
+FAREWELL = 2.0  # after a take-over at the end of a job, in which the replica still answers repeated requests
 
 assert LEASE < SILENCE

@@ -1,4 +1,4 @@
-"""The replica that answers for its shard, alone or with a backup that has every acknowledged change."""
+"""The replica that answers for its shard, either alone or with a backup that has every acknowledged change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchfleet.ps.server.replicas.backup_sink import BackupSink
 from torchfleet.ps.server.replicas.between import IN_VIEW, FollowBody, Identity, LostBody, replica_of, seconds
 from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, LEASE, OWN_PAUSE, PATIENCE
 
-_WINDOW = 8  # pieces of the state on their way to a new backup
+_WINDOW = 8  # pieces of the state are sent only while fewer messages than this are unconfirmed
 
 
 class Primary:
-    """Belongs to the server's loop. `connect`: a channel to the replica of this number."""
+    """Only the server's loop calls it. `connect(number)`: a channel to that replica."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class Primary:
     ) -> None:
         self.logged, self._own, self._coordinator, self._connect = logged, own, coordinator, connect
         self._sink: BackupSink | None = None
-        self._backup = ""  # name of the replica that the sink leads to
-        self._session = 0  # and its incarnation
-        self._mark: int | None = None  # a message to the new backup on which the next step to its being one waits
+        self._backup = ""  # name of the replica that the sink sends to
+        self._session = 0  # incarnation of that replica
+        self._mark: int | None = None  # number of the message that a new backup must confirm next in `_join`
         self._heard = self._lease = self._looked = self._beaten = now
         self._renewed = now
         self._is_backup_lost = False
-        self._may_be_named = False  # the new backup, in a view that was asked for without an answer
+        self._may_be_named = False  # it is unknown whether the view names the new backup already
         self.is_deposed = False
         self._say = logged.server.state.say
         self.view = view
@@ -45,7 +45,7 @@ class Primary:
 
     @property
     def has_backup(self) -> bool:
-        """Whether another replica is known to be able to take over at any moment, and has all."""
+        """Whether the view names a backup, which has every acknowledged change and may take over."""
         return bool(self.view.backup)
 
     @property
@@ -53,11 +53,11 @@ class Primary:
         return self.has_backup or self._may_be_named
 
     def is_sure(self, now: float) -> bool:
-        """Whether no other replica can have taken over by now."""
+        """Whether it is certain that no other replica has taken over by the time `now`."""
         return not self.is_deposed and (not self._may_be_replaced or now < self._lease)
 
     def follow(self, message: Message, now: float) -> None:
-        """A replica asks to be filled. The one that is there stays until it is given up."""
+        """Take a FOLLOW: begin to send state and entries to the replica. Ignored while there is a sink already."""
         body = unpack(message.arrays[0], FollowBody, MAX_BODY)
         if self._sink is not None or self.is_deposed or replica_of(body.name) in (-1, self._own.replica):
             return
@@ -71,7 +71,7 @@ class Primary:
         self._say(f"replica {replica_of(body.name)} is being filled")
 
     def listen(self, now: float) -> None:
-        """Take in what the backup has confirmed."""
+        """Handle all CONFIRM messages that have arrived. Does not block."""
         while self._sink is not None and (message := self._sink.hear()) is not None:
             if message.term > self.view.term:
                 self.check_view()
@@ -83,7 +83,7 @@ class Primary:
         return self.logged.wakes() + (self._sink.wakes() if self._sink is not None else ())
 
     def confirm(self, message: Message, now: float) -> None:
-        """The backup has all up to a number."""
+        """Take a CONFIRM of the backup: extend the lease, and drop the confirmed messages."""
         if self._sink is None or message.client != self._session:
             return
         self._heard = now
@@ -93,14 +93,14 @@ class Primary:
             self._join()
 
     def hear_of_loss(self, body: LostBody) -> None:
-        """The launcher says that a process has ended."""
+        """Take the launcher's report that a process has ended. If it was the backup, the next tick goes on alone."""
         if body.is_about(self._backup):
             self._is_backup_lost, self._beaten = True, 0.0
 
     def tick(self, now: float) -> None:
-        """Signs of life; a backup that is silent is given up."""
+        """Renew the job at the coordinator, send the backup a sign of life, and give up a backup that is silent."""
         if now - self._looked > OWN_PAUSE:
-            self._heard = now  # this process stood still; the backup may not have been silent
+            self._heard = now  # this process stood still, so answers of the backup may still be unread
         self._looked = now
         if now - self._renewed > RENEWAL:
             self._renewed = now
@@ -117,16 +117,16 @@ class Primary:
             self._join()
 
     def check_view(self) -> None:
-        """Read the view again, because a message had a later term."""
+        """Read the view again, because another replica may have changed it. If so, this one is deposed."""
         with contextlib.suppress(CoordinatorUnreachable):
             view = self._coordinator.read(self._own.shard)
             if view is None or view.primary != self._own.name:
                 self.is_deposed = True
-            elif view != self.view:  # changed by this one, and the answer was lost
+            elif view != self.view:  # this replica has changed it, and the coordinator's answer was lost
                 self._use(view)
 
     def end(self) -> None:
-        """End the job in the view, so that no replica takes over."""
+        """Write into the view that the job is over, so that no replica takes over. Tried once."""
         with contextlib.suppress(CoordinatorUnreachable):
             self._coordinator.replace(self._own.shard, self.view, self.view.over())
 
@@ -134,10 +134,8 @@ class Primary:
         self.logged.close()
 
     def _use(self, view: View) -> None:
-        self.view, self._may_be_named = (
-            view,
-            False,
-        )  # a request for another view that is still on its way comes too late
+        # A change of the old view that is still on its way will fail, because it expects the old term.
+        self.view, self._may_be_named = view, False
         self.logged.term = self.logged.server.term = view.term
         if self._sink is not None:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
@@ -145,7 +143,7 @@ class Primary:
     def _join(self) -> None:
         """Name the new backup in the view, once it has every acknowledged change.
 
-        When it has the whole state, replies begin to wait for it. When it also has every change that was acknowledged
+        When the backup has the whole state, replies begin to wait for it. When it also has every change that was made
         before that, the view names it.
         """
         sink = self._sink
@@ -174,8 +172,8 @@ class Primary:
         self._say(f"replica {replica_of(self._backup)} is gone; this one goes on alone (term {self.view.term})")
 
     def _replace(self, view: View) -> bool:
-        """Change the view. If another replica has changed it, this one is deposed. If the outcome is unknown, it is
-        tried again."""
+        """Change the view, and return whether it is `view` now. If another replica has changed it, this one is deposed.
+        If the coordinator does not answer, a later tick tries again."""
         with contextlib.suppress(CoordinatorUnreachable):
             if self._coordinator.replace(self._own.shard, self.view, view):
                 self._use(view)

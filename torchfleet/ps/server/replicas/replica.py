@@ -1,4 +1,4 @@
-"""One of a server's two replicas, which may change from follower to primary. Stands between transport and server."""
+"""One of the two replicas of a server: a follower or the primary. It stands between the transport and the Server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_BACKUP = "it waits for its backup"
 
 
 class Replica:
-    """As Handler. `connect`: a channel to the replica of this number."""
+    """As Handler. `connect(number)`: a channel to that replica."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Replica:
         connect: Callable[[int], Channel],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Claims the shard if it has no primary and this is replica 0; else this replica follows. Raises
+        """Become primary if this replica can claim the shard (`_claim`), else a follower. Raises
         CoordinatorUnreachable."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
         self._clock = clock
         self._took_over: float | None = None
         self._is_active = False
-        self.is_over = False  # the job is, without this one
-        self.deposed = ""  # why what is here is of no use any more; "": it is
+        self.is_over = False  # the job has ended while this replica was a follower
+        self.deposed = ""  # why the state of this replica is outdated; empty if it is not
         server.shard = own.shard
         self._follower: Follower | None = None
         self._primary: Primary | None = None
@@ -70,25 +70,25 @@ class Replica:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether it has all that was acknowledged: a primary always, a backup once the view names it."""
+        """Whether this replica has every acknowledged change: a primary always, a follower once the view names it."""
         return not self.deposed and (self._follower is None or self._follower.is_in_view)
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it has nothing left to do."""
+        """Whether this process should end: the job is over, or the replica is deposed."""
         if self._primary is None or self.deposed:
             return self.is_over or bool(self.deposed)
         is_new = self._took_over is not None and self._clock() < self._took_over + FAREWELL
         return self._primary.logged.is_stopping and not is_new
 
     def begin(self) -> None:
-        """Begin to serve, or to follow. A first primary refuses clients until it has a backup."""
+        """Begin to serve or to follow. A replica that begins as primary refuses clients until it has a backup."""
         self._is_active = True
         if self._primary is not None:
             self._server.loading = _NO_BACKUP
 
     def end(self) -> None:
-        """Stop serving. If the job is over, no replica takes over."""
+        """Close all connections to the other replica. If the job is over, first write that into the view."""
         if self._primary is not None and self._primary.logged.is_stopping and not self.deposed:
             self._primary.end()
         for part in (self._primary, self._follower):
@@ -99,7 +99,7 @@ class Replica:
         """As Handler.handle."""
         envelope = envelope_of(frames)
         if envelope is None:
-            return self._server.handle(peer, frames, role)  # which says what is wrong with it
+            return self._server.handle(peer, frames, role)  # its reply names the error
         proved = envelope.role if role is None else role
         if envelope.command in (*REQUESTS, Command.LOST):
             return self._take(peer, frames, envelope, proved)
@@ -111,15 +111,15 @@ class Replica:
         return primary.logged.handle(peer, frames, role)
 
     def ready(self) -> Replies:
-        """As Handler.ready. What was read before a pause is not told after it, unless no other replica has taken over
-        meanwhile."""
+        """As Handler.ready. Returns no reply while another replica may have taken over: after a pause of this process,
+        values that it read before may be outdated."""
         primary = self._primary
         if primary is None or not self._is_active or self.deposed or not primary.is_sure(self._clock()):
             return []
         return primary.logged.ready()
 
     def tick(self, now: float) -> Replies:
-        """As Handler.tick. Raises FleetError if the state of the shard is lost."""
+        """As Handler.tick. May make a follower primary. Raises FleetError if the state of the shard is lost."""
         if not self._is_active or self.deposed:
             return []
         if self._follower is not None:
@@ -158,7 +158,8 @@ class Replica:
         return part.term if part is not None else 0
 
     def _claim(self) -> View | None:
-        """The view in which this replica is primary, if the shard had no primary, or only one of a job that is over."""
+        """The view in which this replica is primary; None if it must follow. Only replica 0 claims a shard, which must
+        have had no primary or, unless the replica was restarted, belong to a job that is over."""
         before = self._coordinator.read(self._own.shard)
         is_free = before is None or (before.primary == ENDED and not self._own.restart)
         if self._own.replica or not is_free:
@@ -170,7 +171,7 @@ class Replica:
         return Primary(logged, self._own, self._coordinator, self._connect, view, self._clock())
 
     def _take(self, peer: Peer, frames: Sequence[Frame], envelope: Envelope, role: int) -> Replies:
-        """A message of the other replica, or of the launcher about it."""
+        """Handle FOLLOW or APPEND of the other replica, or LOST of the launcher. Returns the replies."""
         expected = Role.LAUNCHER if envelope.command == Command.LOST else Role.SERVER
         try:
             if role != expected:
@@ -198,10 +199,10 @@ class Replica:
             primary.check_view()
         elif command == Command.FOLLOW:
             primary.follow(message, now)
-        return []  # an APPEND is of one that was primary, and will find out
+        return []  # an APPEND comes from a former primary, which will read the new view itself
 
     def _apply_one(self) -> bool | None:
-        """As Handler.work, of a follower."""
+        """As Handler.work, for a follower: apply one entry. Returns True if more are left."""
         assert self._follower is not None
         try:
             return self._follower.work() or None
