@@ -218,6 +218,23 @@ class TestElastic:
         job.later(6 * TIMEOUT)
         assert job.server.is_stopping
 
+    @pytest.mark.parametrize("least", [1, 2])
+    @pytest.mark.parametrize("has_joined", [True, False])
+    def test_workers_that_are_killed_before_the_job_has_begun_do_not_end_it(self, least: int, has_joined: bool) -> None:
+        job = Job(4, min_workers=least)
+        Talk(job.handler).create(BLOCK)
+        for late in (2, 3):
+            if has_joined:
+                assert_ok(job.join(job.workers[late]))
+            assert_ok(Talk(job.handler, client=900 + late, worker=late, role=Role.LAUNCHER).ask(Command.LEAVE))
+            assert not job.server.is_stopping
+        for worker in range(least):
+            assert_ok(job.join(job.workers[worker]))
+        for worker in range(least):
+            assert not job.server.is_stopping
+            assert_ok(job.workers[worker].ask(Command.LEAVE))
+        assert job.server.is_stopping
+
     def test_a_late_copy_of_joining_does_not_bring_back_one_that_has_left(self) -> None:
         job = Job(4, min_workers=1)
         job.begin(0, 2)

@@ -103,9 +103,11 @@ class Members:
             )
 
     def is_over(self, num_workers: int) -> bool:
-        """Whether all workers have left. A lost worker does not count: it may be started again."""
+        """Whether all workers have left. A lost worker does not count: it may be started again. An elastic job is not
+        over before it has begun: workers may come and leave earlier than worker 0 joins."""
         is_any_here = bool(self.lost or self.finished)
-        return bool(num_workers and self.left) and not is_any_here and self.num_present(num_workers) <= 0
+        has_begun = not self.is_elastic or (0 in self._processes and self.num_joined >= self.min_workers)
+        return has_begun and bool(num_workers and self.left) and not is_any_here and self.num_present(num_workers) <= 0
 
     def describe(self, num_workers: int) -> dict[str, object]:
         """For statistics."""
