@@ -148,6 +148,26 @@ def test_a_required_spread_keeps_pods_waiting_and_a_preferred_one_does_not(made:
         assert may_be_on(rules, pods["backup", "0"], swapped) == ({"b"} if is_required else {"a", "b"})
 
 
+@pytest.mark.parametrize("spread", ["prefer", "require"])
+def test_no_two_constraints_are_alike_and_servers_with_backups_prefer_free_nodes(made: Any, spread: str) -> None:
+    """The API server refuses a pod with two constraints of one topology key and effect."""
+    for flags in ((), ETCD, ("--nnodes", "2", "--insecure")):
+        for template in templates(made("--spread", spread, *flags)):
+            rules = template["spec"].get("topologySpreadConstraints", [])
+            kinds = [(rule["topologyKey"], rule["whenUnsatisfiable"]) for rule in rules]
+            assert len(kinds) == len(set(kinds))
+    found = made("--server_num", "2", "--spread", spread, *ETCD)
+    spread_roles = ("server", "backup")
+    for template in templates(found):
+        is_spread = template["metadata"]["labels"]["app.kubernetes.io/component"] in spread_roles
+        assert ("affinity" in template["spec"]) is is_spread
+        if is_spread:
+            (term,) = template["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+            selector = term["podAffinityTerm"]["labelSelector"]
+            others = [labels for labels in pod_labels(found) if selects(selector, labels)]
+            assert sorted(labels["app.kubernetes.io/component"] for labels in others) == sorted(2 * spread_roles)
+
+
 def test_accounts_and_priorities_are_those_of_all_roles(made: Any) -> None:
     found = made("--service_account", "trainer", "--priority_class", "high")
     for pod in kube_pods.pods_of(found):
@@ -208,6 +228,8 @@ def test_elastic_workers_begin_with_the_first_and_evictions_are_no_failures(made
     servers = named(found, "Job", "ctr-server")["spec"]
     assert "successPolicy" not in servers
     assert evicted not in servers["podFailurePolicy"]["rules"]
+    rules = named(made("--worker_num", "1:3"), "Job", "ctr-worker")["spec"]["successPolicy"]["rules"]
+    assert rules == [{"succeededIndexes": "0"}]  # a range from 0 to 0 is refused
     assert "successPolicy" not in named(made("--worker_num", "5"), "Job", "ctr-worker")["spec"]
 
 

@@ -164,7 +164,8 @@ def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Documen
         saved = {"containerName": role, "operator": "In", "values": [SAVED]}
         rules += [{"action": "Ignore", "onExitCodes": saved}, {"action": "Ignore", "onPodConditions": [moved]}]
     # The first workers of an elastic job are what it consists of: when they have finished, no other is waited for.
-    success = {"successPolicy": {"rules": [{"succeededIndexes": f"0-{job.min_workers - 1}"}]}} if is_elastic else {}
+    first = "0" if job.min_workers == 1 else f"0-{job.min_workers - 1}"  # a range of one index is refused
+    success = {"successPolicy": {"rules": [{"succeededIndexes": first}]}} if is_elastic else {}
     return {
         "completionMode": "Indexed",
         "completions": num,

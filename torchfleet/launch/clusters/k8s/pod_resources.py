@@ -14,6 +14,7 @@ SMALL: Document = {  # of a container that copies files or sends a few requests
     "limits": {"cpu": "1", "memory": "256Mi"},
 }
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
+_NODE = "kubernetes.io/hostname"
 _BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
 
 
@@ -46,13 +47,22 @@ def _milli(cpus: float) -> str:
     return f"{round(cpus * 1000)}m"
 
 
-def spreads(job: K8sJob, role: str) -> list[Document]:
-    """Constraints that spread servers and their backups, or the pods of a collective job, over nodes; and that keep a
-    backup away from its primary, which has the same index."""
-    found = [_spread(job, {}, job.num_nodes or job.num_servers)]
-    if job.coordinator and role != RANK:
-        found.append(_spread(job, {"matchLabelKeys": [INDEX_LABEL]}, 2))
-    return found
+def spreading(job: K8sJob, role: str) -> Document:
+    """The fields of a pod that spread servers and their backups, or the pods of a collective job, over nodes.
+
+    The API server takes one constraint for each topology key and effect. With backups it is the one that matters most:
+    it keeps a backup away from its primary, the pod with the same index. (An anti-affinity cannot say this before
+    Kubernetes 1.31, which is the first to have matchLabelKeys there.) Beyond that, such pods prefer nodes without other
+    servers.
+    """
+    if not job.coordinator or role == RANK:
+        return {"topologySpreadConstraints": [_spread(job, {}, job.num_nodes or job.num_servers)]}
+    term = {"topologyKey": _NODE, "labelSelector": _spread_pods(job)}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {
+        "topologySpreadConstraints": [_spread(job, {"matchLabelKeys": [INDEX_LABEL]}, 2)],
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
+    }
 
 
 def _spread(job: K8sJob, keys: Document, num_pods: int) -> Document:
@@ -61,14 +71,14 @@ def _spread(job: K8sJob, keys: Document, num_pods: int) -> Document:
     least: Document = {"minDomains": min(2, num_pods), "nodeTaintsPolicy": "Honor"} if is_required else {}
     return {
         "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
+        "topologyKey": _NODE,
         "whenUnsatisfiable": "DoNotSchedule" if is_required else "ScheduleAnyway",
-        "labelSelector": {
-            "matchLabels": {"app.kubernetes.io/instance": job.name},
-            "matchExpressions": [
-                {"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP, RANK]}
-            ],
-        },
+        "labelSelector": _spread_pods(job),
         **keys,
         **least,
     }
+
+
+def _spread_pods(job: K8sJob) -> Document:
+    roles = {"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP, RANK]}
+    return {"matchLabels": {"app.kubernetes.io/instance": job.name}, "matchExpressions": [roles]}

@@ -20,7 +20,7 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
 )
 from torchfleet.launch.clusters.k8s.pod_metrics import ports, scrape_annotations
 from torchfleet.launch.clusters.k8s.pod_metrics import variables as exported
-from torchfleet.launch.clusters.k8s.pod_resources import SMALL, cpus_of, resources, spreads
+from torchfleet.launch.clusters.k8s.pod_resources import SMALL, cpus_of, resources, spreading
 from torchfleet.launch.clusters.k8s.pod_volumes import mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
@@ -56,7 +56,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
     if job.service_account:
         spec["serviceAccountName"] = job.service_account
     if role != WORKER:
-        spec["topologySpreadConstraints"] = spreads(job, role)
+        spec |= spreading(job, role)
     spec |= placement(job)
     return {"metadata": {"labels": labels(job, role), **scrape_annotations(job)}, "spec": spec}
 
