@@ -13,11 +13,13 @@ from support.messages import lines_naming, naming
 from support.paths import ROOT
 
 from torchfleet.base.errors import RoleError
+from torchfleet.launch.clusters.k8s.pod_settings import variables
 from torchfleet.launch.clusters.k8s.script_files import script_files
 from torchfleet.launch.clusters.k8s.secret_signs import secret_sign
 from torchfleet.launch.clusters.k8s_command import main
 from torchfleet.ps.net.keys import keygen
 
+PASSWORD, HEX = "hunter2" * 2, "0a1b" * 10
 AWS = "AKIA" + "IOSFODNN7EXAMPLE"
 SCRIPT = """
 import json, os.path, pkg.deep.leaf
@@ -156,6 +158,25 @@ def keys_of_a_job(folder: Path) -> str:
         (".env", ""),
         ("id_rsa", ""),
         ("gcp-credentials.json", "{}"),
+        ("a.py", f'SECRET_KEY = "{PASSWORD}"'),
+        ("a.py", f'secret_key = "{PASSWORD}"'),
+        ("a.py", f'x = {{"secret_key": "{PASSWORD}"}}'),
+        ("a.py", f'password: str = "{PASSWORD}"'),
+        ("a.py", f'password: str | None = b"{PASSWORD}"'),
+        ("a.py", f"TOKEN = '{HEX}'"),
+        ("a.py", f'hub(hf_token="{HEX}")'),
+        ("a.py", f'add_argument("--password", default="{PASSWORD}")'),
+        ("a.py", f'add_argument(\n    "--db_password", type=str, help="(of the database)", default="{PASSWORD}"\n)'),
+        ("a.py", f'os.environ.setdefault("WANDB_API_KEY", "{HEX}")'),
+        ("a.py", f'os.environ["WANDB_API_KEY"] = "{HEX}"'),
+        ("a.yaml", f"hf_token: {HEX}\n"),
+        ("a.txt", "machine host login me password x\n"),
+        ("a.txt", "machine host\n  login me\n  password x\n"),
+        ("config.json", '{"auths": {"host": {"auth": "bWU6aHVudGVyMg=="}}}'),
+        ("credential.txt", ""),
+        ("credentials", ""),
+        ("my_secrets.py", ""),
+        ("db_password.txt", ""),
     ],
 )
 def test_keys_and_credentials_are_known(name: str, text: str) -> None:
@@ -176,10 +197,64 @@ def test_a_key_of_our_own_is_known_under_any_name(tmp_path: Path) -> None:
         ("a.py", "url = 'http://127.0.0.1:8000/a@b'"),
         ("a.yaml", "password: ${PASSWORD}\ntokens: 12\nrate: 0.1\n"),
         ("a.pem", "-----BEGIN CERTIFICATE-----\n"),
+        ("a.py", 'tokenizer = "bert-base-uncased-12345"'),
+        ("a.py", 'tokens = "abcdefgh12345"\nnum_tokens: int = 123456789012'),
+        ("a.py", 'pad_token = "padding_token_12"\ntoken = "word"\nmask_token: str = "mask_token_0001"'),
+        ("a.py", 'if token == "abcdef1234567": pass'),
+        ("a.py", 'add_argument("--tokenizer", default="bert-base-uncased-12")'),
+        ("a.py", 'add_argument("--token", default=None)\nadd_argument("--model", default="bert-base-uncased-12")'),
+        ("a.py", 'add_argument("--password_file", default="/run/secrets/db")'),
+        ("a.py", 'secret_name = "name-of-a-secret"'),
+        ("a.yaml", "tokenizer: bert-base-uncased-12\nmax_tokens: 123456789012\npad_token: padding_token_12\n"),
+        ("a.txt", "the machine has a password\n"),
     ],
 )
 def test_what_only_speaks_of_secrets_is_not_taken_for_one(name: str, text: str) -> None:
     assert secret_sign(name, text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("DB_PASSWORD=x", True),
+        (f"WANDB_API_KEY={HEX}", True),
+        ("HF_TOKEN=x", True),
+        ("SECRET_KEY=1", True),
+        ("DB_PASSWORD=", False),
+        ("DB_PASSWORD=/run/secrets/db", False),
+        ("DB_PASSWORD_FILE=secrets/db", False),
+        ("TOKENIZERS_PARALLELISM=false", False),
+        ("MAX_TOKENS=12", False),
+    ],
+)
+def test_a_variable_with_the_name_of_a_secret_is_refused(text: str, is_refused: bool) -> None:
+    name, _, value = text.partition("=")
+    if not is_refused:
+        assert variables([text]) == ((name, value),)
+        return
+    with pytest.raises(RoleError, match=naming("--env", name, "--env_secret")):
+        variables([text])
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.txt").write_text("x")
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "deep.txt").write_text("x")
+    links = script.parent / "links"
+    links.mkdir()
+    (links / "inner.yaml").symlink_to(script.parent / "conf.yaml")
+    assert "links/inner.yaml" in paths(script, named=[str(links)])
+    (links / "key.txt").symlink_to(script.parent / ".env")
+    with pytest.raises(RoleError, match=naming("key.txt", ".env")):
+        script_files(script, named=[str(links)])
+    (links / "key.txt").unlink()
+    for name, target in (("out.txt", "outside.txt"), ("folder", "outer")):
+        (script.parent / name).symlink_to(tmp_path / target)
+        with pytest.raises(RoleError, match=naming(name, target)):
+            script_files(script, named=[str(script.parent / name)])
+    (links / "out.txt").symlink_to(tmp_path / "outside.txt")
+    with pytest.raises(RoleError, match=naming("out.txt", "outside.txt")):
+        script_files(script, named=[str(links)])
 
 
 def test_no_example_of_ours_looks_like_a_secret() -> None:

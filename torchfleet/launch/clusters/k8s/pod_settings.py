@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
-from torchfleet.launch.clusters.k8s.secret_signs import format_sign
+from torchfleet.launch.clusters.k8s.secret_signs import variable_sign
 
 # The manifests set these. A second value would be ignored, or would change the role of a pod.
 RESERVED = (
@@ -35,10 +35,10 @@ def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
             raise RoleError(f"--env: expected NAME=VALUE, NAME of letters, digits and _; found {text!r}")
         if name in RESERVED:
             raise RoleError(f"--env {name}: the manifests set it themselves; leave it out")
-        sign = format_sign(f"{name}={value}")
+        sign = variable_sign(name, value)
         if sign is not None:
             raise RoleError(
-                f"--env {name}: found {sign.partition(' in line')[0]}. Everybody who can read the namespace can read "
+                f"--env {name}: found {sign}. Everybody who can read the namespace can read "
                 "the variables of a pod: put it into a Secret, and give --env_secret"
             )
         found[name] = value

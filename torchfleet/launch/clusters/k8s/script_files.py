@@ -82,7 +82,20 @@ def _all_files(folder: Path) -> list[Path]:
     return found
 
 
+def _target(path: Path, folder: Path, origin: str) -> Path:
+    """Return the file that a path leads to. Raises RoleError if --files, or a folder that it names, has a link that
+    leads out of the script's folder: the link may have been made by others, or may have been forgotten."""
+    target = Path(os.path.realpath(path))
+    if origin == NAMED and not target.is_relative_to(os.path.realpath(folder)):
+        raise RoleError(
+            f"--files: {path} is a link to {target}, which is not below the script's folder, {folder}: copy the file "
+            "there"
+        )
+    return target
+
+
 def _read(path: Path, folder: Path, origin: str, is_explicit: bool) -> ScriptFile:
+    target = _target(path, folder, origin)
     place = PurePosixPath(path.relative_to(folder))
     key = "__".join(place.parts)
     if not _KEY.fullmatch(key) or len(key) > 253:
@@ -96,7 +109,7 @@ def _read(path: Path, folder: Path, origin: str, is_explicit: bool) -> ScriptFil
         raise RoleError(f"{path} ({origin}) is not UTF-8, and a ConfigMap holds text: build an image with it") from None
     except OSError as error:
         raise RoleError(f"cannot read {path}, which is sent with the script: {error}") from None
-    sign = secret_sign(path.name, text)
+    sign = secret_sign(path.name, text) or secret_sign(target.name, "")
     if sign is not None and not is_explicit:
         raise RoleError(
             f"{path} ({origin}) looks like a key or credentials: {sign}. Everybody who can read the namespace can read "
