@@ -14,7 +14,7 @@ import pytest
 from support.messages import lines_naming
 from support.scripts.launching import SOON, STAND_IN, START, TINY, in_log, wait_until
 
-from torchfleet.launch import cli, late_workers
+from torchfleet.launch import cli, late_workers, supervisor
 from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.late_workers import LateWorker, LateWorkers
 
@@ -204,10 +204,44 @@ def test_the_supervisor_lets_a_worker_join_and_the_job_finishes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(late_workers, "leave_for", lambda worker, way, servers: None)  # a stand-in does not listen
     cores[0] = 3
-    line = ["--log_dir", str(tmp_path), "--worker_num", "1:3", STAND_IN, "sleep:3", "sleep:2"]
+    line = ["--log_dir", str(tmp_path), "--worker_num", "1:3", STAND_IN, "sleep:3", "async,sleep:2"]
     assert cli.main(line) == 0
     assert lines_naming(capfd.readouterr().out, "[fleetrun]", "worker 1", 3)
     assert sorted(path.name for path in (tmp_path / "latest").glob("workerlog.*")) == ["workerlog.0", "workerlog.1"]
+
+
+LATE_FAILS = """
+import os, sys, time
+from pathlib import Path
+
+here = Path(sys.argv[1])
+if os.environ["FLEET_ROLE"] == "WORKER" and os.environ["FLEET_WORKER_INDEX"] == "1":
+    (here / f"failed{time.time_ns()}").touch()
+    sys.exit(3)  # before fleet.init_worker()
+if os.environ["FLEET_ROLE"] == "WORKER":
+    Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "async"}')
+    deadline = time.monotonic() + 60
+    while len(list(here.glob("failed*"))) < int(sys.argv[2]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the launcher looks every 0.1 s
+    (here / "finished").touch()
+"""
+
+
+@pytest.mark.parametrize("max_restart", [0, 1])
+def test_a_late_worker_that_fails_before_it_joins_is_left_and_the_job_finishes(
+    max_restart: int, cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    left: list[int] = []
+    monkeypatch.setattr(supervisor, "leave_for", lambda worker, way, servers: left.append(worker))
+    cores[0] = 3
+    (tmp_path / "train.py").write_text(LATE_FAILS)
+    line = ["--log_dir", str(tmp_path / "log"), "--worker_num", "1:2", "--max_restart", str(max_restart)]
+    assert cli.main([*line, str(tmp_path / "train.py"), str(tmp_path), str(1 + max_restart)]) == 1  # one was lost
+    assert (tmp_path / "finished").exists()
+    assert len(list(tmp_path.glob("failed*"))) == 1 + max_restart
+    assert left == [1]
 
 
 @pytest.mark.long

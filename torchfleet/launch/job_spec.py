@@ -183,6 +183,11 @@ def ending_of(process: RunningTask) -> str:
     return f"was killed by {signal.Signals(-code).name if is_known else f'signal {-code}'}"
 
 
+def is_late(job: JobSpec, task: Task) -> bool:
+    """Whether the task is a worker that joins when there is room for it."""
+    return job.min_workers is not None and task.role == "worker" and task.index >= job.min_workers
+
+
 def keeps_log(task: Task) -> bool:
     """Whether the task is a server that keeps a log on disk."""
     return task.role == "server" and task.environment.get(DURABILITY) == "log"

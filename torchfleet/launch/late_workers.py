@@ -10,7 +10,7 @@ from typing import Any
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import FleetError
 from torchfleet.launch.endurance.loss import leave_for
-from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of
+from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of, is_late
 from torchfleet.launch.processes import start_here
 from torchfleet.launch.roles import JobLayout, given_threads
 from torchfleet.launch.supervisor import JobSupervisor
@@ -168,11 +168,6 @@ class LateWorkers:
             leave_for(worker.task.index, self._job.way, self._servers)
         except FleetError as error:
             self._report(f"[fleetrun] cannot tell the servers: {error}")
-
-
-def is_late(job: JobSpec, task: Task) -> bool:
-    """Whether the task is a worker that joins when there are cores for it."""
-    return job.min_workers is not None and task.role == "worker" and task.index >= job.min_workers
 
 
 def supervisor_of(job: JobSpec, layout: JobLayout, tasks: Sequence[Task], log_dir: Path, attempt: int) -> JobSupervisor:

@@ -22,8 +22,8 @@ from torchfleet.launch.endurance.placement import (
 )
 from torchfleet.launch.endurance.worker_loss import add_option as add_loss_option
 from torchfleet.launch.endurance.worker_loss import loss_variables
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.late_workers import is_late, supervisor_of
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task, is_late
+from torchfleet.launch.late_workers import supervisor_of
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import (
     JobLayout,

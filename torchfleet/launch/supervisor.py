@@ -14,7 +14,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import advice, summed
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
-from torchfleet.launch.job_spec import JobSpec, RunningTask, Start, Task, ending_of, keeps_log
+from torchfleet.launch.job_spec import JobSpec, RunningTask, Start, Task, ending_of, is_late, keeps_log
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import end_all, start_here
 from torchfleet.launch.roles import JobLayout
@@ -201,7 +201,8 @@ class JobSupervisor:
         mode = process.status().get("mode", "")
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, watch)
-        if not may_restart(mode, process.task.environment) or self._job.max_job_restart:
+        is_free = not mode and is_late(self._job, process.task)  # it failed before it could say its mode
+        if not (is_free or may_restart(mode, process.task.environment)) or self._job.max_job_restart:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:
@@ -212,9 +213,9 @@ class JobSupervisor:
             return False
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
-        then = f"; {mode} training goes on without it" if rest else ""
+        then = f"; {mode or 'elastic'} training goes on without it" if rest else ""
         watch.report(f"[fleetrun] {process.task.name} {ending_of(process)}{then}")
-        return self._leave_for(process.task.index, watch)
+        return self._leave_for(process.task.index, watch) or is_free
 
     def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a killed or deposed server as the backup of its other replica, which continues.

@@ -213,6 +213,10 @@ def _check(job: JobSpec, options: argparse.Namespace) -> None:
 
 
 def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
+    for name in ("server_cpus", "worker_cpus", "worker_gpus"):
+        number = getattr(options, name)
+        if number is not None and number % 1:
+            raise RoleError(f"--{name}: Slurm gives whole cores and GPUs to a task, found {number:g}")
     server, worker = job.resources_of("server"), job.resources_of("worker")
     if options.nproc_per_node:
         names = ("server_num", "worker_num", "server_cpus", "server_memory", "het", "save_on_stop", "key_dir")
@@ -229,9 +233,6 @@ def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
         )
     if not options.het and worker.gpus:
         raise RoleError("--worker_gpus: without --het the servers would hold GPUs, too. Add --het.")
-    fractions = [value for each in (server, worker) for value in (each.cpus, each.gpus) if value and value % 1]
-    if fractions:
-        raise RoleError(f"Slurm gives whole cores and GPUs to a task, found {fractions[0]:g}")
 
 
 def _job_name(options: argparse.Namespace) -> str:
