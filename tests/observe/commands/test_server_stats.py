@@ -53,3 +53,9 @@ def test_a_job_that_has_ended_has_no_servers_to_ask(
 def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", str(tmp_path)]) == 1
     assert names(capsys.readouterr().err, str(tmp_path), "log/latest")
+
+
+def test_a_long_list_of_addresses_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    many = ",".join(f"127.0.0.1:{port}" for port in range(1, 400))  # longer than a path may be
+    assert main(["stats", f"{many},nothing"]) == 1
+    assert names(capsys.readouterr().err, "nothing")

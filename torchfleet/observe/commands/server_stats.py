@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
     """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run
     that has not ended, or the --log_dir that holds it.
     """
-    endpoints = _of_run(Path(asked)) if Path(asked).is_dir() else list(map(_endpoint, asked.split(",")))
+    endpoints = _of_run(Path(asked)) if os.path.isdir(asked) else list(map(_endpoint, asked.split(",")))
     reached, key_dir = way_in(endpoints, key_dir)
     for endpoint in reached:
         _expect_server(endpoint, bool(key_dir))
