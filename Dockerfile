@@ -26,7 +26,10 @@ COPY examples/wide_deep /opt/torchfleet/wide_deep
 USER 10001:10001
 WORKDIR /job
 ENV HOME=/job XDG_CACHE_HOME=/opt/torchfleet/cache PYTHONUNBUFFERED=1
-# A job in one process, servers inside: what it compiles, pods need not. Another kind of processor compiles anew.
-RUN python /opt/torchfleet/wide_deep/train.py --rows 20000
+# All kernels of servers, then a job in one process, servers inside: what these compile, pods need not. Pods with another
+# --user read them, too. Another kind of processor compiles anew.
+RUN python -c "from torchfleet.ps.server.warm import compile_all; compile_all()" \
+    && python /opt/torchfleet/wide_deep/train.py --rows 20000 \
+    && chmod -R a+rX /opt/torchfleet/cache
 ENTRYPOINT ["python", "-m", "torchfleet.launch"]
 CMD ["--help"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import importlib.util
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 from support.paths import ROOT
 
-from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
+from torchfleet.launch.clusters.k8s.k8s_job import CACHE, K8sJob
 from torchfleet.launch.clusters.k8s.pod_template import pod_template
 
 
@@ -75,6 +77,31 @@ def test_it_ends_as_the_user_of_the_pods_with_their_kernels() -> None:
     (cache,) = re.findall(r"XDG_CACHE_HOME=(\S+)", " ".join(of("ENV")))
     kernels = pod_template(job, "worker", [])["spec"]["initContainers"][0]["command"][-1]
     assert f"cp -R {cache}/. " in kernels
+    assert f"chmod -R a+rX {cache}" in " ".join(of("RUN"))  # for pods of another user
+
+
+def test_all_kernels_are_compiled_by_a_statement_that_python_can_run() -> None:
+    (code,) = re.findall(r'python -c "(.+?)"', " ".join(of("RUN")))
+    module, name, called = re.fullmatch(r"from (\S+) import (\w+); (\w+)\(\)", code).groups()  # type: ignore[union-attr]
+    assert name == called
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_kernels_that_cannot_be_copied_do_not_fail_the_pod(tmp_path: Path) -> None:
+    job = K8sJob("job", "image", ("/app/train.py",), 1, 1)
+    shell, flag, copy = pod_template(job, "worker", [])["spec"]["initContainers"][0]["command"]
+    source, target = tmp_path / "image", tmp_path / "pod"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "kernel.nbc").write_text("x")
+    own = copy.replace("/opt/torchfleet/cache", str(source)).replace(CACHE, str(target))
+    target.touch()  # no folder: cp fails
+    for is_writable in (False, True):
+        if is_writable:
+            target.unlink()
+            target.mkdir()
+        done = subprocess.run([shell, flag, own], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        assert (target / "deep" / "kernel.nbc").exists() is is_writable
 
 
 def test_what_it_starts_is_in_the_package() -> None:

@@ -187,7 +187,7 @@ def test_the_owner_may_touch_the_objects_of_its_job_and_no_others(made: Any, fla
     cut = command.index("--owned")
     owners, owned = command[command.index("--owners") + 1 : cut], command[cut + 1 :]
     granted = {(rule["resources"][0], name): rule["verbs"] for rule in role["rules"] for name in rule["resourceNames"]}
-    asked = {tuple(path.rsplit("/", 2)[1:]): verbs for paths, verbs in ((owners, ["get"]), (owned, ["patch"]))
+    asked = {tuple(path.rsplit("/", 2)[1:]): verbs for paths, verbs in ((owners, ["get"]), (owned, ["patch", "delete"]))
              for path in paths}  # fmt: skip
     assert granted == asked
     running = {d["metadata"]["name"] for d in found if d["kind"] in ("Job", "JobSet")} - {"ctr-owner"}
@@ -208,8 +208,10 @@ def test_how_long_finished_jobs_are_kept(made: Any) -> None:
         return {job["spec"].get("ttlSecondsAfterFinished") for job in kube_pods.jobs_of(found)}, cleaned
 
     assert ttl() == ({86_400}, None)
-    assert ttl("--ttl", "60") == ({60}, None)
-    assert ttl("--clean_pod_policy", "Always") == ({0}, None)
+    assert ttl("--ttl", "600") == ({600}, None)
+    assert ttl("--ttl", "60", "--keep_objects") == ({60}, None)
+    assert ttl("--clean_pod_policy", "Always") == ({600}, None)  # the owner's pod must have found them
+    assert ttl("--clean_pod_policy", "Always", "--keep_objects") == ({0}, None)
     assert ttl("--clean_pod_policy", "Never") == ({None}, None)
     assert ttl("--clean_pod_policy", "OnCompletion") == ({None}, "Complete")
     assert ttl("--clean_pod_policy", "OnFailure") == ({None}, "Failed")
@@ -244,6 +246,7 @@ def test_elastic_workers_begin_with_the_first_and_evictions_are_no_failures(made
         (("--worker_num", "2:20000"), "--worker_num"),
         (("--worker_num", "2:4", "--nnodes", "2", "--insecure"), "--nnodes --worker_num"),
         (("--ttl", "-1"), "--ttl"),
+        (("--ttl", "599"), "--ttl 600 --keep_objects"),
         (("--env", "FLEET_MIN_WORKERS=2"), "FLEET_MIN_WORKERS"),
     ],
 )

@@ -15,6 +15,8 @@ from support.messages import lines_naming
 from support.scripts import virtual_job
 from support.scripts.launching import forked_fleetrun, run_dir
 
+from torchfleet.launch.simulate import forks
+
 SCRIPT = virtual_job.__file__
 
 
@@ -24,6 +26,20 @@ def run(log_dir: Path, workers: int, *arguments: str, status: int = 0) -> str:
     with forked_fleetrun(log_dir, *counts, *arguments) as job:
         assert job.wait() == status, job.output
         return job.output
+
+
+def test_all_kernels_are_compiled_before_servers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each simulated server would start a process that compiles them."""
+    called: list[str] = []
+    for name in ("compile_all", "warm_up"):
+        monkeypatch.setattr(forks, name, lambda name=name: called.append(name))
+    monkeypatch.setattr(forks.gc, "freeze", lambda: None)
+    num_threads = torch.get_num_threads()
+    try:
+        forks.prepare()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert called == ["compile_all", "warm_up"]
 
 
 def worker_logs(log_dir: Path, workers: int) -> list[list[str]]:

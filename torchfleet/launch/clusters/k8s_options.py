@@ -27,6 +27,7 @@ FORMATS = ("plain", "kustomize", "jobset")
 CLEANING = ("Always", "Never", "OnCompletion", "OnFailure")
 _CLEANS_ON = {"OnCompletion": COMPLETE, "OnFailure": FAILED}
 _DAY = 86_400
+_LEAST_TTL = 600  # seconds in which the owner's pod finds the Jobs: after that it cannot have other objects removed
 _MOST = 10_000  # pods of a role
 
 
@@ -183,7 +184,12 @@ def _object_or_none(option: str, text: str | None) -> str | None:
 
 def _cleaning(options: argparse.Namespace) -> dict[str, Any]:
     """When finished Jobs are removed. The TTL of a Job does not ask how it ended, so that a pod must do this."""
-    policy = options.clean_pod_policy
+    policy, least = options.clean_pod_policy, 0 if options.keep_objects else _LEAST_TTL
+    if policy is None and options.ttl is not None and options.ttl < least:
+        raise RoleError(
+            f"--ttl {options.ttl}: expected at least {least} seconds, in which a pod makes the Jobs the owners of the "
+            "Secret, the ConfigMap and the others, which would stay otherwise. With --keep_objects any number will do"
+        )
     if policy is None:
         return {"ttl": _DAY if options.ttl is None else options.ttl}
     if options.ttl is not None:
@@ -197,7 +203,7 @@ def _cleaning(options: argparse.Namespace) -> dict[str, Any]:
             f"--clean_pod_policy {policy} is done by a pod beside Jobs, which {other} does without: leave one of them "
             "out, or give --ttl SECONDS"
         )
-    return {"ttl": 0 if policy == "Always" else None, "cleans_on": _CLEANS_ON.get(policy)}
+    return {"ttl": least if policy == "Always" else None, "cleans_on": _CLEANS_ON.get(policy)}
 
 
 def _counts(options: argparse.Namespace) -> dict[str, int]:

@@ -33,7 +33,7 @@ from torchfleet.launch.simulate.inside.virtual_sockets import VirtualNetwork
 from torchfleet.launch.simulate.inside.virtual_threads import end_threads, install
 from torchfleet.launch.simulate.packets import Line
 from torchfleet.ps.net.addresses import TRANSPORTS
-from torchfleet.ps.server.warm import warm_up
+from torchfleet.ps.server.warm import compile_all, warm_up
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LINE_BYTES = 1 << 22
@@ -84,7 +84,8 @@ def prepare() -> None:
     fork."""
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # triggers many lazy imports
-    warm_up()
+    compile_all()  # else every server would start a process that compiles
+    warm_up()  # loads them here if another process was compiling
     gc.collect()
     gc.freeze()  # keeps pages shared: the collector does not write to them
 

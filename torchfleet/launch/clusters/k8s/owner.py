@@ -34,7 +34,8 @@ def owner(job: K8sJob, objects: Sequence[Document], running: Sequence[Document])
     binding["subjects"] = [{"kind": "ServiceAccount", "name": name, **namespace}]
     owned = [*(each for each in objects if each["kind"] in _RESOURCES), account, role, binding]
     verbs = ["get", "patch"] if job.cleans_on else ["get"]
-    role["rules"] = [_rule(each, verbs) for each in running] + [_rule(each, ["patch"]) for each in owned]
+    # To change owners, clusters with the admission plugin OwnerReferencesPermissionEnforcement ask for `delete`, too.
+    role["rules"] = [_rule(each, verbs) for each in running] + [_rule(each, ["patch", "delete"]) for each in owned]
     return [account, role, binding, _job(job, name, [_path(each) for each in running], [_path(each) for each in owned])]
 
 
