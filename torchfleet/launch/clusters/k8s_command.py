@@ -77,6 +77,12 @@ def described_files(files: list[ScriptFile], left: dict[str, str]) -> list[str]:
         for file in files
         if file.sign
     ]
+    lines += [
+        f"{file.path}, line {', '.join(map(str, file.unknown))}: the name of the module that is imported there is not "
+        "written out: add --files, if it is one of this folder"
+        for file in files
+        if file.unknown
+    ]
     return lines + [
         f"{source} names {path}, which is not sent: add --files, if pods need it" for path, source in left.items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,11 @@ from pkg import chosen, not_a_module
 if __name__ == "__main__":
     import importlib, plain.inner
     importlib.import_module("late")
+    importlib.import_module(".by_keyword", package="pkg.other")
+    importlib.import_module(".by_place", "pkg.other")
+    importlib.import_module(name="kw")
+    from pkg.other import *
+    from pkg.annotated import *
     str(("conf.yaml", VALUE))
 """
 FOLDER = {
@@ -35,6 +41,13 @@ FOLDER = {
     "helper.py": "VALUE = 1\nfrom circle import *\n",
     "circle.py": "import helper\n",
     "late.py": "",
+    "kw.py": "",
+    "pkg/other/__init__.py": "__all__ = []\n__all__ += ['more']\n",
+    "pkg/other/by_keyword.py": "",
+    "pkg/other/by_place.py": "",
+    "pkg/other/more.py": "",
+    "pkg/annotated/__init__.py": "__all__: list[str] = ['typed']\n",
+    "pkg/annotated/typed.py": "",
     "pkg/__init__.py": "from .named import *\nnot_a_module = 3\n",
     "pkg/named/__init__.py": "__all__ = ['sub']\n",
     "pkg/named/sub.py": "",
@@ -87,6 +100,34 @@ def test_what_is_sent_is_what_python_loads(script: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     loaded = [Path(name) for name in json.loads(done.stdout.splitlines()[-1]) if name]
     assert paths(script) == {str(p.relative_to(script.parent)) for p in loaded if p.is_relative_to(script.parent)}
+
+
+def test_imports_whose_name_is_computed_are_told(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, _ = script_files(script)
+    assert not any(file.unknown for file in files)
+    script.write_text("import importlib as i\nname = 'la' + 'te'\ni.import_module(name)\ni.import_module('.x', name)\n")
+    ((file,), _) = script_files(script)
+    assert file.unknown == (3, 4)
+    assert main(["--image", "x", "--dry_run", str(script)]) == 0
+    assert lines_naming(capsys.readouterr().out, "train.py", "3, 4", "--files")
+
+
+def test_a_text_that_no_path_can_have_is_no_file(script: Path) -> None:
+    (script.parent / "loop.txt").symlink_to("loop.txt")
+    script.write_text('x = ["\\ud800.x", "loop.txt", "conf.yaml"]\n')
+    files, left = script_files(script)
+    assert [file.path for file in files] == ["train.py"]
+    assert left == {"conf.yaml": "train.py"}
+
+
+def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
+    script.write_text("x = 'ä→'\n", encoding="utf-8")
+    code = f"from torchfleet.launch.clusters.k8s_command import main; main(['--image', 'x', '-o', 'out', {str(script)!r}])"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=script.parent, env=environment, timeout=120, check=True, capture_output=True)
+    (path,) = (script.parent / "out").glob("*configmap*")
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["train.py"] == "x = 'ä→'\n"
 
 
 def test_a_second_run_in_the_same_folder_does_not_send_the_keys_of_the_first(

@@ -77,5 +77,6 @@ def write_folder(
 
 
 def _write(path: Path, text: str, is_private: bool) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o644), "w") as file:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o644)
+    with open(handle, "w", encoding="utf-8") as file:
         file.write(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from torchfleet.base.errors import RoleError
@@ -28,6 +28,7 @@ class ScriptFile:
     text: str
     origin: str = SCRIPT  # why it is sent
     sign: str | None = None  # why it looks like a key or credentials, although the user named it
+    unknown: tuple[int, ...] = ()  # lines that import a module whose name is not written out
 
 
 def script_files(
@@ -46,7 +47,10 @@ def script_files(
     for path in sorted(explicit):
         for found in _all_files(path) if path.is_dir() else [path]:
             origins.setdefault(found, NAMED)
-    files = [_read(path, folder, origin, path in explicit) for path, origin in origins.items()]
+    files = [
+        replace(_read(path, folder, origin, path in explicit), unknown=tuple(sources.unknown.get(path, ())))
+        for path, origin in origins.items()
+    ]
     _check_size(files, script)
     left = {path: source for path, source in sources.mentioned.items() if path not in origins}
     return files, {str(path.relative_to(folder)): str(source.relative_to(folder)) for path, source in left.items()}

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from torchfleet.base.errors import RoleError
 
@@ -20,6 +21,7 @@ class Sources:
     folder: Path
     files: list[Path] = field(default_factory=list)  # the script first, each file before those that only it imports
     mentioned: dict[Path, Path] = field(default_factory=dict)  # by file: the source that names it
+    unknown: dict[Path, list[int]] = field(default_factory=dict)  # by source: lines that import what is computed
 
     def follow(self, script: Path) -> Sources:
         """Add the script and all modules of the folder that it imports, directly or by others. Raises RoleError."""
@@ -33,6 +35,8 @@ class Sources:
             package = path.parent.relative_to(self.folder).parts
             for name in _imports(tree, package):
                 waiting += self._modules(name)
+            if lines := _unknown_imports(tree, package):
+                self.unknown[path] = lines
             for text in _texts(tree):
                 if (named := self._named(text)) is not None:
                     self.mentioned.setdefault(named, path)
@@ -63,8 +67,11 @@ class Sources:
         if len(text) > _MOST_NAME or not ("." in text or "/" in text) or "\0" in text:
             return None
         path = self.folder / text
-        is_below = path.resolve().is_relative_to(self.folder.resolve())
-        return path if is_below and path.is_file() and not path.name.startswith(".") else None
+        try:
+            is_below = path.resolve().is_relative_to(self.folder.resolve())
+            return path if is_below and path.is_file() and not path.name.startswith(".") else None
+        except (OSError, RuntimeError, UnicodeError):  # links in a circle, or a text that no path can have
+            return None
 
 
 def _names(folder: Path) -> list[str]:
@@ -93,15 +100,42 @@ def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, 
             module = _absolute("." * node.level + (node.module or ""), package)
             if module is not None:
                 yield from ((*module, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and _called(node.func) in _DYNAMIC and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                name = _absolute(first.value, package)
-                if name is not None:
-                    yield name
-        elif isinstance(node, ast.Assign) and any(_called(target) == "__all__" for target in node.targets):
-            # `from package import *` imports the modules that are named here
-            yield from ((*package, text) for text in _texts(node.value))
+        elif _is_dynamic(node):
+            name = _dynamic_name(node, package)
+            if name is not None:
+                yield name
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(_called(target) == "__all__" for target in targets):
+                # `from package import *` imports the modules that are named here
+                yield from ((*package, text) for text in _texts(node.value))
+
+
+def _unknown_imports(tree: ast.Module, package: tuple[str, ...]) -> list[int]:
+    """The lines that import a module whose name is not written out."""
+    return sorted(
+        {node.lineno for node in ast.walk(tree) if _is_dynamic(node) and _dynamic_name(node, package) is None}
+    )
+
+
+def _is_dynamic(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _called(node.func) in _DYNAMIC and bool(node.args or node.keywords)
+
+
+def _dynamic_name(call: ast.Call, package: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The dotted name of import_module("name", package="package"); None if it is not written out."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    name = call.args[0] if call.args else given.get("name")
+    anchor = given.get("package")
+    if _called(call.func) == "import_module" and len(call.args) > 1:
+        anchor = call.args[1]
+    if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
+        return None
+    if not name.value.startswith(".") or anchor is None or _called(anchor) in ("__package__", "__name__"):
+        return _absolute(name.value, package)
+    if isinstance(anchor, ast.Constant) and isinstance(anchor.value, str):
+        return _absolute(name.value, tuple(anchor.value.split(".")))
+    return None
 
 
 def _absolute(name: str, package: tuple[str, ...]) -> tuple[str, ...] | None:
