@@ -99,7 +99,7 @@ def test_kernels_that_cannot_be_copied_do_not_fail_the_pod(tmp_path: Path) -> No
         if is_writable:
             target.unlink()
             target.mkdir()
-        done = subprocess.run([shell, flag, own], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([shell, flag, own], capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr
         assert (target / "deep" / "kernel.nbc").exists() is is_writable
 

@@ -122,9 +122,8 @@ def test_a_text_that_no_path_can_have_is_no_file(script: Path) -> None:
 
 def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     script.write_text("x = 'ä→'\n", encoding="utf-8")
-    code = f"from torchfleet.launch.clusters.k8s_command import main; main(['--image', 'x', '-o', 'out', {str(script)!r}])"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-m", "torchfleet.launch", "k8s", "--image", "x", "-o", "out", str(script)]
     subprocess.run(command, cwd=script.parent, env=environment, timeout=120, check=True, capture_output=True)
     (path,) = (script.parent / "out").glob("*configmap*")
     assert yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["train.py"] == "x = 'ä→'\n"

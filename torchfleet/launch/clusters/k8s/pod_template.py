@@ -118,8 +118,8 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
 
 
 def _kernels(job: K8sJob) -> Document:
-    """Use the kernels compiled into the image, if it has any that this user can read. Otherwise every pod compiles for a
-    minute or more."""
+    """Use the kernels compiled into the image, if it has any that this user can read. Otherwise every pod compiles
+    for a minute or more."""
     copy = f"cp -R {_COMPILED}/. {CACHE} || echo 'no kernels from the image: this pod compiles those that it needs'"
     return {
         "name": "kernels",
