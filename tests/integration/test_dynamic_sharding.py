@@ -108,6 +108,8 @@ def trained(part: Part, dataset: QueueDataset, num_threads: int = 1) -> list[int
         return part.model(batch).square().mean()
 
     report = Report("train", None, 0, None)
+    if num_threads > 1:
+        part.worker.allow_threads()
     train(as_step(step, None), dataset, [part.optimizer], part.worker.engine, num_threads, report)
     return seen
 

@@ -87,6 +87,7 @@ def init_server(dirname: str | None = None, var_names: list[str] | None = None) 
 def run_server() -> None:
     """Serve until all workers have stopped."""
     get_job(NO_SERVER).run_server()
+    current.job = None
 
 
 def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:
