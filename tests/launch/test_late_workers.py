@@ -204,7 +204,7 @@ def test_the_supervisor_lets_a_worker_join_and_the_job_finishes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(late_workers, "leave_for", lambda worker, way, servers: None)  # a stand-in does not listen
     cores[0] = 3
-    line = ["--log_dir", str(tmp_path), "--worker_num", "1:3", STAND_IN, "sleep:3", "sleep:2"]
+    line = ["--log_dir", str(tmp_path), "--worker_num", "1:3", STAND_IN, "sleep:3", "async,sleep:2"]
     assert cli.main(line) == 0
     assert lines_naming(capfd.readouterr().out, "[fleetrun]", "worker 1", 3)
     assert sorted(path.name for path in (tmp_path / "latest").glob("workerlog.*")) == ["workerlog.0", "workerlog.1"]

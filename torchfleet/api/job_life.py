@@ -56,8 +56,8 @@ def init(role_maker: RoleMaker | None = None, is_collective: bool = False, strat
 
 
 def _check_same(given: dict[str, Any]) -> None:
-    """Raise FleetError if there is a job that other arguments made: a model may be distributed by them already."""
-    if current.job is None:
+    """Raise FleetError if a model was distributed by other arguments."""
+    if current.job is None or current.job.model is None:
         return
     for name, value in given.items():
         before = current.arguments[name]
