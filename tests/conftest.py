@@ -95,6 +95,15 @@ def compilers_are_back() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_job_has_stopped() -> Iterator[None]:
+    """Calls without a job say that stop_worker was called, if it was: not by an earlier test."""
+    yield
+    found = sys.modules.get("torchfleet.api.current_job")
+    if found is not None:
+        found.current.has_stopped = False
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """A later test of this process would take a group that a test leaves for its own."""
     was_there = _has_group()

@@ -142,6 +142,7 @@ def test_servers_that_were_not_there_can_be_asked_again(monkeypatch: pytest.Monk
         with socket.create_server(("127.0.0.1", 0)) as silent:
             nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         for endpoint in (nobody, place):
+            fleet.reset()
             fleet.init(fleet.UserDefinedRoleMaker(0, "worker", 1, [endpoint]))
             model = fleet.distributed_model(jobs.Net())
             inner = torch.optim.SGD(model.parameters(), lr=0.1)

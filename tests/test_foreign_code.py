@@ -71,6 +71,9 @@ EXCEPTIONS = {
     ("launch/clusters/job_options.py", "importlib.util.find_spec"): "whether the user's training module is there",
     ("launch/clusters/k8s/k8s_yaml.py", "yaml.dump"): "manifests, written",
     ("launch/clusters/on_ray/ray_cluster.py", "importlib.import_module"): "Ray's own modules, by names in the code",
+    ("launch/clusters/on_ray/ray_room.py", "importlib.import_module"): "Ray's own modules, by names in the code",
+    ("launch/clusters/k8s/adopt.py", "urllib.request.Request"): "the API server of the pod's own cluster",
+    ("launch/clusters/k8s/adopt.py", "urllib.request.urlopen"): "the API server of the pod's own cluster",
     ("launch/clusters/on_ray/ray_node.py", "importlib.import_module"): "Ray, by its name in the code",
     (
         "launch/clusters/on_ray/run.py",

@@ -67,7 +67,8 @@ def test_the_page_of_clusters_writes_what_they_take(folder: Path) -> None:
     pages.follow(TUTORIALS / "cluster.md", folder)
     subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True, timeout=200)
     manifests = [yaml.safe_load(file.read_text()) for file in sorted((folder / "clicks").glob("*.yaml"))]
-    assert [manifest["spec"]["completions"] for manifest in manifests if manifest["kind"] == "Job"] == [2, 4]
+    made = [manifest["spec"].get("completions") for manifest in manifests if manifest["kind"] == "Job"]
+    assert [num for num in made if num] == [2, 4]  # the owner of the job's objects is one pod
     for manifest in manifests:
         kubernetes_validate.validate(manifest, "1.31", strict=True)
 

@@ -108,6 +108,8 @@ def trained(part: Part, dataset: QueueDataset, num_threads: int = 1) -> list[int
         return part.model(batch).square().mean()
 
     report = Report("train", None, 0, None)
+    if num_threads > 1:
+        part.worker.allow_threads()
     train(as_step(step, None), dataset, [part.optimizer], part.worker.engine, num_threads, report)
     return seen
 
@@ -308,9 +310,10 @@ class TestThreads:
             states.append(done())
             batches.close()
 
+        guarded = lambda part: with_timeout(lambda: body(part), "the pass")  # noqa: E731
         jobs.run(
-            lambda part: with_timeout(lambda: body(part), "the pass"), Tiny, slow_sgd, mode="async", servers=servers
-        )
+            guarded, Tiny, slow_sgd, mode="async", servers=servers, max_staleness=0
+        )  # a step leaves its push behind
         assert states == [0, 1]
 
 

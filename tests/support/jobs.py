@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from support import processes
 from support.paths import ROOT
 from torch.nn import functional as F
@@ -297,9 +298,14 @@ def one_worker(
     shared = servers or Servers(num_servers)
     part = make_part(lambda: model, make_optimizer or sgd, strategy(mode, **configs), roles(1, len(shared))[0])
     shared.make_tables(part.job)
-    part.worker = Worker(part.job, shared)
-    yield part
-    part.worker.stop()
+    had_group = dist.is_initialized()
+    try:
+        part.worker = Worker(part.job, shared)
+        yield part
+        part.worker.stop()
+    finally:
+        if dist.is_initialized() and not had_group:  # of hybrid mode, whose worker has failed
+            dist.destroy_process_group()
 
 
 def sgd(model: torch.nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:

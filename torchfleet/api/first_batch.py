@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.batch.batch_tensors import tensors_of
 
 
@@ -35,8 +36,15 @@ def num_lookups(loader: DataLoader[Any]) -> int | None:
         order = {"batch_size": None, "sampler": indexes}
     names = ("collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in names}
-    with _kept_random_numbers():
-        batch = next(iter(DataLoader(loader.dataset, num_workers=min(1, loader.num_workers), **order, **options)))
+    try:
+        with _kept_random_numbers():
+            batch = next(iter(DataLoader(loader.dataset, num_workers=min(1, loader.num_workers), **order, **options)))
+    except Exception as error:
+        raise FleetError(
+            f"fleet.prepare(sparse='auto') looks at one batch of the first loader, also on servers, and its data set "
+            f"failed: {type(error).__name__}: {error}. Where servers have no data, choose the tables without it: "
+            "sparse=ROWS moves those with at least that many rows, and sparse=True on an embedding moves this one."
+        ) from error
     found = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
     return max((tensor.numel() for tensor in found if tensor.dtype != torch.bool), default=None)
 

@@ -56,8 +56,8 @@ def init(role_maker: RoleMaker | None = None, is_collective: bool = False, strat
 
 
 def _check_same(given: dict[str, Any]) -> None:
-    """Raise FleetError if there is a job that other arguments made: a model may be distributed by them already."""
-    if current.job is None:
+    """Raise FleetError if a model was distributed by other arguments."""
+    if current.job is None or current.job.model is None:
         return
     for name, value in given.items():
         before = current.arguments[name]
@@ -87,6 +87,7 @@ def init_server(dirname: str | None = None, var_names: list[str] | None = None) 
 def run_server() -> None:
     """Serve until all workers have stopped."""
     get_job(NO_SERVER).run_server()
+    current.job = None
 
 
 def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:

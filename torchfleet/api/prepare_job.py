@@ -102,7 +102,7 @@ def prepare(
         if isinstance(thing, DataLoader):
             prepared[id(thing)] = PreparedLoader(_shared(thing, f"the loader of argument {number + 1}"), device)
         elif isinstance(thing, LRScheduler):
-            prepared[id(thing)] = distributing.distributed_scheduler(thing)
+            prepared[id(thing)] = thing
     return tuple(prepared[id(thing)] for thing in objects)
 
 

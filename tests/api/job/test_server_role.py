@@ -112,7 +112,7 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def compile_slowly(specs: object) -> None:
+    def compile_slowly(specs: object, are_copied: bool) -> None:
         numba.njit(lambda: 1)()  # kept nowhere: it is compiled here
         numba.njit(lambda: 2)()
         begun.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support import jobs
 from support.jobs import Net, Part, fleet_optimizer
 
 import torchfleet as fleet
+from torchfleet.api.job import worker_role
 
 SGD = fleet_optimizer("sgd", lr=0.05)
 CASES = {
@@ -167,6 +169,38 @@ def test_the_last_save_of_a_worker_that_ends_first_has_all_steps(case: str, tmp_
     network = [*saved.hidden.parameters(), *saved.out.parameters()]
     found = torch.cat([p.detach().reshape(-1) for p in network])
     torch.testing.assert_close(found, held, rtol=0, atol=1e-6)  # geo's differences are rounded
+    rows = saved.items(torch.arange(1, jobs.NUM_ITEMS // 2)).detach()
+    torch.testing.assert_close(rows, done.rows("items", jobs.NUM_ITEMS // 2)[1:], rtol=0, atol=1e-6)
+
+
+def test_what_others_push_while_a_save_is_written_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_written, is_pushed, save_model = threading.Event(), threading.Event(), worker_role.save_model
+
+    def save_and_wait(*args: Any, **kwargs: Any) -> Any:
+        saved = save_model(*args, **kwargs)
+        is_written.set()
+        assert is_pushed.wait(jobs.SECONDS)
+        return saved
+
+    monkeypatch.setattr(worker_role, "save_model", save_and_wait)
+
+    def body(part: Part) -> list[str]:
+        first, last = jobs.worker_batches(part.index, 2)
+        part.step(first)
+        if part.index:
+            assert is_written.wait(jobs.SECONDS)
+            part.step(last)
+            part.flush()
+            is_pushed.set()
+            return []
+        part.worker.save(str(tmp_path), "full")
+        return part.worker.complete_saves()
+
+    done = jobs.run(body, Net, SGD, mode="half_async", num_workers=2)
+    assert done.results[0] == [str(tmp_path)]
+    saved = fleet.load_inference_model(str(tmp_path), Net())
     rows = saved.items(torch.arange(1, jobs.NUM_ITEMS // 2)).detach()
     torch.testing.assert_close(rows, done.rows("items", jobs.NUM_ITEMS // 2)[1:], rtol=0, atol=1e-6)
 

@@ -146,7 +146,7 @@ class TestFields:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("name", ["a_synch", "k_steps", "mode", "Amp"])
+    @pytest.mark.parametrize("name", ["a_synch", "k_steps", "xyz", "Amp"])
     def test_an_unknown_field_is_refused_with_the_nearest_or_with_all(self, name: str) -> None:
         known = {"a_synch": ["a_sync"], "Amp": ["amp"]}.get(name, ["a_sync_configs", "rpc_timeout"])
         with pytest.raises(StrategyError, match=naming(f"'{name}'", *known)):

@@ -148,7 +148,7 @@ import psutil
 from torchfleet.ps.server import server_run, warm
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import TableSpec
-server_run.warm_up = lambda specs: None
+server_run.warm_up = lambda specs, are_copied: None
 for _ in range(2):
     run = server_run.ServerRun(Server(1 << 20), server_run.Place(0))
     run.server.state.add_table(TableSpec("t"))

@@ -86,6 +86,12 @@ def test_other_schedulers_count_as_their_script_does(name: str, options: dict[st
     assert rates == [pytest.approx(plain_rate(SCHEDULES[name], num_steps), rel=1e-9)] * options.get("num_workers", 2)
 
 
+def test_a_schedule_of_a_fixed_length_ends_where_workers_round_their_shares_up() -> None:
+    """39 steps, of which each of two workers makes 20."""
+    short = lambda inner: OneCycleLR(inner, max_lr=1.0, total_steps=2 * STEPS - 1, cycle_momentum=False)  # noqa: E731
+    assert run_schedule(short) == [pytest.approx(plain_rate(short, 2 * STEPS - 1), rel=1e-9)] * 2
+
+
 def test_its_state_can_be_saved_and_loaded() -> None:
     """Without torchfleet's own objects, which torch.load would refuse."""
 
@@ -101,6 +107,7 @@ def test_its_state_can_be_saved_and_loaded() -> None:
         other = StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 10)
         other.load_state_dict(torch.load(kept, weights_only=True))
         assert isinstance(scheduler, StepLR)
+        assert scheduler.__reduce_ex__(2)[1] == (StepLR,)  # pickled as its own class
         return scheduler.last_epoch, other.last_epoch
 
     done = jobs.run(body, lambda: torch.nn.Linear(2, 1), lambda m: jobs.sgd(m, 1.0), mode="geo", num_workers=2)

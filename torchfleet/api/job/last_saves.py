@@ -7,11 +7,12 @@ more. Only then does it wait for the other workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.role.role_info import LOSS_WAIT, RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.model_saving import Kind
@@ -29,41 +30,47 @@ class LastSave:
     dirname: str
     kind: Kind
     extra: Mapping[str, Any] | None
-    updates: Updates  # in the tables when it was made
+    updates: Updates  # in the tables before it was made: some of them may be missing from it
 
 
 class LastSaves:
     """Saves after the last step of this worker, made while other workers had not stopped, or it had not sent all."""
 
-    def __init__(self, client: Client, info: RoleInfo, sync_timeout: float) -> None:
-        """`sync_timeout`: seconds to wait for a worker that the servers have not heard of, or no longer hear of."""
-        self._client, self._info, self._timeout = client, info, sync_timeout
+    def __init__(self, client: Client, info: RoleInfo, sync_timeout: float, fixed: Collection[str] = ()) -> None:
+        """`sync_timeout`: seconds to wait for a worker that the servers have not heard of, or no longer hear of.
+        `fixed`: tables that a save itself sets, and that no worker trains."""
+        self._client, self._info, self._timeout, self._fixed = client, info, sync_timeout, fixed
         self._step = 0
         self._saves: dict[str, LastSave] = {}  # by path
 
-    def note(
-        self, step: int, path: str, dirname: str, kind: Kind, extra: Mapping[str, Any] | None, has_rest: bool
-    ) -> None:
-        """A save was made to `path` after `step` steps of this worker. `has_rest`: it has not sent all."""
+    def note(self, step: int, path: str, save: LastSave, is_open: bool) -> None:
+        """A save was made to `path` after `step` steps of this worker. `is_open`: workers may train on."""
         if step != self._step:
             self._step, self._saves = step, {}
-        servers = self._client.stats()
         self._saves.pop(path, None)
-        if has_rest or _at_work(servers, self._info.worker_index):
-            self._saves[path] = LastSave(dirname, kind, extra, _updates(servers))
+        if is_open:
+            self._saves[path] = save
+
+    def state(self) -> tuple[Updates, bool]:
+        """Call it before a save: the updates of the tables, and whether other workers are at work."""
+        servers = self._client.stats()
+        return self._updates(servers), bool(_at_work(servers, self._info.worker_index))
 
     def after(self, step: int) -> list[LastSave]:
         """The saves that were made after this step."""
         return list(self._saves.values()) if step == self._step else []
 
     def wait_for_others(self) -> None:
-        """Wait until all other workers have stopped. Says on stderr which workers it does not wait for."""
+        """Wait until all other workers have stopped, or the job is asked to end. Says on stderr which workers it does
+        not wait for.
+        """
         start, pause, is_told = time.monotonic(), _PAUSE, False
         while True:
             servers, waited = self._client.stats(), time.monotonic() - start
             others = _at_work(servers, self._info.worker_index)
             gone = others & self._gone(servers, others, waited)
-            if others == gone:
+            if others == gone or stop_request.was_seen():
+                gone = others
                 break
             if waited >= _LONG and not is_told:
                 tell(f"fleet.stop_worker: waits for {_named(others - gone)} to stop, and saves the model again then")
@@ -72,8 +79,8 @@ class LastSaves:
             pause = min(2 * pause, _MAX_PAUSE)
         if gone:
             tell(
-                f"fleet.stop_worker: does not wait for {_named(gone)}: the servers hear nothing of it, and it has not "
-                "stopped. The saved model has what it pushed so far. Look at its log."
+                f"fleet.stop_worker: does not wait for {_named(gone)}: the servers hear nothing of it, or the job was "
+                "asked to end. The saved model has what it pushed so far. Look at its log."
             )
 
     def _gone(self, servers: Stats, others: set[int], waited: float) -> set[int]:
@@ -86,16 +93,18 @@ class LastSaves:
 
     def is_outdated(self, save: LastSave) -> bool:
         """Whether the tables have been updated since."""
-        return _updates(self._client.stats()) != save.updates
+        return self._updates(self._client.stats()) != save.updates
+
+    def _updates(self, servers: Stats) -> Updates:
+        return [
+            {name: int(table["step"]) for name, table in server["tables"].items() if name not in self._fixed}
+            for server in servers
+        ]
 
 
 def _at_work(servers: Stats, own: int) -> set[int]:
     """The other workers that have neither stopped nor made their last step."""
     return {worker for server in servers for worker in server["members"]["expected"]} - {own}
-
-
-def _updates(servers: Stats) -> Updates:
-    return [{name: int(table["step"]) for name, table in server["tables"].items()} for server in servers]
 
 
 def _named(workers: set[int]) -> str:

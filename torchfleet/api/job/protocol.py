@@ -41,6 +41,11 @@ class Job(Protocol):
         """Set the strategy that the function `user` received. It must not differ from an earlier one."""
         ...
 
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model of the job, once it was distributed."""
+        ...
+
     def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
         """`sparse`: which embeddings go to the servers, besides those that are declared sparse."""
         ...

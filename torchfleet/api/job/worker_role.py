@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
-from torchfleet.api.job.last_saves import LastSaves
+from torchfleet.api.job.last_saves import LastSave, LastSaves
 from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, global_schedules, hook_model, trace_steps
 from torchfleet.api.job.server_links import ServerLinks
@@ -77,7 +77,8 @@ class WorkerRole:
         check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
-        self._last_saves = LastSaves(self.client, self.info, self.strategy.sync_timeout)
+        fixed = [group.spec.name for group in setup.plan.fixed]
+        self._last_saves = LastSaves(self.client, self.info, self.strategy.sync_timeout, fixed)
         setup.info = self.info
         if dirname is not None:
             check_loaded(self.client, dirname)
@@ -134,7 +135,8 @@ class WorkerRole:
         of the model are called.
         """
         for item in self.status.follow(loader, self.engine.prefetch(loader)):
-            self.communicator.freshen()
+            if self.model.training:  # a prediction takes the servers' network at its first call
+                self.communicator.freshen()
             yield item
 
     def report(self, metrics: dict[str, float]) -> None:
@@ -144,7 +146,12 @@ class WorkerRole:
         """All workers, for exchanges among themselves."""
         self.communicator.rest()
         return Workers(
-            self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
+            self._connect(),
+            self.info.worker_index,
+            self.info.num_workers,
+            self.strategy.sync_timeout,
+            self._passes,
+            self.share_files,
         )
 
     def whole_tables(self, share: float | None, shared: bool = False) -> WholeTables:
@@ -164,6 +171,14 @@ class WorkerRole:
             unbounded.num_steps = self.communicator.num_steps
             self._replace_communicator(unbounded)
 
+    def share_files(self) -> None:
+        """Called when workers share a list of files. In async mode this lifts the bound for the network, unless the
+        user has set it: faster workers take more files, and a worker that waits for the others' files pushes nothing.
+        """
+        bounded, configs = self.communicator, self.strategy.a_sync_configs
+        if isinstance(bounded, Bounded) and configs.max_staleness == NUM_WORKERS:
+            bounded.lift()
+
     def _replace_communicator(self, communicator: Communicator) -> None:
         self.communicator.stop()
         self.communicator = communicator
@@ -181,11 +196,13 @@ class WorkerRole:
             tell_of_replacing(storage, kind, {server["model"] for server in self.client.stats()})
         if self._hybrid is not None:
             self._hybrid.put_network()
+        updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(storage.path)
         if self._membership is not None:
-            has_rest = self.communicator.keeps_rest
-            self._last_saves.note(self.communicator.num_steps, storage.path, dirname, kind, extra, has_rest)
+            made = LastSave(dirname, kind, extra, updates)
+            is_open = are_others_at_work or self.communicator.keeps_rest
+            self._last_saves.note(self.communicator.num_steps, storage.path, made, is_open)
         return saved
 
     def complete_saves(self) -> list[str]:

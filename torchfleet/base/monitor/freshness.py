@@ -67,5 +67,5 @@ def advice(dense_ages: Ages) -> str:
     return (
         f"half of the gradients come from a network that was {age} updates old or older. Above {OLD_NETWORK} that can "
         "cost quality: the network learns slower or not at all, where rows of that age do no harm. Use hybrid: "
-        "a_sync_configs={'hybrid': True}; or fewer workers, gather, or max_staleness (docs/modes/async.md)."
+        "a_sync_configs={'hybrid': True}; or fewer workers, gather, or a smaller max_staleness (docs/modes/async.md)."
     )

@@ -20,6 +20,8 @@ from torchfleet.base.errors import SecurityError
 from torchfleet.base.ownership import make_own
 from torchfleet.ps.kernels.shared_cache import SharedCache
 
+_TEMPORARY = "torchfleet-kernels-"  # begins the name of a temporary cache
+
 
 def keep_kernels(folder: Path) -> None:
     """Let numba cache compiled kernels beside their sources in `folder`, otherwise in the user's cache folder,
@@ -38,7 +40,7 @@ def keep_kernels(folder: Path) -> None:
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = home / "torchfleet" / f"kernels-{stamp}"
     if not _is_usable(own):
-        own = Path(tempfile.mkdtemp(prefix="torchfleet-kernels-"))
+        own = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
         atexit.register(_remove, own, os.getpid())
         print(
             f"torchfleet: compiled kernels can be kept neither in {folder} nor in {home}, and are compiled anew in "
@@ -48,6 +50,11 @@ def keep_kernels(folder: Path) -> None:
             flush=True,
         )
     nb.config.CACHE_DIR = str(own)
+
+
+def is_temporary() -> bool:
+    """Whether kernels are cached in a temporary folder of this process."""
+    return Path(nb.config.CACHE_DIR).name.startswith(_TEMPORARY)
 
 
 def _stamp(folder: Path) -> str:

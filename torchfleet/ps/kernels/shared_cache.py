@@ -13,6 +13,7 @@ from numba.core.caching import FunctionCache
 
 _PATIENCE = 60.0  # seconds to wait for a kernel that another process compiles; its compilation may have failed
 _PAUSE = 0.02  # seconds between two tries
+takes_locks = True  # False in a process of low priority, for which no other is to wait
 
 
 class SharedCache(FunctionCache):  # type: ignore[misc]
@@ -27,7 +28,7 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
-        if found is None and self._lock is None:
+        if found is None and self._lock is None and takes_locks:
             self._acquire()
             found = super().load_overload(sig, target_context)  # another process may have saved it meanwhile
             if found is not None:

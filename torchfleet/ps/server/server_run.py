@@ -94,7 +94,8 @@ class ServerRun:
         if (self._place.index or 0) % 2:  # on one machine, every second server begins with the others' last kernels
             specs.reverse()
         with telling_compilation(say):
-            warm_up(specs)
+            # The loop of a server that sends signs of life to its backup, or is asked for its log, does not compile.
+            warm_up(specs, are_copied=self.replica is not None or self._durability is not None)
         if specs:
             self._compiler = warm_up_rest()
 
@@ -158,7 +159,7 @@ class ServerRun:
     def close(self) -> None:
         """Release the address and close the log. The log is removed if all workers have left in an orderly way."""
         if self._compiler is not None:
-            self._compiler.kill()
+            self._compiler.terminate()
             self._compiler.wait()
             self._compiler = None
         if self.listener is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numba.core import event
 
-from torchfleet.ps.kernels.jit import mark_of_all
+from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
@@ -45,14 +45,17 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def warm_up(specs: Sequence[TableSpec] = ()) -> None:
-    """Use the kernels with which tables of these descriptions are trained, on a few rows. Without `specs`: all kernels
-    of all kinds of tables. Also makes the process keep freed memory, which the buffers of messages reuse.
+def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
+    """Use the kernels with which tables of these descriptions are trained, on a few rows; `are_copied`: also those with
+    which they are saved and copied. Without `specs`: all kernels of all kinds of tables. Also makes the process keep
+    freed memory, which the buffers of messages reuse.
     """
     keep_freed_memory()
     with _without_collector():
-        for spec in specs:
-            _train(make_table(_small(spec), _BYTES))
+        for table in (make_table(_small(spec), _BYTES) for spec in specs):
+            _train(table)
+            if are_copied and not table.spec.is_dense:
+                _keep(table)
         if not specs:
             for table in (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind)):
                 _train(table)
@@ -64,9 +67,12 @@ def warm_up_rest() -> subprocess.Popen[bytes] | None:
     """Start a process that compiles all kernels into the cache, if this has not been done. It has the lowest priority,
     and only one is at work on a machine. The caller ends it.
     """
-    if mark_of_all().exists():
+    if is_temporary() or mark_of_all().exists():  # what is compiled into a temporary folder, no other process finds
         return None
-    code = "import os; os.nice(19); from torchfleet.ps.server.warm import compile_all; compile_all()"
+    code = (
+        "import os; os.nice(19); from torchfleet.ps.kernels import shared_cache; shared_cache.takes_locks = False; "
+        "from torchfleet.ps.server.warm import compile_all; compile_all()"
+    )
     nowhere = subprocess.DEVNULL
     return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
 

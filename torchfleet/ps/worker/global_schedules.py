@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import weakref
 from collections.abc import Callable
@@ -93,10 +94,23 @@ def count_globally(scheduler: Any, num_workers: Callable[[], int], num_made: Cal
 def _counting(kind: type[Any]) -> type[Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         count = _counts.get(self)
-        for _ in range(1 if count is None or args or kwargs else count.of_call()):
+        num = 1 if count is None or args or kwargs else count.of_call()
+        if hasattr(self, "total_steps"):  # workers round their shares up, and together may make a few steps more
+            num = min(num, max(1, self.total_steps - self.last_epoch))
+        for _ in range(num):
             kind.step(self, *args, **kwargs)
 
-    members = {"step": step, "counts_globally": True, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Pickled as an object of the scheduler's own class."""
+        return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
+
+    members = {
+        "step": step,
+        "counts_globally": True,
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (kind,), members)
 
 

@@ -26,8 +26,16 @@ class Workers:
     """All workers of the job, seen from one of them. For one thread, with a client of its own."""
 
     def __init__(
-        self, client: Client, index: int, num: int, timeout: float, passes: Counter[str] | None = None
+        self,
+        client: Client,
+        index: int,
+        num: int,
+        timeout: float,
+        passes: Counter[str] | None = None,
+        on_files: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_files`: called before this worker takes part in a shared list of files."""
+        self._on_files = on_files
         self._client, self.index, self.num, self._timeout = client, index, num, timeout
         # passes of this process over shared lists so far, by name
         self._passes = Counter() if passes is None else passes
@@ -49,6 +57,7 @@ class Workers:
     def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles:
         """This worker's side of the next pass over a shared list of files. Takes ownership of the client."""
         try:
+            self._on_files()
             shared = SharedFiles(self._client, name, self._passes[name], paths, lease)
         except BaseException:
             self._client.close()

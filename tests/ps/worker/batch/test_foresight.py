@@ -120,10 +120,10 @@ def test_every_mode_with_rows_on_servers_pulls_and_pushes_once(mode: str, prefet
                 part.flush()
                 before = servers.counts("PULL"), servers.counts("PUSH")
             train(part, ids)
-        num_pulls = 5  # steps 3 to 7
+        num_pulls = 5 + 1  # steps 3 to 7, and the flush at the end, which asks for the dense parameters
         if mode == "async":
             num_pulls -= 2 * prefetch  # at step 3 the rows of steps 3 and 4 were under way already
-            num_pulls += 5 + 1  # each step, and the flush at the end, ask for the dense parameters
+            num_pulls += 5  # each step asks for the dense parameters, too
         part.flush()
         assert [b - a for a, b in zip(before[0], servers.counts("PULL"), strict=True)] == [num_pulls] * 2
         assert [b - a for a, b in zip(before[1], servers.counts("PUSH"), strict=True)] == [5, 5]
@@ -221,7 +221,7 @@ def test_prediction_over_parts_of_one_tensor_is_foreseen() -> None:
             for piece in ids.split(4):
                 part.model(piece)
         assert part.stats()["unforeseen_lookups"] == unforeseen
-        assert servers.counts("PULL")[0] == pulls + 6
+        assert servers.counts("PULL")[0] == pulls + 6 + 1  # and the servers' network, at the first call
 
 
 def test_accumulated_batches_cost_a_pull_each_and_one_push() -> None:

@@ -154,8 +154,10 @@ def test_worker_0_says_in_one_line_what_was_moved(capsys: pytest.CaptureFixture[
     for index in (0, 1):
         fleet.init(fleet.UserDefinedRoleMaker(index, "worker", 2, ["127.0.0.1:1"]))
         fleet.distributed_model(jobs.Net())
+        fleet.reset()
     fleet.init(fleet.UserDefinedRoleMaker(0, "server", 2, ["127.0.0.1:1"]))
     fleet.distributed_model(jobs.Net())
+    fleet.reset()
     told = capsys.readouterr().out
     assert names(told, 3, 90)
     assert told.count("\n") == 1

@@ -127,4 +127,4 @@ class Members:
         """Restore the state from the result of `export`."""
         self.absent, self.left, self.lost = set(kept["absent"]), dict(kept["left"]), dict(kept["lost"])
         self._out = {worker: (process, step) for worker, (process, step) in kept["out"].items()}
-        self._processes, self.finished = dict(kept["processes"]), set(kept["finished"])
+        self._processes, self.finished = dict(kept["processes"]), set(kept.get("finished", ()))

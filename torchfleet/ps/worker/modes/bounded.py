@@ -49,33 +49,33 @@ class Bounded(Communicator):
         self._names = [group.spec.name for group in plan.dense]
         self._under_way: Future[Dense] | None = None
         self._is_counted = False  # the servers expect this worker's next push
-        self._is_computing = False  # the model was called with gradients since the last push
         self._is_over = False
+        self._is_lifted = False
 
     def freshen(self) -> None:
         self._take()
         if not torch.is_grad_enabled():
             if not self._is_computing:
                 self.rest()  # it predicts, for how long is not known
-        elif not self._is_over:
+        elif not self._is_over and not self._is_lifted:
             if not self._is_counted:
                 self._write(self._client.pull_dense_tables(self._names, is_bounded=True).result())
-            self._is_counted = self._is_computing = True
+            self._is_counted = True
         super().freshen()
 
     def _push(self, gradients: Gradients) -> None:
         self._take()  # if the model was not called as a whole
-        flags = BOUNDED | DENSE_BACK | VERSIONS
+        flags = DENSE_BACK | VERSIONS | (0 if self._is_lifted else BOUNDED)
         self._under_way = self._client.push_tables(
             {**gradients.dense, **gradients.sparse},
             gradients.rates,
             gradients.versions,
             flags,
             self._timeout,
-            settings=[self._max_staleness],
+            settings=[] if self._is_lifted else [self._max_staleness],
             are_finite=gradients.are_finite,
         )
-        self._is_counted, self._is_computing = True, False
+        self._is_counted = not self._is_lifted
 
     def settle(self) -> None:
         self._take()
@@ -86,7 +86,12 @@ class Bounded(Communicator):
         self._take()
         if self._is_counted:
             self._client.push_tables({}, flags=BOUNDED, settings=[self._max_staleness]).result()
-            self._is_counted = self._is_computing = False
+            self._is_counted = False
+
+    def lift(self) -> None:
+        """Let the bound not hold for this worker from now on: the servers neither delay its pushes nor expect them."""
+        self.rest()
+        self._is_lifted = True
 
     def flush(self) -> None:
         self.rest()

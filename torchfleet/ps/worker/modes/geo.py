@@ -190,8 +190,10 @@ class Geo(Communicator):
         with self._alone:
             if self._is_shown:
                 self._is_shown = False
-                for group in self._plan.dense:
-                    group.write(self._aside[group.spec.name], unnoticed=self._is_beside)
+                for group in self._plan.dense:  # with what the script has changed by hand meanwhile
+                    name = group.spec.name
+                    changed = group.values() - self._dense_base[name]
+                    group.write(self._aside[name] + changed, unnoticed=self._is_beside)
 
     def stop(self) -> None:
         try:

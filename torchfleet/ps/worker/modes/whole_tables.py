@@ -66,6 +66,10 @@ class WholeTables(Communicator):
         self._num_exchanges = self._num_rows_sent = 0
         self._thread = BackgroundThreads([self._carry], "the exchange with the servers failed", on_end=self._wake)
 
+    def enter(self, is_training: bool, has_gradients: bool) -> None:
+        """Lookups read what the servers hold. The script itself decides when it flushes."""
+        self.freshen()
+
     def start(self) -> None:
         """Fill the arrays from the servers, which from then on record other workers' changes for this worker."""
         self._thread.start()
