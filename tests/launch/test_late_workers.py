@@ -215,15 +215,22 @@ import os, sys, time
 from pathlib import Path
 
 here = Path(sys.argv[1])
-if os.environ["FLEET_ROLE"] == "WORKER" and os.environ["FLEET_WORKER_INDEX"] == "1":
+
+
+def wait_for(pattern, num):
+    deadline = time.monotonic() + 60
+    while len(list(here.glob(pattern))) < num and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+if os.environ["FLEET_ROLE"] == "SERVER":
+    wait_for("finished", 1)
+elif os.environ["FLEET_WORKER_INDEX"] == "1":
     (here / f"failed{time.time_ns()}").touch()
     sys.exit(3)  # before fleet.init_worker()
-if os.environ["FLEET_ROLE"] == "WORKER":
+else:
     Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "async"}')
-    deadline = time.monotonic() + 60
-    while len(list(here.glob("failed*"))) < int(sys.argv[2]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)  # the launcher looks every 0.1 s
+    wait_for("failed*", int(sys.argv[2]))
     (here / "finished").touch()
 """
 

@@ -43,7 +43,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "defaults": (),
     "log": (*SERVERS, "--durability", "log", "--log_size", "5Gi", "--storage_class", "fast", "--fsync_ms", "0"),
     "replicas": (*SERVERS, *ETCD, "--max_restart", "3"),
-    "restarts": (*SERVERS, "--max_restart", "5", "--save_on_stop", "/data/model", "--grace", "90", "--ttl", "60"),
+    "restarts": (*SERVERS, "--max_restart", "5", "--save_on_stop", "/data/model", "--grace", "90", "--ttl", "600"),
     "resources": (*SERVERS, "--server_cpus", "2", "--server_memory", "8GB", "--worker_cpus", "0.5", "--worker_memory",
                   "512MB", "--gpus", "1"),
     "placement": (*SERVERS, "--node_selector", "pool=cpu", "--node_selector", "example.com/zone=a", "--toleration",
