@@ -140,5 +140,6 @@ def test_the_rate_of_a_slow_link_is_found(slow_link: tuple[str, str]) -> None:
         server.wait(10)
     found = msgspec.json.decode(measured.stdout)
     expected = MBIT * 1e6 / 8 * 1448 / 1514
-    assert found["to_bytes_s"] == pytest.approx(expected, rel=0.15)
-    assert found["from_bytes_s"] == pytest.approx(expected, rel=0.15)
+    # The shaper is a bound from above. From below there is none on busy cores: 0.75 was seen; 1/8 if bits were bytes.
+    assert 0.2 * expected < found["to_bytes_s"] < 1.15 * expected
+    assert 0.2 * expected < found["from_bytes_s"] < 1.15 * expected
