@@ -95,12 +95,13 @@ def compilers_are_back() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_job_has_stopped() -> Iterator[None]:
-    """Calls without a job say that stop_worker was called, if it was: not by an earlier test."""
+def earlier_jobs_are_forgotten() -> Iterator[None]:
+    """Calls without a job say that stop_worker was called, and fleet.init that it was called with other arguments: not
+    by an earlier test."""
     yield
     found = sys.modules.get("torchfleet.api.current_job")
     if found is not None:
-        found.current.has_stopped = False
+        found.current.has_stopped, found.current.arguments = False, {}
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def _check_same(given: dict[str, Any]) -> None:
     if current.job is None or current.job.model is None:
         return
     for name, value in given.items():
-        before = current.arguments[name]
+        before = current.arguments.get(name, value)
         if value != before:
             raise FleetError(
                 f"fleet.init was called before with {name}={before!r:.200}, and now with {name}={value!r:.200}: a job "
