@@ -165,7 +165,7 @@ class WorkerRole:
     def allow_threads(self) -> None:
         """Called before several threads train. In async mode this lifts the bound for the network, unless the user has
         set it: a server bounds the staleness of one set of values per worker."""
-        if isinstance(self.communicator, Bounded) and self.strategy.a_sync_configs.max_staleness == NUM_WORKERS:
+        if self._default_bound() is not None:
             tell("several threads train: max_staleness, the number of workers by default, does not hold from now on")
             unbounded = make_unbounded(self._setup, self.client, self._connect)
             unbounded.num_steps = self.communicator.num_steps
@@ -175,9 +175,13 @@ class WorkerRole:
         """Called when workers share a list of files. In async mode this lifts the bound for the network, unless the
         user has set it: faster workers take more files, and a worker that waits for the others' files pushes nothing.
         """
-        bounded, configs = self.communicator, self.strategy.a_sync_configs
-        if isinstance(bounded, Bounded) and configs.max_staleness == NUM_WORKERS:
+        if (bounded := self._default_bound()) is not None:
             bounded.lift()
+
+    def _default_bound(self) -> Bounded | None:
+        """The communicator, if it has a bound that the user has not set."""
+        is_default = self.strategy.a_sync_configs.max_staleness == NUM_WORKERS
+        return self.communicator if is_default and isinstance(self.communicator, Bounded) else None
 
     def _replace_communicator(self, communicator: Communicator) -> None:
         self.communicator.stop()
