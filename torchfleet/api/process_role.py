@@ -67,7 +67,7 @@ def data_shard() -> tuple[int, int]:
 
 
 def device() -> torch.device:
-    """The device on which this process computes: its GPU, or the CPU if there is none. Of servers, the CPU.
+    """Return the device on which this process computes: its GPU if it has one, else the CPU. Servers use the CPU.
 
     A worker or rank has the GPU with its index on its machine; workers share GPUs if there are too few. The variable
     FLEET_DEVICE=cpu keeps a job off the GPUs. Put the model there before distributed_model: Model().to(fleet.device()).

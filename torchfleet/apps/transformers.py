@@ -192,7 +192,7 @@ def _begin(strategy: DistributedStrategy | None) -> None:
 
 
 def _folder_of(checkpoint: str) -> str:
-    """The folder of a checkpoint that fleet.save wrote. Raises FleetError if there is none."""
+    """Return the folder that fleet.save wrote for a checkpoint. Raises FleetError if it is missing."""
     folder = os.path.join(checkpoint, _FOLDER)
     if fleet.saved_extra(folder) is None:
         raise FleetError(

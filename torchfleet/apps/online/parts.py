@@ -29,7 +29,7 @@ class Source(Protocol):
     """Yields the parts of a stream. Worker 0 calls `next`, all workers call `files_of`."""
 
     def next(self, position: Any) -> Part | None:
-        """The first finished part after `position` (None: from the beginning), or None if there is none yet."""
+        """Return the first finished part after `position` (None: from the start), or None if no part is finished."""
 
     def is_over(self, position: Any) -> bool:
         """Whether no further part will come after `position`. Called when `next` has returned None."""

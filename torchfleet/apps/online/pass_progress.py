@@ -73,7 +73,7 @@ def history(model_dir: str) -> list[Result]:
 
 
 def saved_progress(model_dir: str) -> PassProgress:
-    """The progress after the last complete pass saved in `model_dir`; that of a new model if there is none."""
+    """Return the progress after the last complete pass saved in `model_dir`, or that of a new model without one."""
     extra = fleet.saved_extra(model_dir) or {}
     try:
         return msgspec.convert(extra.get(_KEY, {}), PassProgress)
