@@ -8,9 +8,11 @@ import sys
 
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.net import addresses
+from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import speaker
@@ -34,7 +36,8 @@ def main() -> int:
     listener = addresses.listen(places[options.replica])
     server.state.say = speaker(options.replica)
     own = Identity(0, options.replica, options.restart, secrets.randbits(63) | 1)
-    replica = Replica(server, own, make_coordinator(options.coordinator), connect)
+    liveness = Liveness(lambda number: is_refused(places[number]), True)
+    replica = Replica(server, own, make_coordinator(options.coordinator), connect, liveness=liveness)
     replica.begin()
     listener.serve(replica, lambda: replica.is_stopping)
     replica.end()

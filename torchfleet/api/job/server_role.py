@@ -20,10 +20,12 @@ from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.net import addresses
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import Way
+from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.transport import Channel, ServerSocket
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import rows_text, tables_text
@@ -184,7 +186,8 @@ class ServerRole:
         def connect(replica: int) -> Channel:
             return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
 
-        made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
+        liveness = Liveness(lambda replica: is_refused(self._way.endpoint(info.replica_places[replica])), True)
+        made = Replica(self._server, own, make_coordinator(info.coordinator), connect, liveness=liveness)
         self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
         return made
 

@@ -106,8 +106,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower, now: float) -> Fate:
-        fate = look(self, now)
+    def take_over(self: Follower) -> Fate:
+        fate = look(self)
         if fate is Fate.WAITS and self.view is not None and self.view.backup:
             self.view = self.view.taken_over()
             return Fate.TAKES_OVER
@@ -120,14 +120,14 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower, now: float) -> Fate:
+    def take_over(self: Follower) -> Fate:
         view = self._coordinator.read(self._own.shard)
         if view is not None and not view.backup and view.primary == self._primary and self.replay.is_complete:
             after = View(view.term + 1, self._own.name)
             if self._coordinator.replace(self._own.shard, view, after):
                 self.view = after
                 return Fate.TAKES_OVER
-        return look(self, now)
+        return look(self)
 
     patch(Follower, "_look_for_end", take_over)
 

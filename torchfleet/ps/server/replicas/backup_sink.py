@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 
-from torchfleet.base.errors import WireError
 from torchfleet.ps.net.transport import Channel
-from torchfleet.ps.net.wire import Command, Frame, Message, Role, decode
-from torchfleet.ps.server.replicas.between import Identity, append
+from torchfleet.ps.net.wire import Frame, Message
+from torchfleet.ps.server.replicas.between import Identity, append, confirm_in
 
 _RESEND = 1.0  # seconds without a confirmation after which all unconfirmed messages are sent again
 _ALL = 1 << 62  # an index above that of every entry
@@ -62,10 +60,8 @@ class BackupSink:
     def hear(self) -> Message | None:
         """The next CONFIRM of this shard; None if none has arrived. Does not block, and drops other messages."""
         while (frames := self._channel.receive(0)) is not None:
-            with contextlib.suppress(WireError):  # another process at the address may have sent it
-                message = decode(frames)
-                if (message.command, message.role, message.shard) == (Command.CONFIRM, Role.SERVER, self._own.shard):
-                    return message
+            if (message := confirm_in(frames, self._own.shard)) is not None:
+                return message
         return None
 
     @property
@@ -98,7 +94,11 @@ class BackupSink:
         if self._kept and now - self._progress > _RESEND:
             self._num_sent, self._progress, self._is_open = 0, now, False
         self._flush()
-        self._channel.send(append(self._own, self.term, self._session, 0, now, (), self.flags))
+        self._channel.send(self.sign(now))
+
+    def sign(self, now: float) -> list[Frame]:
+        """A sign of life. Any thread may call it."""
+        return append(self._own, self.term, self._session, 0, now, (), self.flags)
 
     def _flush(self) -> None:
         while self._is_open and self._num_sent < len(self._kept) and self._channel.send(self._kept[self._num_sent][2]):

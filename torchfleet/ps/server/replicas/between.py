@@ -16,8 +16,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from torchfleet.base.errors import WireError
 from torchfleet.ps.coordination.view import MAX_NAME
-from torchfleet.ps.net.wire import Array, Command, Frame, Message, Role, encode, pack
+from torchfleet.ps.net.wire import Array, Command, Frame, Message, Role, decode, encode, pack
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 REQUESTS = (Command.FOLLOW, Command.APPEND)
@@ -77,6 +78,17 @@ def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:
     message = _message(own, Command.CONFIRM, term, own.incarnation)
     message.call, message.sequence = number, stamped
     return encode(message)
+
+
+def confirm_in(frames: Sequence[Frame], shard: int) -> Message | None:
+    """The CONFIRM of this shard in `frames`; None for anything else: another process at the address may have sent
+    it."""
+    try:
+        message = decode(frames)
+    except WireError:
+        return None
+    is_confirm = (message.command, message.role, message.shard) == (Command.CONFIRM, Role.SERVER, shard)
+    return message if is_confirm else None
 
 
 def stamp(now: float) -> int:

@@ -14,7 +14,9 @@ from torchfleet.ps.net.wire import Frame, Message
 from torchfleet.ps.server.log.log_entry import Entry, decode_entry
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
-from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
+from torchfleet.ps.server.replicas.liveness import Liveness
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, SILENCE
+from torchfleet.ps.server.replicas.silence import Silence
 from torchfleet.ps.server.server import Server
 
 _MOST_WAITING = 16  # entries; they take memory, and a take-over must apply them first
@@ -37,9 +39,15 @@ class Follower:
     """
 
     def __init__(
-        self, server: Server, own: Identity, coordinator: Coordinator, connect: Callable[[int], Channel], now: float
+        self,
+        server: Server,
+        own: Identity,
+        coordinator: Coordinator,
+        connect: Callable[[int], Channel],
+        now: float,
+        liveness: Liveness,
     ) -> None:
-        self.replay = Replay(server)
+        self.replay, self._liveness, self._silence = Replay(server), liveness, Silence(now)
         self._own, self._coordinator, self._connect = own, coordinator, connect
         self.view: View | None = None
         self._channel: Channel | None = None
@@ -47,19 +55,20 @@ class Follower:
         self._number = self._stamp = 0  # of the last message in order; the latest stamp
         self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
         self._told = 0  # the highest term in the primary's messages
-        self._heard = self._looked = self._asked = now
+        self._asked = now
         self.is_in_view = self._is_primary_lost = False
 
     @property
     def term(self) -> int:
         return max(self._told, self.view.term if self.view else 0)
 
-    def take(self, message: Message, now: float) -> list[Frame] | None:
+    def take(self, message: Message) -> list[Frame] | None:
         """Take an APPEND, and return the CONFIRM; None if it is not for this process. An entry that is not the next one
         is ignored. Raises LogError if the entry is malformed, or an earlier one cannot be applied."""
         if message.client != self._own.incarnation or self._channel is None:
             return None  # meant for an earlier process at this address
-        self._heard, self._stamp = now, max(self._stamp, message.sequence)
+        self._silence.hear()
+        self._stamp = max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self.is_in_view |= bool(message.flags & IN_VIEW)
         if message.call == self._number + 1:
@@ -87,15 +96,19 @@ class Follower:
     def tick(self, now: float) -> Fate:
         """Look for a primary, or check whether the primary is lost, and decide what to do next. Raises FleetError if no
         replica has the state any longer."""
-        if now - self._looked > OWN_PAUSE:
-            self._heard = now  # this process stood still, so messages of the primary may still be unread
-        self._looked = now
+        self._silence.look(now)
+        if self._number and not self._is_primary_lost and self._silence.seconds > MISSED:
+            self._is_primary_lost = self._liveness.is_refused(replica_of(self._primary))
         with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
             if not self._number:
                 return self._look_for_primary(now)
-            if self._is_primary_lost or now - self._heard > SILENCE or self.replay.server.is_stopping:
-                return self._look_for_end(now)
+            if self._is_silent or self.replay.server.is_stopping:
+                return self._look_for_end()
         return Fate.WAITS
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._is_primary_lost or self._silence.exceeds(SILENCE)
 
     def close(self) -> None:
         if self._channel is not None:
@@ -121,15 +134,14 @@ class Follower:
         self._channel.send(follow(self._own, view.term))
         return Fate.WAITS
 
-    def _look_for_end(self, now: float) -> Fate:
+    def _look_for_end(self) -> Fate:
         view = self.view = self._coordinator.read(self._own.shard)
         if view is None or view.primary == ENDED:
             return Fate.ENDS
         if view.primary != self._primary:
             return Fate.DROPPED
-        is_silent = self._is_primary_lost or now - self._heard > SILENCE
         if view.backup == self._own.name:
-            if is_silent and self._coordinator.replace(self._own.shard, view, view.taken_over()):
+            if self._is_silent and self._coordinator.replace(self._own.shard, view, view.taken_over()):
                 self.view = view.taken_over()
                 return Fate.TAKES_OVER
             return Fate.WAITS
@@ -138,7 +150,7 @@ class Follower:
                 "the primary of this server was lost before this backup had received its whole state, so the rows are "
                 "lost. Restart the job from the last checkpoint."
             )
-        is_late = self.is_in_view or now - self._heard > GIVE_UP
+        is_late = self.is_in_view or self._silence.exceeds(GIVE_UP)
         return Fate.DROPPED if is_late else Fate.WAITS
 
 

@@ -1,11 +1,11 @@
 """Intervals and time-outs, in seconds, with which replicas detect each other's failure."""
 
 BEAT = 0.2  # between two signs of life that the primary sends; the backup answers each
-SILENCE = 0.65  # without a message from the primary, after which the backup takes over
+SILENCE = 0.65  # without a message from the primary, after which the backup takes over; more on a busy machine
 LEASE = 0.5  # after the primary sent a message that the backup answered; in this time the backup cannot take over
 PATIENCE = 1.5  # without an answer from the backup while replies wait for it; then the primary goes on alone
 GIVE_UP = 10.0  # without a message from the other replica while the backup is being filled; then either gives up
-OWN_PAUSE = 0.4  # between two ticks; if more has passed, this process stood still, perhaps not the other
+MISSED = 0.3  # without a message, after which a replica asks the kernel whether the other's process has ended
 FAREWELL = 2.0  # after a take-over at the end of a job, in which the replica still answers repeated requests
 
 assert LEASE < SILENCE

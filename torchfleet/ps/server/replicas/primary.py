@@ -12,7 +12,10 @@ from torchfleet.ps.net.wire import MAX_BODY, Message, unpack
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
 from torchfleet.ps.server.replicas.between import IN_VIEW, FollowBody, Identity, LostBody, replica_of, seconds
-from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, LEASE, OWN_PAUSE, PATIENCE
+from torchfleet.ps.server.replicas.liveness import Liveness
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, LEASE, MISSED, PATIENCE
+from torchfleet.ps.server.replicas.signs_of_life import SignsOfLife
+from torchfleet.ps.server.replicas.silence import Silence
 
 _WINDOW = 8  # pieces of the state are sent only while fewer messages than this are unconfirmed
 
@@ -28,13 +31,16 @@ class Primary:
         connect: Callable[[int], Channel],
         view: View,
         now: float,
+        liveness: Liveness,
     ) -> None:
         self.logged, self._own, self._coordinator, self._connect = logged, own, coordinator, connect
         self._sink: BackupSink | None = None
+        self._liveness, self._silence = liveness, Silence(now)
+        self._signs: SignsOfLife | None = None
         self._backup = ""  # name of the replica that the sink sends to
         self._session = 0  # incarnation of that replica
         self._mark: int | None = None  # number of the message that a new backup must confirm next in `_join`
-        self._heard = self._lease = self._looked = self._beaten = now
+        self._lease = self._beaten = now
         self._renewed = now
         self._is_backup_lost = False
         self._may_be_named = False  # it is unknown whether the view names the new backup already
@@ -54,7 +60,9 @@ class Primary:
 
     def is_sure(self, now: float) -> bool:
         """Whether it is certain that no other replica has taken over by the time `now`."""
-        return not self.is_deposed and (not self._may_be_replaced or now < self._lease)
+        if self.is_deposed or not self._may_be_replaced:
+            return not self.is_deposed
+        return now < self._lease or (self._signs is not None and now < self._signs.lease)
 
     def follow(self, message: Message, now: float) -> None:
         """Take a FOLLOW: begin to send state and entries to the replica. Ignored while there is a sink already."""
@@ -62,13 +70,16 @@ class Primary:
         if self._sink is not None or self.is_deposed or replica_of(body.name) in (-1, self._own.replica):
             return
         self._backup, self._session = body.name, message.client
-        self._heard, self._mark, self._is_backup_lost = now, None, False
-        sink = BackupSink(self._connect(replica_of(body.name)), self._own, message.client, self.logged.index)
+        self._silence, self._mark, self._is_backup_lost = Silence(now), None, False
+        number = replica_of(body.name)
+        sink = BackupSink(self._connect(number), self._own, message.client, self.logged.index)
         self._sink, sink.term = sink, self.view.term
+        if self._liveness.has_thread:
+            self._signs = SignsOfLife(lambda: self._connect(number), sink.sign, self._own.shard, message.client, now)
         self.logged.add_sink(sink)
         sink.beat()
         self.logged.copy_to(sink.append, lambda: sink.num_waiting < _WINDOW)
-        self._say(f"replica {replica_of(body.name)} is being filled")
+        self._say(f"replica {number} is being filled")
 
     def listen(self, now: float) -> None:
         """Handle all CONFIRM messages that have arrived. Does not block."""
@@ -86,7 +97,7 @@ class Primary:
         """Take a CONFIRM of the backup: extend the lease, and drop the confirmed messages."""
         if self._sink is None or message.client != self._session:
             return
-        self._heard = now
+        self._silence.hear()
         self._lease = max(self._lease, seconds(message.sequence) + LEASE)
         self._sink.confirm(message.call)
         if not self.has_backup:
@@ -99,9 +110,9 @@ class Primary:
 
     def tick(self, now: float) -> None:
         """Renew the job at the coordinator, send the backup a sign of life, and give up a backup that is silent."""
-        if now - self._looked > OWN_PAUSE:
-            self._heard = now  # this process stood still, so answers of the backup may still be unread
-        self._looked = now
+        self._silence.look(now)
+        if self._signs is not None and self._signs.turn(now):
+            self._silence.hear()
         if now - self._renewed > RENEWAL:
             self._renewed = now
             with contextlib.suppress(CoordinatorUnreachable):
@@ -109,12 +120,17 @@ class Primary:
         if self._sink is None or now - self._beaten < BEAT:
             return
         self._beaten = now
-        if self._is_backup_lost or now - self._heard > (PATIENCE if self._sink.is_counted else GIVE_UP):
+        if self._is_backup_gone(self._sink):
             self._go_on_alone(self._sink)
             return
         self._sink.beat()
         if not self.has_backup:
             self._join()
+
+    def _is_backup_gone(self, sink: BackupSink) -> bool:
+        if not self._is_backup_lost and self._silence.seconds > MISSED:
+            self._is_backup_lost = self._liveness.is_refused(replica_of(self._backup))
+        return self._is_backup_lost or self._silence.exceeds(PATIENCE if sink.is_counted else GIVE_UP)
 
     def check_view(self) -> None:
         """Read the view again, because another replica may have changed it. If so, this one is deposed."""
@@ -131,6 +147,8 @@ class Primary:
             self._coordinator.replace(self._own.shard, self.view, self.view.over())
 
     def close(self) -> None:
+        if self._signs is not None:
+            self._signs.close(wait=True)
         self.logged.close()
 
     def _use(self, view: View) -> None:
@@ -160,6 +178,7 @@ class Primary:
         self._may_be_named = True
         if self._replace(self.view.joined_by(self._backup)):
             sink.beat()
+            self._silence.forget()  # filling has held up its answers
             self._say(f"replica {replica_of(self._backup)} is the backup now (term {self.view.term})")
 
     def _go_on_alone(self, sink: BackupSink) -> None:
@@ -168,7 +187,9 @@ class Primary:
         self.logged.remove_sink(sink)
         self.logged.end_copy(sink.append)
         sink.close()
-        self._sink = None
+        if self._signs is not None:
+            self._signs.close()
+        self._sink = self._signs = None
         self._say(f"replica {replica_of(self._backup)} is gone; this one goes on alone (term {self.view.term})")
 
     def _replace(self, view: View) -> bool:

@@ -27,6 +27,7 @@ from torchfleet.ps.net.wire import (
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody
 from torchfleet.ps.server.replicas.follower import Fate, Follower
+from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.pace import FAREWELL
 from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.server import Server
@@ -45,12 +46,13 @@ class Replica:
         coordinator: Coordinator,
         connect: Callable[[int], Channel],
         clock: Callable[[], float] = time.monotonic,
+        liveness: Liveness | None = None,
     ) -> None:
         """Become primary if this replica can claim the shard (`_claim`), else a follower. Raises
         CoordinatorUnreachable."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
-        self._clock = clock
+        self._clock, self._liveness = clock, liveness or Liveness()
         self._took_over: float | None = None
         self._is_active = False
         self.is_over = False  # the job has ended while this replica was a follower
@@ -60,7 +62,7 @@ class Replica:
         self._primary: Primary | None = None
         view = self._claim()
         if view is None:
-            self._follower = Follower(server, own, coordinator, connect, clock())
+            self._follower = Follower(server, own, coordinator, connect, clock(), self._liveness)
         else:
             self._primary = self._lead(LoggedServer(server, [], clock=clock), view)
 
@@ -168,7 +170,8 @@ class Replica:
         return view if self._coordinator.replace(self._own.shard, before, view) else None
 
     def _lead(self, logged: LoggedServer, view: View) -> Primary:
-        return Primary(logged, self._own, self._coordinator, self._connect, view, self._clock())
+        now = self._clock()
+        return Primary(logged, self._own, self._coordinator, self._connect, view, now, self._liveness)
 
     def _take(self, peer: Peer, frames: Sequence[Frame], envelope: Envelope, role: int) -> Replies:
         """Handle FOLLOW or APPEND of the other replica, or LOST of the launcher. Returns the replies."""
@@ -193,7 +196,7 @@ class Replica:
         now, command, primary = self._clock(), message.command, self._primary
         if primary is None:
             is_entry = command == Command.APPEND and self._follower is not None
-            confirmed = self._follower.take(message, now) if is_entry and self._follower is not None else None
+            confirmed = self._follower.take(message) if is_entry and self._follower is not None else None
             return [] if confirmed is None else [(peer, confirmed)]
         if message.term > primary.view.term:
             primary.check_view()
