@@ -2,6 +2,8 @@
 
 Two replicas and a client that pushes without a pause, as processes of this machine. A killed replica is started again
 and filled; then the other one is killed. Every push adds a known number to known rows: what is lost or doubled shows.
+`--load N --seconds S` runs N busy processes beside them, and first counts the changes of view in S seconds without a
+fault: each of them is false.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,20 @@ class Replicas:
             self._start_again()
             time.sleep(0.02)
         raise FleetError(f"no backup is in step after {START:g} s")
+
+    def false_changes(self, seconds: float) -> dict[str, int]:
+        """How often a backup took over, and how often a backup was given up, in so many seconds without a fault."""
+        found = {"false_takeovers": 0, "false_drops": 0}
+        before, deadline = self._coordinator.read(0), time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            view = self._coordinator.read(0)
+            if view is not None and before is not None and view.term > before.term:
+                found["false_takeovers"] += view.primary != before.primary
+                found["false_drops"] += view.primary == before.primary and bool(before.backup)
+                before = view
+            self._start_again()
+            time.sleep(0.02)
+        return found
 
     def _start_again(self) -> None:
         """As fleetrun does with one that was deposed."""
@@ -130,6 +146,18 @@ class Load:
 
 
 @contextmanager
+def busy(num: int) -> Iterator[None]:
+    """So many processes that compute without a pause."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
 def replicas(url: str | None, is_told: bool) -> Iterator[Replicas]:
     with tempfile.TemporaryDirectory() as name:
         made = Replicas(Path(name), url, is_told)
@@ -160,9 +188,13 @@ def measure_kills(options: argparse.Namespace) -> dict[str, object]:
     with (
         replicas(options.coordinator, not options.untold) as pair,
         connect("|".join(pair.places), options.dim) as client,
+        ExitStack() as stack,
     ):
         fill(client, options.rows, options.dim)
         load = Load(client, options.dim)
+        pair.primary()
+        stack.enter_context(busy(options.load))
+        changes = pair.false_changes(options.seconds)
         for number in range(options.kills):
             primary = pair.primary()
             load.silence(time.monotonic())  # pushes flow
@@ -178,6 +210,7 @@ def measure_kills(options: argparse.Namespace) -> dict[str, object]:
         rows = client.pull("rows", np.arange(NUM_KEYS, dtype=np.uint64)).result()
     off = rows - num_pushes
     return {
+        **changes,
         "kills": options.kills,
         "takeover_p50_s": round(statistics.median(silences), 3),
         "takeover_p99_s": round(float(np.quantile(silences, 0.99)), 3),
@@ -233,6 +266,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="beside those that are pushed to")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--untold", action="store_true", help="no launcher tells of a loss: silence does")
+    parser.add_argument("--load", type=int, default=0, help="busy processes beside the replicas")
+    parser.add_argument("--seconds", type=float, default=0.0, help="without a fault, before the first kill")
     parser.add_argument("--coordinator", help="etcd://host:port/NAME (default: files)")
     parser.add_argument("--cost", action="store_true", help="measure what a backup costs, and kill nobody")
     parser.add_argument("--rounds", type=int, default=7)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.messages import lines_naming
 from support.paths import SCRIPTS
-from support.scripts.launching import SOON, START, TINY, Forked, Started, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, START, TINY, Forked, Started, forked_fleetrun, in_log, run_dir, wait_until
 
 from torchfleet.launch.roles import free_ports
 
@@ -121,3 +121,32 @@ def test_elastic_sync_training_is_refused_by_name(mode: str, text: str) -> None:
         worker = job.worker(0, "--mode", mode)
         assert worker.wait() != 0
         assert text in worker.output
+
+
+LAST = str(SCRIPTS / "last_barrier.py")
+
+
+@contextlib.contextmanager
+def last_barrier(log_dir: Path, *options: str) -> Iterator[Started]:
+    variables = {"PYTHONPATH": ROOT, "FLEET_WORKER_TIMEOUT": str(TIMEOUT)}
+    with forked_fleetrun(log_dir, *JOB, "--max_restart", "5", LAST, *options, **variables) as job:
+        for worker in range(2):
+            log = run_dir(log_dir) / f"workerlog.{worker}"
+            wait_until(in_log(log, f"worker {worker} has trained"), START, f"worker {worker}")
+        yield job
+
+
+def test_async_a_worker_killed_near_the_last_barrier_is_started_again_and_the_job_ends(tmp_path: Path) -> None:
+    """It takes longer to start than a worker may be silent. Who waits for it neither fails nor is started again."""
+    with last_barrier(tmp_path, "--comes", "--start", str(TIMEOUT + 4)) as job:
+        os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+        assert job.wait() == 0, job.output
+        assert lines_naming(job.output, "worker 1", "-9", "again")
+        assert not lines_naming(job.output, "worker 0", "again")
+
+
+def test_async_a_worker_that_waits_in_vain_is_not_started_again(tmp_path: Path) -> None:
+    with last_barrier(tmp_path, "--sync_timeout", "3") as job:
+        assert job.wait() == 1, job.output
+        assert lines_naming(job.output, "worker 0", "exit status 1", "the job ends")
+        assert not lines_naming(job.output, "worker 0", "again")

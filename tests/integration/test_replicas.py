@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import processes
+from support.messages import lines_naming
 from support.own_etcd import started_etcd
 from support.scripts.launching import START, Started, forked_fleetrun, in_log, run_dir, wait_until
 
@@ -113,6 +114,8 @@ def test_training_goes_on_without_a_backup_and_a_new_one_is_filled(tmp_path: Pat
         job.wait_for_backup(2)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
+        assert lines_naming(job.started.output, "server 0", "without a backup", "warning")
+        assert lines_naming(job.started.output, "server 0", "without a backup", "1 time")
 
 
 @pytest.mark.slow

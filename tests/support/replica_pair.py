@@ -15,6 +15,7 @@ from torchfleet.ps.coordination.file_coordinator import FileCoordinator
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Frame, Role
 from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
 
@@ -25,8 +26,10 @@ _ONE = 0.001  # seconds that a message takes
 class Pair:
     """`replicas`: by number; None: no process is there."""
 
-    def __init__(self, folder: Path, num_workers: int = 0) -> None:
+    def __init__(self, folder: Path, num_workers: int = 0, waits_for_backup: bool = True) -> None:
         folder.chmod(0o700)
+        self._waits_for_backup = waits_for_backup
+        self.is_one_machine = False  # whether a replica sees that the other one's process has ended
         self.now = 100.0
         self.coordinator = FileCoordinator(folder)
         self._num_workers = num_workers
@@ -44,7 +47,13 @@ class Pair:
         server = Server(MAX_TABLE_BYTES, num_workers=self._num_workers)
         own = Identity(0, replica, self.restarts[replica], 1000 * (replica + 1) + self.restarts[replica])
         made = Replica(
-            server, own, self.coordinator, lambda to: PairChannel(self, replica, to, Role.SERVER), self.clock
+            server,
+            own,
+            self.coordinator,
+            lambda to: PairChannel(self, replica, to, Role.SERVER),
+            self.clock,
+            Liveness(lambda to: self.is_one_machine and self.replicas[to] is None),
+            self._waits_for_backup,
         )
         made.begin()
         self.replicas[replica], self.servers[replica] = made, server

@@ -18,6 +18,7 @@ from torchfleet.launch.endurance.placement import (
     coordination,
     coordinator_url,
     num_replicas,
+    waiting_variables,
     with_backups,
 )
 from torchfleet.launch.endurance.worker_loss import add_option as add_loss_option
@@ -162,6 +163,7 @@ def _tasks(
     if job.min_workers:
         given_threads()  # raises if it is not a number: workers join by it
     rules = loss_variables(options, num_workers, job.min_workers)
+    rules |= waiting_variables(options.no_wait_for_backups, num_replicas(options.replicas))
     base = {**job.environment, **server_bounds(options), **rules, **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
     made = tasks(layout, num_workers, base, num_local if job.min_workers or options.server_num == "auto" else 0)

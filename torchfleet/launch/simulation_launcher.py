@@ -26,7 +26,7 @@ _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "thr
 _OTHERS = (
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
     "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
-    "tensorboard", "verbose", "trace_every",
+    "no_wait_for_backups", "tensorboard", "verbose", "trace_every",
 )  # fmt: skip
 _FIRST_PORT = 10_000  # of placeholder addresses: no process listens on them
 # Messages stay inside this machine, and no process serves metrics or sends traces of virtual time.

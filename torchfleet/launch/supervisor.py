@@ -202,7 +202,9 @@ class JobSupervisor:
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, watch)
         is_free = not mode and is_late(self._job, process.task)  # it failed before it could say its mode
-        if not (is_free or may_restart(mode, process.task.environment)) or self._job.max_job_restart:
+        # One that has waited for another worker in vain would train all again, and wait for the same worker again.
+        is_final = self._job.max_job_restart or process.status().get("waited_in_vain")
+        if is_final or not (is_free or may_restart(mode, process.task.environment)):
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:

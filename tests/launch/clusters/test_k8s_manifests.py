@@ -325,6 +325,7 @@ def test_a_script_arrives_as_it_is(text: str) -> None:
         (("--durability", "log", "--log_size", "5 GB"), "--log_size"),
         (("--durability", "log", *ETCD), "--durability"),
         (("--replicas", "2"), "--replicas"),
+        (("--no_wait_for_backups",), "--no_wait_for_backups --replicas"),
         (("--max_job_restart", "1"), "--format jobset"),
         (("--max_restart", "-1"), "--max_restart 0"),
         (("--nnodes", "2"), "--insecure"),

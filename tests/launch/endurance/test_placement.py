@@ -70,6 +70,7 @@ def test_fleetrun_decides_on_one_machine_and_leaves_nothing_behind() -> None:
             "a third party",
         ),
         (["--replicas", "2", "--simulate"], "leave --replicas out"),
+        (["--no_wait_for_backups"], "there are none: add --replicas 2"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -77,3 +78,24 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     assert main([*options, "--dry_run", __file__]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "ray", "--coordinator", "etcd://e:1/run"]])
+def test_every_process_learns_that_nobody_waits_for_backups(
+    cluster: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, num in ((["--no_wait_for_backups"], 3), ([], 0)):
+        assert main([*cluster, "--replicas", "2", *flags, "--dry_run", __file__]) == 0
+        assert capsys.readouterr().out.count("FLEET_WAIT_FOR_BACKUPS=0") == num
+
+
+def test_workers_learn_how_often_they_are_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--max_restart", "3", "--dry_run", __file__]) == 0
+    assert "FLEET_MAX_RESTART=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["FLEET_WAIT_FOR_BACKUPS", "FLEET_MAX_RESTART"])
+def test_variables_of_no_sense_are_refused_by_name(name: str) -> None:
+    environment = tasks(one_machine(1, 1), 1, {name: "often"})[0].environment
+    with pytest.raises(RoleError, match=naming(name, "often")):
+        PaddleCloudRoleMaker(environment=environment).read()

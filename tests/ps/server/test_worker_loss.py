@@ -15,6 +15,7 @@ from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, decode_reply, pac
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.meeting.presence import RESTART_TIMEOUTS
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
@@ -82,6 +83,42 @@ def job() -> Job:
     made = Job()
     made.begin()
     return made
+
+
+class TestEnd:
+    """The rule `end`, for workers that their launcher starts again."""
+
+    def test_those_who_wait_wait_for_a_worker_that_is_started_again(self) -> None:
+        job = Job(2, "end")
+        job.begin(0)
+        assert_ok(job.join(job.workers[1], max_restart=2))
+        job.meet(0)
+        assert job.lose(1) == [], "it may be starting"
+        job.workers[1] = job.process(1, 1)
+        assert_ok(job.join(job.workers[1], restart=1, max_restart=2))
+        job.silent.clear()
+        assert job.later(10 * TIMEOUT) == [], "it trains again"
+        assert sorted(reply.worker for reply in job.meet(1)) == [0, 1]
+
+    @pytest.mark.parametrize(("restart", "max_restart"), [(0, 0), (2, 2)])
+    def test_they_are_told_at_once_of_one_that_is_not(self, restart: int, max_restart: int) -> None:
+        job = Job(2, "end")
+        job.begin(0)
+        assert_ok(job.join(job.workers[1], restart=restart, max_restart=max_restart))
+        job.meet(0)
+        (reply,) = job.lose(1)
+        assert refusal(reply)[0] == "WorkerMissing"
+
+    def test_they_are_told_of_one_that_does_not_come_back(self) -> None:
+        job = Job(2, "end")
+        job.begin(0)
+        assert_ok(job.join(job.workers[1], max_restart=1))
+        job.meet(0)
+        assert job.lose(1) == []
+        (reply,) = job.later(RESTART_TIMEOUTS * TIMEOUT)
+        kind, text = refusal(reply)
+        assert kind == "WorkerMissing"
+        assert names(text, "worker 1")
 
 
 class TestGoOn:

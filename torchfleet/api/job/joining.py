@@ -15,7 +15,7 @@ from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
 
 MAX_VALUE = 1000  # characters: a server accepts a few more
-_FREE_MODES = ("async", "half_async", "geo")  # modes in which no worker waits for another
+FREE_MODES = ("async", "half_async", "geo")  # modes in which no worker waits for another
 
 
 def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_servers: int) -> list[dict[str, Any]]:
@@ -53,14 +53,14 @@ def _value(value: Any) -> bool | int | float | str:
 
 def check_loss_rule(mode: str, info: RoleInfo) -> None:
     """Raise RoleError if this mode does not support the rule for lost workers."""
-    if info.is_elastic and mode not in _FREE_MODES:
+    if info.is_elastic and mode not in FREE_MODES:
         raise RoleError(
-            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(_FREE_MODES)}; "
+            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(FREE_MODES)}; "
             f"this is {mode}. Leave it out, or train in one of these modes."
         )
     if info.on_worker_loss != LOSS_END and mode == "hybrid":
         raise RoleError(
-            f"on_worker_loss={info.on_worker_loss} is for sync, {', '.join(_FREE_MODES)}: in hybrid mode no worker can "
+            f"on_worker_loss={info.on_worker_loss} is for sync, {', '.join(FREE_MODES)}: in hybrid mode no worker can "
             "go on without another. Leave it out; --max_restart starts all workers again together."
         )
 

@@ -187,7 +187,8 @@ class ServerRole:
             return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
 
         liveness = Liveness(lambda replica: is_refused(self._way.endpoint(info.replica_places[replica])), True)
-        made = Replica(self._server, own, make_coordinator(info.coordinator), connect, liveness=liveness)
+        coordinator, waits = make_coordinator(info.coordinator), info.waits_for_backups
+        made = Replica(self._server, own, coordinator, connect, liveness=liveness, waits_for_backup=waits)
         self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
         return made
 

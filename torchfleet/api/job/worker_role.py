@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
-from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
+from torchfleet.api.job.joining import FREE_MODES, catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.last_saves import LastSave, LastSaves
 from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, global_schedules, hook_model, trace_steps
@@ -20,6 +20,7 @@ from torchfleet.api.job.worker_start import (
     check_loaded,
     make_tables,
     patience_with,
+    wait_for_backups,
     wait_for_servers,
     with_known_restart,
 )
@@ -83,6 +84,7 @@ class WorkerRole:
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
+        wait_for_backups(self.client, self.info)
         self.communicator: Communicator = make_communicator(setup, self.client, self._connect, lambda: self.num_workers)
         self._ends.callback(self.communicator.release)
         self._hybrid = self._hybrid_worker()
@@ -296,7 +298,8 @@ class WorkerRole:
         info, strategy = self.info, self.strategy
         check_releases(self.client)
         claims = claims_of(self._plan.specs, strategy, info.num_servers)
-        made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share, claims)
+        joins = info if strategy.mode in FREE_MODES else replace(info, max_restart=0)  # else no worker waits for it
+        made = Membership(self._connect(), joins, strategy.sync_timeout, self._waiting_share, claims)
         self._ends.callback(made.close)
         if strategy.mode != "hybrid":  # its workers start together, and their launcher counts the restarts
             self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))

@@ -14,6 +14,7 @@ from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.server.replicas.pace import NO_BACKUP
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 from torchfleet.ps.worker.lookup.plan import Plan
@@ -41,10 +42,11 @@ def wait_for_servers(client: Client, seconds: float) -> None:
     """Wait until all servers serve. Prints the servers that are still starting or loading.
 
     Raises ServerUnreachable, with all their names, if a server did not respond for `seconds`. A loading server
-    responds.
+    responds. Raises FleetError if a server has waited for its backup for as long.
     """
     started = time.monotonic()
     heard: dict[str, float] = {}  # by server, the time of its last response
+    backups = BackupsMissing(seconds)
     lines = WaitingLines()
     while waiting := client.unready(min(PERIOD, seconds)):
         now = time.monotonic()
@@ -52,8 +54,42 @@ def wait_for_servers(client: Client, seconds: float) -> None:
         silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
         if silent:
             raise ServerUnreachable(_never_came(silent, seconds))
+        backups.look([name for name, doing in waiting.items() if doing == NO_BACKUP], now)
         lines.look(functools.partial(_by_state, waiting))
         time.sleep(_PAUSE)
+
+
+def wait_for_backups(client: Client, info: RoleInfo) -> None:
+    """Wait, before the first step, until every server has its backup: one may have been lost since the servers let this
+    worker in. Not for a worker that comes later than the others. Raises FleetError as wait_for_servers.
+    """
+    if not info.waits_for_backups or info.restart or info.is_elastic:
+        return
+    backups, lines = BackupsMissing(info.start_timeout), WaitingLines()
+    while missing := [n for n, server in enumerate(client.stats()) if server.get("has_backup") is False]:
+        names = [f"server {number}" for number in missing]
+        backups.look(names, time.monotonic())
+        lines.look(functools.partial(_by_state, dict.fromkeys(names, NO_BACKUP)))
+        time.sleep(_PAUSE)
+
+
+class BackupsMissing:
+    """Ends a wait for backups that do not come."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[str, float] = {}
+
+    def look(self, names: Sequence[str], now: float) -> None:
+        """Raise FleetError if one of the servers `names`, which have no backup, was among them for too long."""
+        self._since = {name: self._since.get(name, now) for name in names}
+        late = [name for name, since in self._since.items() if now - since >= self._seconds]
+        if late:
+            raise FleetError(
+                f"{_named_in_short(late)}: no backup for {self._seconds:g} s (FLEET_START_TIMEOUT). Expected a second "
+                "process of each server, replica 1, which follows the first: look at its log (serverlog.N.replica1). "
+                "To begin without backups: --no_wait_for_backups (FLEET_WAIT_FOR_BACKUPS=0)."
+            )
 
 
 def _by_state(waiting: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchfleet.base.backward_loss import LossWatch
+from torchfleet.base.errors import BarrierError, WorkerMissing
 from torchfleet.base.fetch import numbers
 from torchfleet.base.monitor.epochs import Epoch, Epochs, length
 from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
@@ -44,6 +47,7 @@ class WorkerStatus:
         self._losses = LossWatch() if self._file.is_read else None
         self._loss: dict[str, torch.Tensor] = {}  # of the last step; a number only when it is written
         self.has_left = False
+        atexit.register(self._tell_end)
 
     def write(self, now: bool = False) -> None:
         """Write the status if it is due, or at once with `now`."""
@@ -55,6 +59,7 @@ class WorkerStatus:
         self._file.step_made()
 
     def close(self) -> None:
+        atexit.unregister(self._tell_end)
         if self._losses is not None:
             self._losses.close()
         self._file.close()
@@ -78,6 +83,15 @@ class WorkerStatus:
             yield epoch
             self._metrics.update(numbers(epoch.values))
 
+    def _tell_end(self) -> None:
+        """If the process ends because it waited for another worker in vain, tell the launcher."""
+        if self._has_waited_in_vain():
+            self._file.write(now=True)
+
+    @staticmethod
+    def _has_waited_in_vain() -> bool:
+        return isinstance(getattr(sys, "last_value", None), (WorkerMissing, BarrierError))
+
     def _waits(self, stats: Mapping[str, Any]) -> dict[str, float]:
         return {name: stats["steps"] * stats[f"{name}_wait_ms"] / 1000 for name in ("pull", "push")}
 
@@ -87,6 +101,7 @@ class WorkerStatus:
         if (epoch := self.epochs.current) is not None:
             self._metrics.update(numbers(epoch.values))
         more: dict[str, Any] = {"waiting": self.waiting_share(), "progress": self.epochs.status() or None}
+        more["waited_in_vain"] = self._has_waited_in_vain() or None
         if "queue_size" in stats:
             more |= {"queue": stats["queue"], "queue_size": stats["queue_size"]}
         return {

@@ -11,7 +11,8 @@ from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, SETTINGS
 
 MAX_SECONDS = 7 * 24 * 3600.0
 MAX_FSYNC_MS = 60_000.0
-ON_LOSS, MIN_WORKERS = "FLEET_ON_WORKER_LOSS", "FLEET_MIN_WORKERS"
+ON_LOSS, MIN_WORKERS, MAX_RESTART = "FLEET_ON_WORKER_LOSS", "FLEET_MIN_WORKERS", "FLEET_MAX_RESTART"
+WAIT_FOR_BACKUPS = "FLEET_WAIT_FOR_BACKUPS"
 DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
 
 
@@ -28,6 +29,8 @@ def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "verbose": any(found.get(name, "0") not in ("", "0") for name in ("FLEET_VERBOSE", "PSERVER_DEBUG")),
         "num_threads": int(threads),
+        "max_restart": _restarts(found),
+        "waits_for_backups": _waits_for_backups(found),
         "start_timeout": start_timeout_of(found),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
@@ -75,6 +78,22 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
         raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
     store = found.get(LOG_STORE) or None
     return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
+
+
+def _restarts(found: Mapping[str, str]) -> int:
+    text = found.get(MAX_RESTART) or "0"
+    if not NUMBER.fullmatch(text):
+        raise RoleError(f"{MAX_RESTART} must be how often the launcher starts a worker again, found {text!r}")
+    return int(text)
+
+
+def _waits_for_backups(found: Mapping[str, str]) -> bool:
+    text = found.get(WAIT_FOR_BACKUPS) or "1"
+    if text not in ("0", "1"):
+        raise RoleError(
+            f"{WAIT_FOR_BACKUPS} must be 1, if workers begin when every server has its backup, or 0; found {text!r}"
+        )
+    return text == "1"
 
 
 def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:

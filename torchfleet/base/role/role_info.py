@@ -26,6 +26,7 @@ class RoleInfo:
     address_book: str | None = None  # a file with the current addresses of servers that moved
     status_file: str | None = None
     restart: int = 0  # how often this role was started before
+    max_restart: int = 0  # how often the launcher starts this role again
     asks_restart: bool = False  # the number of restarts is unknown here: ask the servers
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that does not respond
     worker_timeout: float = 10.0  # seconds of silence after which processes that wait for a worker are told
@@ -45,6 +46,7 @@ class RoleInfo:
     local_size: int = 0  # ranks on this machine; 0: unknown
     replica: int = 0  # of a server: the index of its own address among those of its shard
     coordinator: str | None = None  # of servers with replicas: the address of the process that chooses the primary
+    waits_for_backups: bool = True  # with replicas: workers begin when every server has its backup
     master: str = ""  # host:port where the ranks of a collective job meet; "": MASTER_ADDR and MASTER_PORT
 
     @property

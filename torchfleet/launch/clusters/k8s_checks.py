@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
+from torchfleet.launch.endurance.placement import refuse_waiting
 from torchfleet.ps.coordination.coordinators import make_coordinator
 
 
@@ -41,6 +42,7 @@ def _check_faults(options: argparse.Namespace) -> None:
         raise RoleError(f"--fsync_ms must be a number of milliseconds from 0 to 60000, found {options.fsync_ms:g}")
     if is_logged and options.replicas == 2:
         raise RoleError("--durability log and --replicas 2 exclude each other: use one of them")
+    refuse_waiting(options.no_wait_for_backups, options.replicas)
     if (options.replicas == 2) != (options.coordinator is not None):
         raise RoleError(
             "--replicas 2 and --coordinator etcd://host:port/NAME belong together: a third party decides which replica "

@@ -62,6 +62,11 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fsync_ms", type=float, metavar="MS", help="as for fleetrun: changes a power loss may take")
     group.add_argument("--replicas", type=int, choices=(1, 2), default=1, help="2: every server has a backup")
     group.add_argument("--coordinator", metavar="URL", help="with --replicas 2: etcd://host:port/NAME")
+    group.add_argument(
+        "--no_wait_for_backups",
+        action="store_true",
+        help="with --replicas 2: workers begin before the backups are there",
+    )
     group.add_argument("--save_on_stop", metavar="DIR", help="worker 0 saves there when its pod is asked to end")
     group.add_argument("--grace", type=int, metavar="SECONDS", help="to save in then (default: 60 with --save_on_stop)")
     group.add_argument("--ttl", type=int, metavar="SECONDS", help="finished Jobs are kept so long (default: a day)")
@@ -159,6 +164,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         fsync_ms=options.fsync_ms,
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,
+        waits_for_backups=not options.no_wait_for_backups,
         is_jobset=options.format == "jobset",
         grace=options.grace or (60 if options.save_on_stop else 0),
         save_on_stop=options.save_on_stop,

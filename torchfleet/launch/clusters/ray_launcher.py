@@ -11,7 +11,7 @@ from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, 
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.clusters.on_ray.ray_room import cores_of
 from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both, require_store
-from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
+from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, waiting_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.server_launcher import server_bounds
@@ -164,6 +164,7 @@ def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
 
 def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     rules = loss_variables(options, job.num_workers or 1, job.min_workers)
+    rules |= waiting_variables(options.no_wait_for_backups, num_replicas(options.replicas))
     return {**server_bounds(options), **rules, **job.telling_variables}
 
 

@@ -28,9 +28,9 @@ SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
 # Options that the Slurm step decides, or that have no meaning in it.
 _OTHERS = (
-    "servers", "workers", "private", "plain", "replicas", "coordinator", "max_restart", "max_job_restart", "nnodes",
-    "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus",
-    "placement", "simulate",
+    "servers", "workers", "private", "plain", "replicas", "coordinator", "no_wait_for_backups", "max_restart",
+    "max_job_restart", "nnodes", "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus",
+    "worker_memory", "worker_gpus", "placement", "simulate",
 )  # fmt: skip
 
 

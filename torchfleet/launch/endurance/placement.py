@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.role.process_settings import WAIT_FOR_BACKUPS
 from torchfleet.ps.coordination.coordinators import VARIABLE, make_coordinator
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
@@ -30,6 +31,26 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         help="where it is decided which of two replicas is primary: etcd://host:port/NAME, NAME being that of this run "
         "(default: FLEET_COORDINATOR, else fleetrun itself, on one machine)",
     )
+
+    group.add_argument(
+        "--no_wait_for_backups",
+        action="store_true",
+        help="with --replicas 2: workers begin before every server has its backup. A server that is lost until then "
+        "takes its rows with it (default: FLEET_WAIT_FOR_BACKUPS, else they wait)",
+    )
+
+
+def waiting_variables(no_wait: bool, replicas: int) -> dict[str, str]:
+    """Return the variable that tells servers and workers not to wait for backups, if the user said so. Raises
+    RoleError."""
+    refuse_waiting(no_wait, replicas)
+    return {WAIT_FOR_BACKUPS: "0"} if no_wait else {}
+
+
+def refuse_waiting(no_wait: bool, replicas: int) -> None:
+    """Raise RoleError if the user says not to wait for backups, and there are none."""
+    if no_wait and replicas == 1:
+        raise RoleError("--no_wait_for_backups is about backups of servers, and there are none: add --replicas 2")
 
 
 def num_replicas(given: int | None, environment: Mapping[str, str] = os.environ) -> int:

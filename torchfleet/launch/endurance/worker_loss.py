@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.process_settings import MAX_RESTART, MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT
 
 FREE_MODES = ("async", "half_async", "geo")  # workers do not wait for each other: training continues without one
@@ -28,12 +28,13 @@ def loss_variables(
     min_workers: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the variables that tell servers and workers the rule, if one was given, and that the job is elastic, if
-    `min_workers` is given. Raises RoleError."""
+    """Return the variables that tell servers and workers the rule, if one was given, how often a worker is started
+    again, and that the job is elastic, if `min_workers` is given. Raises RoleError."""
     rule = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
     elastic = {} if min_workers is None else {MIN_WORKERS: str(min_workers)}
     loss_of({MIN_WORKERS: environment.get(MIN_WORKERS) or "", **rule, **elastic}, num_workers)
-    return {name: value for name, value in (rule | elastic).items() if value}
+    restarts = {MAX_RESTART: str(options.max_restart) if options.max_restart else ""}
+    return {name: value for name, value in (rule | elastic | restarts).items() if value}
 
 
 def may_restart(mode: str, variables: Mapping[str, str]) -> bool:

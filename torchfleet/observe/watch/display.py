@@ -79,7 +79,8 @@ class Display:
 
     def end(self, snapshot: JobSnapshot) -> None:
         """Show the result of the job and what it waited for. These lines stay after the display is closed."""
-        for line in end_lines(snapshot, snapshot.time - (self._started or snapshot.time)):
+        lines = end_lines(snapshot, snapshot.time - (self._started or snapshot.time))
+        for line in (*lines, *self._warnings.backups.report()):
             self.note(f"[fleetrun] {line}", True)
         if told := self._load.whole():
             self.note(f"[fleetrun] on the whole: {told}", True)

@@ -1,5 +1,5 @@
-"""Warnings about a running job: a straggler, a full queue, a stale network, repeated requests, silence, little memory
-or disk."""
+"""Warnings about a running job: a straggler, a full queue, a stale network, repeated requests, silence, a server
+without its backup, little memory or disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchfleet.base.monitor.freshness import median as median_age
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.job_totals import is_training
+from torchfleet.observe.watch.missing_backups import MissingBackups
 
 _WINDOW = 10.0  # seconds for which a condition must hold before it is a warning
 _HOLD = 10.0  # seconds without the condition before the warning ends
@@ -27,6 +28,8 @@ _MACHINE = 5.0  # seconds between two checks of memory and disk
 _LITTLE_MEMORY = 0.05  # of all
 _LITTLE_DISK = 200_000_000  # bytes
 _MANY_PUSHES = 200  # with fewer pushes in the window, staleness is not significant
+
+_BACKUP = "backup "  # begins the identities of warnings about servers without a backup
 
 Found = tuple[str, str]  # (identity of a warning, its text)
 
@@ -40,6 +43,7 @@ class JobWarnings:
         self._changed: dict[str, tuple[float, object]] = {}  # when a status last changed, and to what
         self._ages: deque[tuple[float, Ages]] = deque()
         self._machine: tuple[float, list[Found]] = (0.0, [])
+        self.backups = MissingBackups()
         self._active: dict[str, tuple[float, str]] = {}  # (when the condition last held, text)
         self.new: list[str] = []  # texts that were not active in the previous snapshot
 
@@ -50,7 +54,7 @@ class JobWarnings:
         before = set(self._active)
         for key, text in self._found(snapshot):
             self._active[key] = now, text
-        self._active = {key: kept for key, kept in self._active.items() if now - kept[0] <= _HOLD}
+        self._active = {key: kept for key, kept in self._active.items() if now - kept[0] <= _held(key)}
         self.new = [text for key, (_, text) in self._active.items() if key not in before]
         return [text for _, text in self._active.values()]
 
@@ -72,6 +76,11 @@ class JobWarnings:
             yield from self._retries(worker)
         yield from self._old_network(snapshot)
         yield from self._silence(snapshot)
+        for server, seconds in self.backups.look(snapshot).items():
+            yield (
+                f"{_BACKUP}{server}",
+                f"server {server} without a backup for {figures.duration(seconds)}: if it is lost, so are its rows",
+            )
         if snapshot.time - self._machine[0] >= _MACHINE:
             self._machine = snapshot.time, list(self._short_of())
         yield from self._machine[1]
@@ -157,6 +166,11 @@ class JobWarnings:
                 return
             if free < _LITTLE_DISK:
                 yield "disk", f"the disk of {self._log_dir} is full: {figures.size(free)} are left"
+
+
+def _held(key: str) -> float:
+    """Return for how long a warning is shown after its condition. One that tells seconds ends at once."""
+    return 0.0 if key.startswith(_BACKUP) else _HOLD
 
 
 def _report(role: RoleSnapshot) -> object:

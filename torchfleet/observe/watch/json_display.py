@@ -68,7 +68,8 @@ class JsonDisplay:
         self._safely(lambda: print_json(line))
 
     def end(self, snapshot: JobSnapshot) -> None:
-        for line in end_lines(snapshot, snapshot.time - (self._started or snapshot.time)):
+        lines = end_lines(snapshot, snapshot.time - (self._started or snapshot.time))
+        for line in (*lines, *self._warnings.backups.report()):
             self.note(f"{_OWN}{line}", True)
 
     def close(self) -> None:

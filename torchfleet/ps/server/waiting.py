@@ -24,7 +24,7 @@ def end_hopeless_waits(state: State, now: float) -> bool:
     apply_waiting(state)
     if meetings.members.go_on:
         is_any_released |= _go_on_without(state, lost)
-    hopeless = NOBODY if meetings.members.go_on or meetings.members.wait else lost
+    hopeless = NOBODY if meetings.members.go_on or meetings.members.wait else meetings.presence.given_up(now)
     ended = (
         *meetings.barriers.expired(now, hopeless),
         *meetings.gatherings.expired(now, hopeless),

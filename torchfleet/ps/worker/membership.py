@@ -49,6 +49,7 @@ class Membership:
             "timeout": info.worker_timeout,
             "sync_timeout": sync_timeout,
             "restart": info.restart,
+            "max_restart": info.max_restart,
             "min_workers": info.min_workers,
             "on_worker_loss": info.on_worker_loss,
         }

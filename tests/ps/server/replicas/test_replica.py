@@ -80,6 +80,52 @@ def test_a_backup_takes_over_with_all_that_was_acknowledged(pair: Pair) -> None:
     client.check()
 
 
+def test_workers_that_will_not_wait_for_a_backup_are_let_in(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, waits_for_backup=False)
+    pair.start(0)
+    client = Client([pair.client()], patience=Patience(5.0, 3))
+    assert client.unready(1.0) == {}
+    assert client.stats()[0]["has_backup"] is False
+    pair.start(1)
+    pair.run(START)
+    assert client.stats()[0]["has_backup"] is True
+
+
+def test_replicas_that_wait_for_a_core_all_the_time_stay_what_they_are(pair: Pair) -> None:
+    """As at load 13: each gets a core every 0.35 s, and the primary misses two turns of three."""
+    before = pair.coordinator.read(0)
+    client = Counting(pair, timeout=60.0)
+    for turn in range(40):
+        pair.stopped = {0, 1}
+        pair.run(0.3)
+        pair.stopped = {0} if turn % 3 else set()
+        pair.run(0.06)
+    pair.stopped = set()
+    assert pair.coordinator.read(0) == before
+    client.push()
+    client.check()
+    pair.kill(0)
+    pair.run(6.0)
+    assert pair.primary() == 1, "a primary that is dead is replaced, also where messages were late"
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(pair: Pair) -> None:
+    client = Counting(pair)
+    pair.is_one_machine = True
+    pair.kill(0)
+    before = pair.now
+    client.push()
+    assert pair.now - before < 0.6, "sooner than by silence"
+    assert pair.primary() == 1
+    pair.start(0)
+    pair.run(START)
+    pair.kill(0)  # the backup now
+    before = pair.now
+    client.push()
+    assert pair.now - before < 1.0, "sooner than by silence"
+    client.check()
+
+
 def test_a_loss_that_the_launcher_tells_of_is_not_waited_for(pair: Pair) -> None:
     client = Counting(pair)
     client.push()

@@ -58,6 +58,7 @@ class K8sJob:
     fsync_ms: float | None = None
     run: str = ""  # identifies this run to logs and to the coordinator
     coordinator: str | None = None  # with replicas
+    waits_for_backups: bool = True  # with replicas: workers begin when every server has its backup
     is_jobset: bool = False
     save_on_stop: str | None = None  # where worker 0 saves when its pod is terminated
     grace: int = 0  # seconds that worker 0 has for saving; 0: pods end at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchfleet.base.role.process_settings import MAX_RESTART, WAIT_FOR_BACKUPS
 from torchfleet.launch.clusters.k8s.k8s_job import (
     BACKUP,
     CACHE,
@@ -171,6 +172,7 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         "FLEET_SERVER_ENDPOINTS": job.server_endpoints,
         "FLEET_NUM_WORKERS": str(job.num_workers),
         **({"FLEET_MIN_WORKERS": str(job.min_workers)} if job.min_workers else {}),
+        **({MAX_RESTART: str(job.max_restart)} if role == WORKER and job.max_restart else {}),
         "FLEET_HEALTH_PORT": str(HEALTH_PORT),
         **({"FLEET_GRACE": str(job.grace)} if job.grace else {}),
         **({"FLEET_SAVE_ON_STOP": job.save_on_stop} if job.save_on_stop else {}),
@@ -187,9 +189,10 @@ def _endurance(job: K8sJob, role: str) -> dict[str, str]:
     if job.log_size:  # for workers too: they wait for a server that restarts
         found = {"FLEET_DURABILITY": "log", "FLEET_LOG_STORE": LOGS, "FLEET_LOG_RUN": job.run}
         return found if job.fsync_ms is None else {**found, "FLEET_FSYNC_MS": f"{job.fsync_ms:g}"}
+    waits = {} if job.waits_for_backups else {WAIT_FOR_BACKUPS: "0"}
     if job.coordinator and role != WORKER:
-        return {"FLEET_COORDINATOR": job.coordinator, "FLEET_REPLICA": "1" if role == BACKUP else "0"}
-    return {}
+        return {"FLEET_COORDINATOR": job.coordinator, "FLEET_REPLICA": "1" if role == BACKUP else "0", **waits}
+    return waits
 
 
 def _threads(job: K8sJob, role: str) -> dict[str, str]:

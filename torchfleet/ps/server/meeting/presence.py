@@ -15,7 +15,8 @@ from torchfleet.base.role.role_info import LOSS_END
 # the cause.
 GRACE = 2.0
 MAX_PAUSE = 1.0  # seconds between two ticks; if more passed, the server itself stood still
-# After one worker has ended, the number of time-outs before the server gives up all: long enough for a restart.
+# The number of time-outs that a worker which is started again may take. After one has ended, the server gives up all
+# workers only then.
 RESTART_TIMEOUTS = 6
 QUIET = 0.3  # share of a worker's time-out without a sign of life, after which a launcher may report it as killed
 MAX_NAME = 256  # characters
@@ -33,6 +34,7 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     finished: bool = False  # it makes no more steps, and stays until the others have left
     min_workers: int = 0  # of an elastic job, in the worker's settings
     on_worker_loss: str = LOSS_END  # in the worker's settings
+    max_restart: int = 0  # how often its launcher starts it again, in a mode in which the others can wait for that
     waiting: float | None = None  # share of time that the worker waits for servers; None: not known yet
 
 
@@ -155,6 +157,11 @@ class Presence:
                 found[worker] = f"worker {worker} ({member.place}) is lost: no sign of life for {seconds:.0f} s"
         return found
 
+    def given_up(self, now: float) -> dict[int, str]:
+        """As `lost`, without the workers that their launcher is starting again: those who wait for one of them would
+        otherwise fail, be started again themselves, and leave the first one waiting."""
+        return {worker: text for worker, text in self.lost(now).items() if not self._is_restarting(worker, now)}
+
     def news(self, now: float) -> list[str]:
         """Messages about workers that were lost since the last call."""
         fresh = [(worker, text) for worker, text in self.lost(now).items() if not self._members[worker].is_noted]
@@ -216,6 +223,11 @@ class Presence:
             }
             for worker, member in sorted(self._members.items())
         ]
+
+    def _is_restarting(self, worker: int, now: float) -> bool:
+        member = self._members[worker]
+        since = member.heard if member.ended is None else member.ended
+        return member.body.restart < member.body.max_restart and now - since < RESTART_TIMEOUTS * member.body.timeout
 
     @staticmethod
     def _may_replace(known: Member, body: JoinBody, now: float) -> bool:

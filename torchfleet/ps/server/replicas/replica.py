@@ -28,12 +28,11 @@ from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.liveness import Liveness
-from torchfleet.ps.server.replicas.pace import FAREWELL
+from torchfleet.ps.server.replicas.pace import FAREWELL, NO_BACKUP
 from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
-_NO_BACKUP = "it waits for its backup"
 
 
 class Replica:
@@ -47,12 +46,14 @@ class Replica:
         connect: Callable[[int], Channel],
         clock: Callable[[], float] = time.monotonic,
         liveness: Liveness | None = None,
+        waits_for_backup: bool = True,
     ) -> None:
-        """Become primary if this replica can claim the shard (`_claim`), else a follower. Raises
-        CoordinatorUnreachable."""
+        """Become primary if this replica can claim the shard (`_claim`), else a follower. `waits_for_backup`: the first
+        primary lets workers in when it has a backup. Raises CoordinatorUnreachable."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
         self._clock, self._liveness = clock, liveness or Liveness()
+        self._waits_for_backup = waits_for_backup
         self._took_over: float | None = None
         self._is_active = False
         self.is_over = False  # the job has ended while this replica was a follower
@@ -87,7 +88,8 @@ class Replica:
         """Begin to serve or to follow. A replica that begins as primary refuses clients until it has a backup."""
         self._is_active = True
         if self._primary is not None:
-            self._server.loading = _NO_BACKUP
+            self._server.state.has_backup = False
+            self._server.loading = NO_BACKUP if self._waits_for_backup else ""
 
     def end(self) -> None:
         """Close all connections to the other replica. If the job is over, first write that into the view."""
@@ -129,7 +131,8 @@ class Replica:
         if self._primary is None:
             return []
         self._primary.tick(now)
-        if self._primary.has_backup and self._server.loading == _NO_BACKUP:
+        self._server.state.has_backup = self._primary.has_backup
+        if self._primary.has_backup and self._server.loading == NO_BACKUP:
             self._server.loading = ""
         if self._primary.is_deposed:
             self._depose("another replica has taken over")

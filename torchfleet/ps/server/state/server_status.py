@@ -26,6 +26,9 @@ class Standing(Protocol):
     @property
     def deposed(self) -> str: ...
 
+    @property
+    def term(self) -> int: ...
+
 
 class ServerStatus:
     """Collects a server's status, writes it to the status file, and serves it at FLEET_METRICS_PORT."""
@@ -63,7 +66,7 @@ class ServerStatus:
             maybe["saves"] = dict(vars(state.saves.made))
         if standing is not None:
             maybe |= {"backup": not standing.is_primary, "deposed": bool(standing.deposed)}
-            maybe["in_step"] = standing.is_in_step
+            maybe |= {"in_step": standing.is_in_step, "term": standing.term, "has_backup": state.has_backup}
         return {
             "role": "server",
             "requests": state.counters.num_requests,
