@@ -110,8 +110,8 @@ class Replicas:
 class Load:
     """Pushes from a thread, one after the other, and when each was answered."""
 
-    def __init__(self, client: Client, dim: int) -> None:
-        self._client, self._grads = client, np.full((NUM_KEYS, dim), -1.0, np.float32)
+    def __init__(self, client: Client, dim: int, num_keys: int = NUM_KEYS) -> None:
+        self._client, self._grads = client, np.full((num_keys, dim), -1.0, np.float32)
         self.answered = [time.monotonic()]
         self.error: FleetError | None = None
         self._over = threading.Event()
@@ -119,7 +119,7 @@ class Load:
         self._thread.start()
 
     def _run(self) -> None:
-        keys = np.arange(NUM_KEYS, dtype=np.uint64)
+        keys = np.arange(len(self._grads), dtype=np.uint64)
         try:
             while not self._over.is_set():
                 self._client.push("rows", keys, self._grads).result()
@@ -191,7 +191,7 @@ def measure_kills(options: argparse.Namespace) -> dict[str, object]:
         ExitStack() as stack,
     ):
         fill(client, options.rows, options.dim)
-        load = Load(client, options.dim)
+        load = Load(client, options.dim, options.batch)
         pair.primary()
         stack.enter_context(busy(options.load))
         changes = pair.false_changes(options.seconds)
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="beside those that are pushed to")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--untold", action="store_true", help="no launcher tells of a loss: silence does")
+    parser.add_argument("--batch", type=int, default=NUM_KEYS, help="keys of a push under which replicas are killed")
     parser.add_argument("--load", type=int, default=0, help="busy processes beside the replicas")
     parser.add_argument("--seconds", type=float, default=0.0, help="without a fault, before the first kill")
     parser.add_argument("--coordinator", help="etcd://host:port/NAME (default: files)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,9 +79,9 @@ def test_a_worker_begins_when_every_server_has_its_backup(
 @pytest.mark.parametrize("is_let_in", [False, True])
 def test_a_backup_that_never_comes_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch, is_let_in: bool) -> None:
     servers: Any = Servers(monkeypatch, 1e9)
+    wait = partial(wait_for_servers, servers, 60.0)
+    if is_let_in:
+        wait = partial(wait_for_backups, servers, RoleInfo(start_timeout=60.0))
     with pytest.raises(FleetError, match=naming("server 1", 60, "--no_wait_for_backups")):
-        if is_let_in:
-            wait_for_backups(servers, RoleInfo(start_timeout=60.0))
-        else:
-            wait_for_servers(servers, 60.0)
+        wait()
     assert 60.0 <= servers.now < 70.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,7 +47,9 @@ class WorkerStatus:
         self._losses = LossWatch() if self._file.is_read else None
         self._loss: dict[str, torch.Tensor] = {}  # of the last step; a number only when it is written
         self.has_left = False
-        atexit.register(self._tell_end)
+        self._waited_in_vain = False
+        self._hook = sys.excepthook
+        sys.excepthook = self._tell_of_error
 
     def write(self, now: bool = False) -> None:
         """Write the status if it is due, or at once with `now`."""
@@ -59,7 +61,8 @@ class WorkerStatus:
         self._file.step_made()
 
     def close(self) -> None:
-        atexit.unregister(self._tell_end)
+        if sys.excepthook == self._tell_of_error:
+            sys.excepthook = self._hook
         if self._losses is not None:
             self._losses.close()
         self._file.close()
@@ -83,14 +86,12 @@ class WorkerStatus:
             yield epoch
             self._metrics.update(numbers(epoch.values))
 
-    def _tell_end(self) -> None:
-        """If the process ends because it waited for another worker in vain, tell the launcher."""
-        if self._has_waited_in_vain():
+    def _tell_of_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The script ends with an error. If it waited for another worker in vain, tell the launcher."""
+        if isinstance(error, (WorkerMissing, BarrierError)):
+            self._waited_in_vain = True
             self._file.write(now=True)
-
-    @staticmethod
-    def _has_waited_in_vain() -> bool:
-        return isinstance(getattr(sys, "last_value", None), (WorkerMissing, BarrierError))
+        self._hook(kind, error, trace)
 
     def _waits(self, stats: Mapping[str, Any]) -> dict[str, float]:
         return {name: stats["steps"] * stats[f"{name}_wait_ms"] / 1000 for name in ("pull", "push")}
@@ -101,7 +102,7 @@ class WorkerStatus:
         if (epoch := self.epochs.current) is not None:
             self._metrics.update(numbers(epoch.values))
         more: dict[str, Any] = {"waiting": self.waiting_share(), "progress": self.epochs.status() or None}
-        more["waited_in_vain"] = self._has_waited_in_vain() or None
+        more["waited_in_vain"] = self._waited_in_vain or None
         if "queue_size" in stats:
             more |= {"queue": stats["queue"], "queue_size": stats["queue_size"]}
         return {
