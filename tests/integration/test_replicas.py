@@ -114,8 +114,23 @@ def test_training_goes_on_without_a_backup_and_a_new_one_is_filled(tmp_path: Pat
         job.wait_for_backup(2)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
-        assert lines_naming(job.started.output, "server 0", "without a backup", "warning")
-        assert lines_naming(job.started.output, "server 0", "without a backup", "1 time")
+
+
+@pytest.mark.slow
+def test_seconds_without_a_backup_are_shown_and_counted(tmp_path: Path) -> None:
+    job = Job(tmp_path, "async")
+    with job.started:
+        job.wait_for_backup(1)
+        job.wait_for_steps(20)
+        stopped = job.pid(1)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            job.started.wait_for("server 0 without a backup for")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        job.wait_for_backup(2)
+        job.finish()
+        assert lines_naming(job.started.output, "server 0", "was without a backup", "1 time")
 
 
 @pytest.mark.slow
