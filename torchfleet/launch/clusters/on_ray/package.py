@@ -6,11 +6,11 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.own_folders import own_folder
 from torchfleet.launch.clusters.script_imports import OWN, Sources
 from torchfleet.launch.clusters.sent_files import Destination, SentFile, described_files, sent_files
 
@@ -49,15 +49,15 @@ def package_files(
 @contextlib.contextmanager
 def package(folder: Path, files: Sequence[SentFile]) -> Iterator[Path]:
     """Yield a private folder with copies of these files, at their places below `folder`. It is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="torchfleet-package-") as name:
+    with own_folder("package") as made:
         for file in files:
-            copy = Path(name, file.place)
+            copy = made / file.place
             copy.parent.mkdir(parents=True, exist_ok=True)
             try:
                 shutil.copy(file.path, copy)
             except OSError as error:
                 raise RoleError(f"cannot copy {file.path}, which is sent with the script: {error}") from None
-        yield Path(name)
+        yield made
 
 
 def tell(files: Sequence[SentFile], left: dict[str, str], say: Callable[[str], None]) -> None:
