@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError, SecurityError
-from torchfleet.base.ownership import make_own
+from torchfleet.base.ownership import check_own
 from torchfleet.launch.job_spec import Task
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
@@ -169,7 +169,8 @@ def _claim(port: int) -> bool:
     """Whether no other process of this user has claimed the port within the last _CLAIMED seconds."""
     claim = Path(tempfile.gettempdir()) / f"torchfleet-ports-{os.getuid()}" / str(port)
     with contextlib.suppress(OSError, SecurityError):  # if claims cannot be written, any free port is used
-        make_own(claim.parent)
+        claim.parent.mkdir(mode=0o700, exist_ok=True)
+        check_own(claim.parent)
         _forget_claims(claim.parent)
         if claim.exists() and time.time() - claim.stat().st_mtime < _CLAIMED:
             return False
