@@ -361,6 +361,12 @@ def test_a_damaged_ipc_stream_is_an_error_of_ours() -> None:
         samples(fleet.data.from_arrow(lambda: read(written[: len(written) * 3 // 4]), 8, SLOTS))
 
 
+def test_a_name_that_is_not_utf8_is_an_error_of_ours() -> None:
+    stream = ipc_stream(table(40)).replace(b"label", b"l\xb8bel")
+    with pytest.raises(DataError, match=naming("UTF-8")):
+        samples(fleet.data.from_arrow(lambda: imported("pyarrow.ipc").open_stream(stream), 8, SLOTS))
+
+
 def test_flipped_bytes_of_an_ipc_stream_give_samples_or_an_error_of_ours() -> None:
     rng, ipc = np.random.default_rng(0), imported("pyarrow.ipc")
     written = np.frombuffer(ipc_stream(table(40)), np.uint8)

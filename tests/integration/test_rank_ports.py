@@ -13,9 +13,8 @@ import pytest
 from support.scripts.launching import fleetrun
 
 SCRIPT = """
-import sys, time, torch, torch.distributed as dist
-import torchfleet as fleet
-fleet.init(is_collective=True)
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
 value = torch.ones(1000)
 for step in range(300):
     dist.all_reduce(value)
@@ -25,6 +24,7 @@ for step in range(300):
         value /= dist.get_world_size()
     time.sleep(0.005)
 assert value.eq(1).all()
+dist.destroy_process_group()
 """
 
 

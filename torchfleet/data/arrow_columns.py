@@ -68,7 +68,7 @@ class ColumnReader:
         Raises DataError if a column is not what Arrow says it must be: lengths, offsets and indices are checked before
         any value is read, as values out of their memory would be read otherwise.
         """
-        self.check_names(batch.schema.names, where)
+        self.check_names(_names_in(batch, where), where)
         self._check_memory(batch, where, first_row)
         made: dict[str, Column] = {}
         for slot, names in self._sources.items():
@@ -79,6 +79,13 @@ class ColumnReader:
             ]
             made[slot.name] = found[0] if len(names) == 1 else torch.cat(found, 1)
         return ColumnSamples(made, batch.num_rows)
+
+
+def _names_in(batch: Any, where: str) -> list[str]:
+    try:
+        return list(batch.schema.names)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: expected names of columns in UTF-8, found {error.object[:40]!r}") from error
 
 
 def first_line(error: Exception) -> str:
