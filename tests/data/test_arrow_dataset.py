@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.extras import Late, imported, needing
 from support.messages import naming
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError
@@ -303,3 +305,91 @@ def test_contradictions_are_found_before_anything_is_read(arguments: dict[str, A
         fleet.data.from_arrow(5)
     with pytest.raises(DataError, match=naming("pyarrow", "dict")):
         samples(fleet.data.from_arrow([{"a": 1}], 1, SLOTS))
+
+
+def ipc_stream(whole: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with imported("pyarrow.ipc").new_stream(sink, whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=-(-len(whole) // 2))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+NUM = 3011  # rows of a record batch; a number that does not stand anywhere else in the stream
+
+
+def hostile_streams() -> dict[str, tuple[str, bytes]]:
+    """Streams in which one number is replaced: the name of the column, and the stream."""
+    ids = [[7] * (row % 4) for row in range(NUM)]
+    words = pa.array(["a", "b"] * NUM)[:NUM].dictionary_encode()
+    words = pa.DictionaryArray.from_arrays(words.indices, pa.array([5, 6]))
+    offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids]))).astype(np.int32)
+    up_and_down, beyond, below = (offsets.copy() for _ in range(3))
+    up_and_down[1:-1:2] = offsets[-1]
+    beyond[-1] = 1 << 30
+    below[0] = -5
+
+    def stream(name: str, column: Any, old: bytes, new: bytes) -> tuple[str, bytes]:
+        written = ipc_stream(pa.table({name: pa.concat_arrays([column, column])}))
+        assert old in written
+        return name, written.replace(old, new)
+
+    lists = pa.array(ids, pa.list_(pa.int64()))
+    numbers = pa.array(np.arange(NUM) + (1 << 40))
+    length, many = np.int64(NUM).tobytes(), np.int64(NUM * 100_000).tobytes()
+    return {
+        "length": stream("label", numbers, length, many),
+        "up and down": stream("ids", lists, offsets.tobytes(), up_and_down.tobytes()),
+        "beyond": stream("ids", lists, offsets.tobytes(), beyond.tobytes()),
+        "below": stream("ids", lists, offsets.tobytes(), below.tobytes()),
+        "words": stream("label", words, np.array([0, 1] * 9, np.int32).tobytes(), np.full(18, 9, np.int32).tobytes()),
+    }
+
+
+@pytest.mark.parametrize("what", ["length", "up and down", "beyond", "below", "words"])
+def test_a_record_batch_that_leads_out_of_its_memory_is_refused(what: str) -> None:
+    name, stream = hostile_streams()[what]
+    slot = fleet.Slot("ids") if name == "ids" else fleet.Slot("label", dim=1)
+    dataset = fleet.data.from_arrow(lambda: imported("pyarrow.ipc").open_stream(stream), 16, [slot])
+    with pytest.raises(DataError, match=naming(name, "row 0")):
+        samples(dataset)
+
+
+def test_a_damaged_ipc_stream_is_an_error_of_ours() -> None:
+    written, read = ipc_stream(table(40)), imported("pyarrow.ipc").open_stream
+    assert len(samples(fleet.data.from_arrow(lambda: read(written), 8, SLOTS))) == 40
+    with pytest.raises(DataError, match=naming("record batch 1")):
+        samples(fleet.data.from_arrow(lambda: read(written[: len(written) * 3 // 4]), 8, SLOTS))
+
+
+def test_a_name_that_is_not_utf8_is_an_error_of_ours() -> None:
+    stream = ipc_stream(table(40)).replace(b"label", b"l\xb8bel")
+    with pytest.raises(DataError, match=naming("UTF-8")):
+        samples(fleet.data.from_arrow(lambda: imported("pyarrow.ipc").open_stream(stream), 8, SLOTS))
+
+
+def test_flipped_bytes_of_an_ipc_stream_give_samples_or_an_error_of_ours() -> None:
+    rng, ipc = np.random.default_rng(0), imported("pyarrow.ipc")
+    written = np.frombuffer(ipc_stream(table(40)), np.uint8)
+    for _ in range(examples(200)):
+        flipped = written.copy()
+        flipped[rng.integers(0, len(written), 3)] ^= rng.integers(1, 256, 3).astype(np.uint8)
+        with contextlib.suppress(OSError, pa.ArrowException):
+            reader = ipc.open_stream(flipped.tobytes())  # by the user: its errors are Arrow's
+            with contextlib.suppress(DataError):
+                samples(fleet.data.from_arrow(reader, 8, SLOTS))
+
+
+def test_a_damaged_parquet_file_is_named_with_row_group_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(3000), path, row_group_size=1000, use_dictionary=False, compression="snappy")
+    column = pq.ParquetFile(path).metadata.row_group(1).column(3)
+    assert column.path_in_schema.startswith("label")
+    content = bytearray(path.read_bytes())
+    begin = column.data_page_offset
+    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+    dataset = fleet.QueueDataset()
+    dataset.init(batch_size=8, use_var=SLOTS, data_format=fleet.ParquetFormat())
+    dataset.set_filelist([str(path)])
+    with pytest.raises(DataError, match=naming("a.parquet", "row group 1", "label")):
+        samples(dataset)

@@ -144,6 +144,24 @@ class TestRefusedCommandLines:
         assert names(capsys.readouterr().err, "--log_store", wanted)
         assert not logs.exists()
 
+    @pytest.mark.parametrize("what", ["open to all", "open to a group", "a link", "a file"])
+    def test_a_folder_of_server_logs_that_others_can_change_is_refused_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path, what: str
+    ) -> None:
+        (tmp_path / "folder").mkdir(0o700)
+        store, logs = tmp_path / "store", tmp_path / "log"
+        if what == "a link":
+            store.symlink_to(tmp_path / "folder")
+        elif what == "a file":
+            store.touch()
+        else:
+            store.mkdir()
+            store.chmod(0o777 if what == "open to all" else 0o770)
+        arguments = ("--log_dir", str(logs), "--durability", "log", "--log_store", str(store), script)
+        assert status_of(*arguments) == 2
+        assert names(capsys.readouterr().err, "--log_store", store)
+        assert not logs.exists()
+
     def test_no_script_is_refused_with_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert status_of("--server_num", "2") == 2
         assert "fleetrun" in capsys.readouterr().err

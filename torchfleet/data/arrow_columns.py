@@ -48,9 +48,28 @@ class ColumnReader:
                     there = ", ".join(found) or "none"
                     raise DataError(f"{where}: expected a column '{name}' for slot '{slot.name}', found {there}")
 
+    def _check_memory(self, batch: Any, where: str, first_row: int) -> None:
+        """Raise DataError for a column whose buffers are too short or whose offsets or indices lead out of them."""
+        for name in self.names:
+            try:
+                column = batch.column(name)
+                column.validate(full=True)
+                if len(column) != batch.num_rows:
+                    raise ValueError(f"{len(column):,} values in a record batch of {batch.num_rows:,} rows")
+            except (ValueError, KeyError, pyarrow().ArrowException) as error:
+                raise DataError(
+                    f"{where}, column '{name}', the record batch from row {first_row}: expected an array that Arrow "
+                    f"takes for valid, found {first_line(error)}. Make the data anew"
+                ) from error
+
     def samples(self, batch: Any, where: str, first_row: int = 0) -> ColumnSamples:
-        """The samples of a record batch. `where` and `first_row` are for errors."""
-        self.check_names(batch.schema.names, where)
+        """The samples of a record batch. `where` and `first_row` are for errors.
+
+        Raises DataError if a column is not what Arrow says it must be: lengths, offsets and indices are checked before
+        any value is read, as values out of their memory would be read otherwise.
+        """
+        self.check_names(_names_in(batch, where), where)
+        self._check_memory(batch, where, first_row)
         made: dict[str, Column] = {}
         for slot, names in self._sources.items():
             own = slot if len(names) == 1 else replace(slot, dim=1)  # several columns stand side by side
@@ -60,6 +79,18 @@ class ColumnReader:
             ]
             made[slot.name] = found[0] if len(names) == 1 else torch.cat(found, 1)
         return ColumnSamples(made, batch.num_rows)
+
+
+def _names_in(batch: Any, where: str) -> list[str]:
+    try:
+        return list(batch.schema.names)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: expected names of columns in UTF-8, found {error.object[:40]!r}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def slots_of(schema: Any, where: str) -> list[Slot]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchfleet.base.errors import DataError
-from torchfleet.data.arrow_columns import ColumnReader, pyarrow, slots_of
+from torchfleet.data.arrow_columns import ColumnReader, first_line, pyarrow, slots_of
 from torchfleet.data.column_cutter import ColumnCutter
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, checked
 from torchfleet.data.feed import Feed
@@ -103,10 +103,33 @@ class _Once:
 
 def _record_batches(stream: Iterator[Any], name: str) -> Iterator[Any]:
     pa = pyarrow()
-    for found in stream:
+    for found in _without_arrow_errors(stream, name):
         if isinstance(found, pa.Table):
-            yield from found.to_batches()
+            yield from _batches_of(found, name)
         elif isinstance(found, pa.RecordBatch):
             yield found
         else:
             raise DataError(f"{name}: expected record batches or tables of pyarrow, found {type(found).__name__}")
+
+
+def _without_arrow_errors(stream: Iterator[Any], name: str) -> Iterator[Any]:
+    """The stream, with errors of Arrow, such as those of a reader of a damaged IPC stream, as DataError.
+
+    Arrow raises OSError for places outside of a file.
+    """
+    num = 0
+    try:
+        for found in stream:
+            yield found
+            num += 1
+    except (OSError, pyarrow().ArrowException) as error:
+        why = f"record batch {num} cannot be read ({first_line(error)})"
+        raise DataError(f"{name}: {why}; is it cut off or damaged?") from error
+
+
+def _batches_of(table: Any, name: str) -> list[Any]:
+    try:
+        table.validate()
+    except pyarrow().ArrowException as error:
+        raise DataError(f"{name}: expected a valid table of Arrow, found {first_line(error)}") from error
+    return list(table.to_batches())

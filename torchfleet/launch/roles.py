@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchfleet.base.cgroups import usable_cores
-from torchfleet.base.errors import RoleError
+from torchfleet.base.errors import RoleError, SecurityError
+from torchfleet.base.ownership import check_own
 from torchfleet.launch.job_spec import Task
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
@@ -167,12 +168,21 @@ def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> l
 def _claim(port: int) -> bool:
     """Whether no other process of this user has claimed the port within the last _CLAIMED seconds."""
     claim = Path(tempfile.gettempdir()) / f"torchfleet-ports-{os.getuid()}" / str(port)
-    with contextlib.suppress(OSError):  # if claims cannot be written, any free port is used
+    with contextlib.suppress(OSError, SecurityError):  # if claims cannot be written, any free port is used
         claim.parent.mkdir(mode=0o700, exist_ok=True)
+        check_own(claim.parent)
+        _forget_claims(claim.parent)
         if claim.exists() and time.time() - claim.stat().st_mtime < _CLAIMED:
             return False
         claim.touch()
     return True
+
+
+def _forget_claims(folder: Path) -> None:
+    for claim in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if time.time() - claim.lstat().st_mtime >= _CLAIMED:
+                claim.unlink()
 
 
 def own_addresses() -> set[str]:

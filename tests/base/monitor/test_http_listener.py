@@ -79,14 +79,57 @@ def test_a_request_that_takes_too_long_is_dropped() -> None:
         assert b" 200 " in ask(listener)
 
 
-def test_a_connection_too_many_is_told_so() -> None:
+def test_of_too_many_silent_connections_the_oldest_is_ended_and_told_so() -> None:
     with (
         listening(Bounds(connections=2)) as listener,
-        client_of(listener),
-        client_of(listener),
+        client_of(listener) as first,
+        client_of(listener) as second,
         client_of(listener) as third,
     ):
-        assert b" 503 " in third.recv(100)
+        assert b" 503 " in first.recv(100)
+        second.sendall(GET)
+        third.sendall(GET)
+        assert (b" 200 " in second.recv(100), b" 200 " in third.recv(100)) == (True, True)
+
+
+def test_silent_connections_do_not_keep_requests_out() -> None:
+    with listening(Bounds(connections=4)) as listener, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(client_of(listener))
+            assert ask(listener).startswith(b"HTTP/1.0 200 ")
+
+
+def test_admitted_connections_stay_and_are_bounded() -> None:
+    class Admitted(HttpRequest):
+        def do_GET(self) -> None:
+            if not self.admit():
+                self.send(503, "text/plain", b"full")
+                return
+            self.begin(200, "text/plain")
+            self.wfile.write(self.rfile.read(1))  # until the client says more
+
+    listener = HttpListener(("127.0.0.1", 0), Admitted, Bounds(connections=2, admitted=2), "shares")
+    listener.start()
+    with contextlib.closing(listener), contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(client_of(listener)) for _ in range(2))
+        for client in (first, second):
+            client.sendall(GET)
+            assert b" 200 " in client.recv(17)
+        for _ in range(20):
+            stack.enter_context(client_of(listener))
+        last = stack.enter_context(client_of(listener))
+        last.sendall(GET)
+        assert b" 503 " in last.recv(17)
+        for client in (first, second):
+            client.sendall(b"x")
+            assert _rest(client).endswith(b"x")
+
+
+def _rest(client: socket.socket) -> bytes:
+    found = b""
+    while data := client.recv(4096):
+        found += data
+    return found
 
 
 def test_a_listener_that_was_never_started_closes() -> None:

@@ -29,7 +29,7 @@ from torchfleet.launch.clusters.k8s.k8s_job import K8sJob, check_name, name_of
 from torchfleet.launch.clusters.k8s.k8s_yaml import text_of
 from torchfleet.launch.clusters.k8s.manifests import config_map, jobs
 from torchfleet.launch.clusters.k8s.pod_template import literal
-from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, script_files
+from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, config_map_files, script_files
 from torchfleet.launch.clusters.k8s_command import KUBECTL, main
 
 kubernetes_validate = Late("kubernetes_validate")
@@ -237,11 +237,11 @@ def test_the_script_and_its_sources_travel(script: Path, capsys: pytest.CaptureF
     large = script.with_name("large.json")
     large.write_text("1" * MOST_BYTES)
     with pytest.raises(RoleError, match=naming("ConfigMap", "1,048,576", "large.json", "--in_image")):
-        script_files(script, named=[str(large)])
+        config_map_files(script_files(script, named=[str(large)])[0])
     bad = script.with_name("bad name.py")
     bad.write_text("")
     with pytest.raises(RoleError, match=naming("bad name.py")):
-        script_files(script, named=[str(bad)])
+        config_map_files(script_files(script, named=[str(bad)])[0])
 
 
 def test_kustomize_lists_every_file(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

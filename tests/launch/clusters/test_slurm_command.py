@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import unicodedata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.searches import examples
 
 from torchfleet.launch.cli import main, parser
 
@@ -96,13 +102,84 @@ def test_a_script_with_a_space_in_its_name_gives_the_job_one_name(tmp_path: Path
     assert '#SBATCH --job-name="my train"\n' in (tmp_path / "job").read_text()
 
 
-def test_no_argument_of_the_script_becomes_a_line_of_the_batch_script(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=20)
+HOSTILE = TEXT | st.sampled_from(
+    ["$(touch made)", "`touch made`", "'; touch made #", '"; touch made; "', "a\ntouch made #", "a\r\ntouch made",
+     "${PATH}", "~", "*", "-x", "--worker_num=9", "a\\", "!", "\\\n touch made", "a' \ntouch made '", "&& touch made"]
+)  # fmt: skip
+
+
+PATHS = ("log_dir", "key_dir", "log_store")
+
+
+@settings(max_examples=examples(20))
+@given(st.data())
+def test_what_bash_gives_to_srun_is_what_the_user_gave(data: st.DataObject) -> None:
+    """The written file runs in bash, with an srun that records its words: no text runs, and none is lost."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.py").touch()
+        chosen = data.draw(st.sets(st.sampled_from((*PATHS, "job_name", "partition", "account", "sbatch"))))
+        named = {name: data.draw(HOSTILE, name) for name in sorted(chosen)}
+        resumed = data.draw(st.lists(HOSTILE, max_size=3), "resumed")
+        arguments = data.draw(st.lists(HOSTILE.filter(lambda text: text != "--"), max_size=3), "arguments")
+        named |= {"save_on_stop": data.draw(HOSTILE.filter(lambda text: "/" not in text and text[0] != "."), "save")}
+        options = [f"--{name}={value}" for name, value in named.items()]
+        options += [f"--resume={shlex.join(resumed)}"] if resumed else []
+        options += ["--durability", "log"] if "log_store" in named else []
+        code = main(["slurm", *options, "-o", f"{folder}/job", f"{folder}/train.py", *arguments])
+        if any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in "".join([*named.values(), *resumed])):
+            assert code == 2
+            assert not (folder / "job").exists()
+            return
+        assert code == 0
+        (folder / named["save_on_stop"]).mkdir()
+        (folder / named["save_on_stop"] / "manifest.json").touch()
+        words = run_in_bash(folder)
+        task = parser().parse_args(words[words.index("--cluster") :])
+        assert [task.script, *task.arguments] == [f"{folder}/train.py", *arguments, *resumed]
+        assert {name: getattr(task, name) for name in named if hasattr(task, name)} == {
+            name: value for name, value in named.items() if name in (*PATHS, "save_on_stop")
+        }
+
+
+@pytest.mark.parametrize("option", ["log_dir", "save_on_stop", "key_dir", "log_store", "metrics_host", "output"])
+def test_a_name_with_a_line_break_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    (tmp_path / "train.py").touch()
+    more = ["--durability", "log"] if option == "log_store" else []
+    assert main(["slurm", *more, f"--{option}", f"{tmp_path}/a\nb", str(tmp_path / "train.py")]) == 2
+    assert f"--{option}" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_a_script_with_a_line_break_in_its_name_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "a\ntouch made #.py"
     script.touch()
-    argument = f"one\ntouch {tmp_path}/made"
-    assert main(["slurm", "-o", str(tmp_path / "job"), str(script), argument]) == 0
-    subprocess.run(["bash", "-c", f"srun() {{ true; }}; . {tmp_path}/job"], check=True)
-    assert not (tmp_path / "made").exists()
+    assert main(["slurm", str(script)]) == 2
+
+
+def test_a_command_in_resume_is_text(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "manifest.json").touch()
+    resume = "--init_model $(touch made) `touch made` 'two words' $HOME"
+    options = ["--save_on_stop", "saved", "--resume", resume]
+    assert main(["slurm", *options, "-o", str(tmp_path / "job"), str(tmp_path / "train.py")]) == 0
+    words = ["--init_model", "$(touch", "made)", "`touch", "made`", "two words", "$HOME"]
+    assert run_in_bash(tmp_path)[-7:] == words
+
+
+def run_in_bash(folder: Path) -> list[str]:
+    """The words that srun gets when bash runs the file. Nothing else is made in the folder."""
+    fake = folder / "bin" / "srun"
+    fake.parent.mkdir()
+    fake.write_text(f"""#!/bin/bash\nprintf '%s\\0' "$@" > {folder}/words\n""")
+    fake.chmod(0o755)
+    before = set(os.listdir(folder))
+    path = f"{fake.parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", str(folder / "job")], check=True, cwd=folder, env={"PATH": path}, timeout=30)
+    assert set(os.listdir(folder)) - before == {"words"}
+    return (folder / "words").read_text().split("\0")[:-1]
 
 
 def test_logs_of_servers_are_asked_for_in_the_tasks(tmp_path: Path) -> None:
@@ -136,6 +213,8 @@ def test_a_collective_job_has_one_task_a_node(tmp_path: Path) -> None:
         (["--log_store", "store"], "--durability log"),
         (["--durability", "log", "--log_store", "store", "--nproc_per_node", "2"], "--durability"),
         (["--job_name", "a\nb"], "one line"),
+        (["--save_on_stop", "model", "--resume", "--init 'model"], "--resume"),
+        (["--save_on_stop", "model\udcff"], "UTF-8"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -285,11 +285,20 @@ def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path) -> None
         dashboard._server.bounds = Bounds(request_seconds=30.0)
         held = [socket.create_connection(("127.0.0.1", dashboard.port)) for _ in range(Bounds.connections)]
         held.append(socket.create_connection(("127.0.0.1", dashboard.port)))
-        held[-1].settimeout(60)
-        assert b"503" in held[-1].recv(100)
+        held[0].settimeout(60)
+        assert b"503" in held[0].recv(100)
         for client in held:
             client.close()
         wait_until(lambda: _answers(dashboard), SOON, "answer after a flood of connections")
+
+
+def test_silent_connections_without_a_token_keep_no_reader_out(run: Path) -> None:
+    """100 authorised requests while four times as many connections as there are places say nothing."""
+    with served(run, "t" * 20) as dashboard, contextlib.ExitStack() as stack:
+        for number in range(100):
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(("127.0.0.1", dashboard.port)))
+            assert get(dashboard, "/api/runs", Authorization=f"Bearer {'t' * 20}")[0] == 200, number
 
 
 def _answers(dashboard: Dashboard) -> bool:

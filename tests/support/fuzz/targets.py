@@ -20,8 +20,9 @@ from support.fuzz.messages import SPEC, server_target, wire_target
 from support.fuzz.search import Target
 from support.zstd import zstd
 
+from torchfleet.apps.word2vec import vector_files
 from torchfleet.base import printable
-from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.errors import FleetError, MissingPackage, RoleError
 from torchfleet.base.role import named_variables
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy import distributed_strategy, prototxt, textformat
@@ -29,6 +30,7 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.base.tracing import profile_folder
 from torchfleet.base.tracing.span import Span
 from torchfleet.collective.checkpoint import collective_manifest
+from torchfleet.data import arrow_columns
 from torchfleet.data.reading import criteo, decompression, formats, streams
 from torchfleet.data.slots import SampleLayout, Slot
 from torchfleet.launch import server_launcher
@@ -42,8 +44,8 @@ _SHARED_MEMORY = "/dev/shm"
 
 def all_targets(folder: Path) -> list[Target]:
     """Every one of them; files are made in `folder`."""
-    makers = (_manifest, _collective, _part, _prototxt, _yaml, _condition, _multi_slot, _criteo)
-    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal, _log, _profile)]
+    makers = (_manifest, _collective, _part, _prototxt, _yaml, _condition, _multi_slot, _criteo, _vectors)
+    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal, _log, _profile, _arrow)]
     return [wire_target(), server_target(), *others]
 
 
@@ -214,10 +216,24 @@ def _sizes(folder: Path) -> Target:
 
 
 def _rows_of(parser: formats.Parser, data: bytes) -> None:
-    half = len(data) // 2
-    source = formats.LineSource("data", skip=True)
-    for rows in parser.read([data[:half], data[half:]], source):
+    """The rows and the refused lines are the same wherever a chunk ends, and a line alone gives what it gives in a
+    file."""
+    lines = data.split(b"\n")
+    whole = _parsed(parser, [data])
+    assert _parsed(parser, [data[: len(data) // 2], data[len(data) // 2 :]]) == whole
+    alone = [_parsed(parser, [line + b"\n"]) for line in lines[:8]]
+    if len(lines) <= 8 and lines[-1]:
+        assert [row for rows, _, _ in alone for row in rows] == whole[0]
+        assert sum(num for _, num, _ in alone) == whole[1]
+
+
+def _parsed(parser: formats.Parser, chunks: list[bytes]) -> tuple[list[bytes], int, str]:
+    """The words of each row, the number of refused lines, and why the first of them was."""
+    source, found = formats.LineSource("data", skip=True), []
+    for rows in parser.read(chunks, source):
         assert len(rows.words) == rows.starts[-1]
+        found += [rows.words[a:b].tobytes() for a, b in zip(rows.starts, rows.starts[1:], strict=False)]
+    return found, source.skipped.num, source.skipped.first
 
 
 def _multi_slot(folder: Path) -> Target:
@@ -227,11 +243,57 @@ def _multi_slot(folder: Path) -> Target:
 
 
 def _criteo(folder: Path) -> Target:
-    parser = criteo.CriteoFormat().parser(SampleLayout(criteo.CriteoFormat.slots()))
+    plain = criteo.CriteoFormat().parser(SampleLayout(criteo.CriteoFormat.slots()))
+    slots = [Slot(slot.name) if slot.name.startswith("C") else slot for slot in criteo.CriteoFormat.slots()]
+    ragged = criteo.CriteoFormat(hash_size=(1 << 63) - 1, log_scale=True).parser(SampleLayout(slots))
     seed = (
         b"1\t" + b"\t".join(b"%d" % i for i in range(13)) + b"\t" + b"\t".join(b"%08x" % i for i in range(26)) + b"\n"
     )
-    return Target("Criteo text", lambda data: _rows_of(parser, data), [seed], [criteo, formats], [b"\t", b"\n", b"-3"])
+
+    def run(data: bytes) -> None:
+        for parser in (plain, ragged):
+            _rows_of(parser, data)
+        assert _parsed(plain, [data])[1:] == _parsed(ragged, [data])[1:]  # both refuse the same lines
+
+    tokens = [b"\t", b"\n", b"-3", b"9223372036854775807", b"-9223372036854775808", b"\t\t\t\t"]
+    return Target("Criteo text", run, [seed, seed.replace(b"\t7\t", b"\t\t")], [criteo, formats], tokens)
+
+
+def _vectors(folder: Path) -> Target:
+    path = folder / "vectors"
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        words, vectors = vector_files.read_vectors(str(path))
+        assert len(words) == len(vectors)
+
+    seeds = [b"2 2\na 1 2\nb 0.5 1e-3\n", b"1 2\na \x00\x00\x80\x3f\x00\x00\x00\x40\n"]
+    return Target("word vectors", run, seeds, [vector_files], [b" ", b"\n", b"9" * 30, b"1e39"])
+
+
+def _arrow(folder: Path) -> Target:
+    """Without pyarrow there is nothing to read."""
+    slots = [Slot("ids"), Slot("x", "float32", 2), Slot("label", dim=1)]
+    seeds = []
+    with contextlib.suppress(MissingPackage):
+        pa = arrow_columns.pyarrow()
+        ids = pa.array([[1, 2], None, [3]], pa.list_(pa.int64()))
+        x = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float32)), 2)
+        whole = pa.table({"ids": ids, "x": x, "label": pa.array([5, 6, 5]).dictionary_encode()})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, whole.schema) as writer:
+            writer.write_table(whole)
+        seeds.append(sink.getvalue().to_pybytes())
+
+    def run(data: bytes) -> None:
+        pa = arrow_columns.pyarrow()
+        with contextlib.suppress(pa.ArrowException, OSError, MemoryError):  # of Arrow itself
+            columns = arrow_columns.ColumnReader(slots, {}, 0.0)
+            for batch in pa.ipc.open_stream(data):
+                for column in columns.samples(batch, "stream").columns.values():
+                    (column[0] if isinstance(column, tuple) else column).sum()
+
+    return Target("Arrow stream", run, seeds, [arrow_columns], [bytes(8), (1 << 40).to_bytes(8, "little")])
 
 
 def _compressed(folder: Path) -> Target:

@@ -70,6 +70,11 @@ def read_vectors(path: str) -> tuple[list[str], Vectors]:
             header = file.readline(_MAX_HEADER)
             num, dim = _sizes(path, header)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                if dim > len(data):
+                    raise DataError(
+                        f"{path}, line 1: expected words of at most {len(data):,} numbers, as the file has no more "
+                        f"bytes, found {dim:,}. Is it cut off?"
+                    )
                 if _is_text(data, len(header), dim):
                     return _read_text(path, file, num, dim, len(data))
                 return _read_binary(path, data, len(header), num, dim)

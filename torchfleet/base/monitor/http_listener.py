@@ -1,5 +1,6 @@
 """An HTTP listener that no client can block. Metrics, the dashboard and the health port are routes of one.
 
+Connections that have shown no right to an answer have a share of their own; if it is full, the oldest of them is ended.
 It limits the number of concurrent connections, the time for a request and for a write of its reply, and the size of a
 request. It makes no DNS lookups, and does not report clients that disconnect.
 """
@@ -29,6 +30,7 @@ class Bounds:
     """Limits on what clients may use of a listener."""
 
     connections: int = 64  # concurrent, with a thread each. 1: the listener's own thread answers, and others wait
+    admitted: int = 64  # in addition: connections whose request has shown that it may be answered
     request_seconds: float = 10.0  # for a whole request
     reply_seconds: float = 10.0  # for one write: a client that reads more slowly is dropped
     request_bytes: int = 1 << 16
@@ -44,7 +46,9 @@ class HttpListener(ThreadingMixIn, HTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
         self.bounds = bounds
-        self._free = threading.BoundedSemaphore(bounds.connections)
+        self._lock = threading.Lock()
+        self._waiting: dict[Any, None] = {}  # the oldest first
+        self._admitted: set[Any] = set()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
         self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK,), name=name, daemon=True)
@@ -70,19 +74,42 @@ class HttpListener(ThreadingMixIn, HTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.bounds.connections == 1:
             HTTPServer.process_request(self, request, client_address)
-        elif self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
         else:
-            request.settimeout(0.1)
+            self._make_room()
+            with self._lock:
+                self._waiting[request] = None
+            super().process_request(request, client_address)
+
+    def _make_room(self) -> None:
+        """End the connections that have waited longest, if there are too many: clients that send a request at once are
+        answered, however many connections others leave silent."""
+        while True:
+            with self._lock:
+                ended = next(iter(self._waiting)) if len(self._waiting) >= self.bounds.connections else None
+                self._waiting.pop(ended, None)
+            if ended is None:
+                return
             with contextlib.suppress(OSError):  # the client is gone, or does not read
-                request.sendall(_REFUSAL)
-            self.shutdown_request(request)
+                ended.send(_REFUSAL, socket.MSG_DONTWAIT)
+            with contextlib.suppress(OSError):
+                ended.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+
+    def admit(self, request: Any) -> bool:
+        """Move a connection to the share of those that are admitted. False if that is full, or if it was ended."""
+        with self._lock:
+            if request not in self._waiting or len(self._admitted) >= self.bounds.admitted:
+                return False
+            del self._waiting[request]
+            self._admitted.add(request)
+            return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._lock:
+                self._waiting.pop(request, None)
+                self._admitted.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error of ours once. A client that disconnected or was too slow is not reported."""
@@ -103,6 +130,13 @@ class HttpRequest(BaseHTTPRequestHandler):
         super().setup()
         self.connection.settimeout(bounds.reply_seconds)
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
+
+    def admit(self) -> bool:
+        """Count this connection as one that may be answered, and is not ended for others. False if they are too many.
+
+        A listener of one connection has no shares."""
+        listener = cast(HttpListener, self.server)
+        return listener.bounds.connections == 1 or listener.admit(self.request)
 
     def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send a complete reply."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import DataError
-from torchfleet.data.arrow_columns import ColumnReader, pyarrow, slots_of
+from torchfleet.data.arrow_columns import ColumnReader, first_line, pyarrow, slots_of
 from torchfleet.data.column_samples import Column, ColumnSamples, Lists
 from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.reading.streams import is_local, open_raw
@@ -95,8 +95,10 @@ class _Opened:
         self._stream = None if is_local(self._path) else open_raw(self._path)
         try:
             self._file = pyarrow().parquet.ParquetFile(self._stream or self._path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self._path}: not a Parquet file that can be read ({_first_line(error)})") from error
+        except _errors() as error:
+            if self._stream is not None:
+                self._stream.close()
+            raise DataError(f"{self._path}: not a Parquet file that can be read ({first_line(error)})") from error
         return self._file
 
     def __exit__(self, *_: object) -> None:
@@ -108,12 +110,28 @@ class _Opened:
 def _pieces(file: Any, path: str, size: int, names: list[str]) -> Iterator[Any]:
     try:
         yield from file.iter_batches(batch_size=size, columns=names, use_threads=False)
-    except (OSError, ValueError) as error:  # Arrow's errors are among these
-        raise DataError(f"{path}: cannot be read ({_first_line(error)}); is it cut off or damaged?") from error
+    except _errors() as error:
+        place = _damaged(file, names)
+        raise DataError(f"{path}{place}: cannot be read ({first_line(error)}); is it cut off or damaged?") from error
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _damaged(file: Any, names: list[str]) -> str:
+    """The first row group and column that cannot be read, for an error; empty if each of them can be."""
+    try:
+        for group in range(file.num_row_groups):
+            for name in names:
+                try:
+                    file.read_row_group(group, columns=[name], use_threads=False)
+                except _errors():
+                    return f", row group {group}, column '{name}'"
+    except _errors():  # the file is gone
+        pass
+    return ""
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What Arrow raises for a file that it cannot read."""
+    return (OSError, ValueError, MemoryError, pyarrow().ArrowException)
 
 
 def _rows_of(samples: ColumnSamples, layout: SampleLayout) -> SampleRows:

@@ -13,8 +13,9 @@ from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
 from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
 from torchfleet.launch.clusters.k8s.pod_resources import CPUS, MEMORY
-from torchfleet.launch.clusters.k8s.script_files import SCRIPT, ScriptFile, script_files
+from torchfleet.launch.clusters.k8s.script_files import CONFIG_MAP, ScriptFile, config_map_files, script_files
 from torchfleet.launch.clusters.k8s_options import job_of, k8s_parser
+from torchfleet.launch.clusters.sent_files import SentFile, described_files
 
 KUBECTL = {  # kubectl commands for the manifests: DIR is their folder, NAME is the job's name
     "apply": "kubectl apply --server-side -f DIR",
@@ -33,11 +34,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write(options: argparse.Namespace) -> int:
     job = job_of(options)
-    files, left = _files(options)
+    sent, left = _files(options)
+    files = config_map_files(sent)
+    described = described_files(sent, left, CONFIG_MAP)
     if options.dry_run:
-        print("\n".join([*described_files(files, left), *describe(job, files)]))
+        print("\n".join([*described, *describe(job, files)]))
         return 0
-    for line in (*described_files(files, left), *described_defaults(options)):
+    for line in (*described, *described_defaults(options)):
         note(line)
     made = documents(job, files, {} if job.is_collective else new_keys())
     signs = any(file.sign for file in files)
@@ -59,33 +62,10 @@ def _write(options: argparse.Namespace) -> int:
     return 0
 
 
-def _files(options: argparse.Namespace) -> tuple[list[ScriptFile], dict[str, str]]:
+def _files(options: argparse.Namespace) -> tuple[list[SentFile], dict[str, str]]:
     if options.module or options.in_image:
         return [], {}
     return script_files(Path(os.path.abspath(options.script)), options.script_alone, options.files)
-
-
-def described_files(files: list[ScriptFile], left: dict[str, str]) -> list[str]:
-    """Return lines that list every file of the ConfigMap with the reason why it is sent, and what may be missing."""
-    if not files:
-        return []
-    sent = ", ".join(file.path if file.origin == SCRIPT else f"{file.path} ({file.origin})" for file in files)
-    lines = [f"the ConfigMap has {len(files)} file{'s' * (len(files) > 1)}: {sent}"]
-    lines += [
-        f"{file.path} looks like a key or credentials ({file.sign}), and is sent because --files names it. Everybody "
-        "who can read the namespace can read a ConfigMap"
-        for file in files
-        if file.sign
-    ]
-    lines += [
-        f"{file.path}, line {', '.join(map(str, file.unknown))}: the name of the module that is imported there is not "
-        "written out: add --files, if it is one of this folder"
-        for file in files
-        if file.unknown
-    ]
-    return lines + [
-        f"{source} names {path}, which is not sent: add --files, if pods need it" for path, source in left.items()
-    ]
 
 
 def described_defaults(options: argparse.Namespace) -> list[str]:

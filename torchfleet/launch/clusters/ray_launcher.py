@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from functools import partial
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
+from torchfleet.launch.clusters.on_ray.package import PACKAGE, package_files
+from torchfleet.launch.clusters.on_ray.ray_cluster import (
+    Files,
+    bundle_of,
+    connected,
+    is_sent_by_job,
+    relative,
+    require_ray,
+)
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.clusters.on_ray.ray_room import cores_of
+from torchfleet.launch.clusters.sent_files import described_files
 from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both, require_store
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, waiting_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
@@ -40,7 +50,19 @@ class RayLauncher:
             help="workers on as few nodes as possible, or on many (default: pack); servers are spread",
         )
 
+        group.add_argument(
+            "--files",
+            action="append",
+            default=[],
+            metavar="PATH",
+            help="Ray: send this file, or all files of this folder, too; below the script's folder; several times",
+        )
+
     def takes(self, options: argparse.Namespace) -> bool:
+        if options.files and not (options.cluster or "").startswith(_NAME):
+            raise RoleError(
+                f"--files {options.files[0]}: only jobs on Ray send files. Add --cluster ray, or leave it out."
+            )
         if options.cluster is None:
             if options.placement is not None:
                 raise RoleError(f"--placement {options.placement} is about nodes of Ray: add --cluster ray")
@@ -72,9 +94,8 @@ class RayLauncher:
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         plan = _plan(job, options, job.folder)
         base = _variables(job, options)
-        lines = [
-            f"cluster: {options.cluster}; the folder {job.folder} is sent to its nodes; keys are made for this job"
-        ]
+        lines = [f"cluster: {options.cluster}; keys are made for this job"]
+        lines += described_files(*_files(job, options, is_function=False), PACKAGE)
         for number, task in enumerate(_described(plan, base)):
             task.environment |= port_variables(job.watching, number)
             bundle = ", ".join(f"{name} {value:g}" for name, value in bundle_of(job.resources_of(task.role)).items())
@@ -92,7 +113,9 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
 
     Raises RoleError for invalid options before anything is started.
     """
-    require_ray()
+    ray = require_ray()
+    if options.files and (ray.is_initialized() or is_sent_by_job()):
+        raise RoleError(f"--files {options.files[0]}: Ray has sent a folder to the nodes already. Put it there.")
     whole = _plan(job, options, job.folder)
     port_variables(job.watching, whole.num_processes - 1)  # raises for an invalid port
     _variables(job, options)
@@ -101,9 +124,10 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
     attempts = 1 + (job.max_restart if _is_collective(options) else job.max_job_restart)
     code, result = 1, b""
     try:
-        with connected(address, job, cores_of(whole.shares(job, whole.num_workers))) as folder:
+        say = line_printer(job.watching)
+        num_cores = cores_of(whole.shares(job, whole.num_workers))
+        with connected(address, job, num_cores, partial(_files, job, options, bool(function)), say) as folder:
             plan, run_dir = _plan(job, options, folder), job.make_run_dir()
-            say = line_printer(job.watching)
             say(f"[fleetrun] logs in {run_dir}")
             for attempt in range(attempts):
                 with contextlib.ExitStack() as stack:
@@ -119,6 +143,12 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
     except KeyboardInterrupt:  # before or after the supervisor handles signals
         return 130, b""
     return code, result
+
+
+def _files(job: JobSpec, options: argparse.Namespace, is_function: bool) -> Files:
+    """Return what is sent to the nodes. Raises RoleError for keys among it."""
+    script, module = (None, options.script) if options.module else (options.script, None)
+    return package_files(job.folder, script, None if is_function else module, options.files, job.key_dir)
 
 
 def _is_collective(options: argparse.Namespace) -> bool:

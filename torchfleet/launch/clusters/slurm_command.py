@@ -12,14 +12,12 @@ from pathlib import Path
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
+from torchfleet.launch.clusters.slurm_checks import DURABILITY, check, job_name, one_line, resume_words
 from torchfleet.launch.endurance.durability import add_options as add_durability
-from torchfleet.launch.endurance.durability import durability_variables, require_store
 from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.observe.watch.watchers import add_exports
 
-_DURABILITY = ("durability", "log_store", "fsync_ms")
 _PLAIN = re.compile(r"[\w.,:@%+=/-]+")  # text that sbatch reads without quotes
-_TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
 _EXAMPLES = """examples:
   fleetrun slurm --server_num 2 --worker_num 4 --nodes 3 --time 4:00:00 -o job.sbatch train.py --epochs 3
   fleetrun slurm --server_num 2 --worker_num 4 --het --server_memory 64GB --worker_cpus 8 -o job.sbatch train.py
@@ -38,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print(text, end="")
         return 0
     try:
-        Path(options.output).write_text(text)
+        Path(options.output).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RoleError(f"cannot write {options.output}: {error}") from None
     print(f"{options.output} is written; to submit it: sbatch {shlex.quote(options.output)}")
@@ -84,14 +82,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return the whole file. Raises RoleError for invalid options."""
-    _check(job, options)
-    made_by = f"# made by: fleetrun slurm {shlex.join(arguments)}".replace("\n", "\n# ")
-    lines = ["#!/bin/bash", *_header(job, options), "", made_by, ""]
+    """Return the whole file. Every text of the user is one quoted word. Raises RoleError for invalid options."""
+    check(job, options)
+    made_by = " ".join(one_line(word) for word in arguments)
+    lines = ["#!/bin/bash", *_header(job, options), "", f"# made by: fleetrun slurm {made_by}", ""]
     more = ""
     if options.resume:
         manifest = shlex.quote(f"{options.save_on_stop.rstrip('/')}/manifest.json")
-        lines += ["resume=()", f"[ -e {manifest} ] && resume=({options.resume})", ""]
+        words = shlex.join(resume_words(options.resume))
+        lines += ["resume=()", f"[ -e {manifest} ] && resume=({words})", ""]
         more = ' "${resume[@]}"'
     task = [shlex.join([sys.executable, "-m", "torchfleet.launch", *_fleetrun(job, options)])]
     task.append(shlex.join(_script(options)) + more)
@@ -133,7 +132,7 @@ def _quoted(text: str) -> str:
 
 
 def _header(job: JobSpec, options: argparse.Namespace) -> Iterator[str]:
-    yield f"#SBATCH --job-name={_quoted(_job_name(options))}"
+    yield f"#SBATCH --job-name={_quoted(job_name(options))}"
     yield "#SBATCH --open-mode=append"  # a requeued job appends to its earlier output
     if options.requeue:
         yield "#SBATCH --requeue"
@@ -174,71 +173,20 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
         found += ["--nproc_per_node", str(options.nproc_per_node)]
     else:
         found += ["--server_num", str(job.num_servers or 1), "--worker_num", str(job.num_workers or 1)]
-    for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host"):
-        found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-    for name in _DURABILITY:
-        found += [f"--{name}", f"{getattr(options, name)}"] if getattr(options, name) is not None else []
-    found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
+    for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host", *DURABILITY):
+        value = getattr(options, name)
+        found += [] if value is None else _option(name, str(value))
+    found += _option("log_dir", options.log_dir) if options.log_dir != "log" else []
     if "json" in (options.log_format, log_format()):  # tasks may inherit the variable that selects json
         found += ["--log_format", options.log_format]
     found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
     return found
 
 
+def _option(name: str, value: str) -> list[str]:
+    """Return the words of an option. A value that begins with - is in the same word: it would be read as an option."""
+    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+
+
 def _script(options: argparse.Namespace) -> list[str]:
     return [*(["-m"] if options.module else []), options.script, *options.arguments]
-
-
-def _check(job: JobSpec, options: argparse.Namespace) -> None:
-    if job.num_servers == "auto":
-        raise RoleError("--server_num auto counts cores of this machine: give a number")
-    if job.min_workers is not None:
-        raise RoleError(
-            "--worker_num MIN:MAX: a job of Slurm has as many tasks from its begin to its end: give one number"
-        )
-    counts = {name: getattr(options, name) for name in ("server_num", "worker_num", "nodes", "nproc_per_node")}
-    for name, value in (*counts.items(), ("signal_seconds", options.signal_seconds)):
-        if value is not None and value < 1:
-            raise RoleError(f"--{name} must be at least 1, found {value}")
-    if options.time is not None and not _TIME.fullmatch(options.time):
-        raise RoleError(f"--time expects minutes, H:M:S or D-H:M:S; found {options.time!r}")
-    if options.resume and not options.save_on_stop:
-        raise RoleError("--resume needs --save_on_stop DIR, the folder in which it looks for a save")
-    # The flags alone: the variables of the job are those of the shell that submits it.
-    require_store(durability_variables(options, {}), "a folder that a requeued job finds again")
-    wrong = [option for option in (*options.sbatch, *_texts(options)) if "\n" in option]
-    if wrong:
-        raise RoleError(f"an option of sbatch is one line, found {wrong[0]!r}")
-    _check_kinds(job, options)
-
-
-def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
-    for name in ("server_cpus", "worker_cpus", "worker_gpus"):
-        number = getattr(options, name)
-        if number is not None and number % 1:
-            raise RoleError(f"--{name}: Slurm gives whole cores and GPUs to a task, found {number:g}")
-    server, worker = job.resources_of("server"), job.resources_of("worker")
-    if options.nproc_per_node:
-        names = ("server_num", "worker_num", "server_cpus", "server_memory", "het", "save_on_stop", "key_dir")
-        wrong = [f"--{name}" for name in (*names, *_DURABILITY) if getattr(options, name)]
-        if wrong:
-            raise RoleError(
-                f"--nproc_per_node makes a collective job, {', '.join(wrong)} one with servers: use one kind"
-            )
-        return
-    if not options.het and server != Resources() and (server.cpus, server.memory) != (worker.cpus, worker.memory):
-        raise RoleError(
-            "--server_cpus and --server_memory differ from those of workers, and tasks of one component are alike: add "
-            "--het, or give both the same"
-        )
-    if not options.het and worker.gpus:
-        raise RoleError("--worker_gpus: without --het the servers would hold GPUs, too. Add --het.")
-
-
-def _job_name(options: argparse.Namespace) -> str:
-    return str(options.job_name or Path(options.script).stem)
-
-
-def _texts(options: argparse.Namespace) -> list[str]:
-    given = [text for name in ("partition", "account", "resume") if (text := getattr(options, name))]
-    return [_job_name(options), *given]

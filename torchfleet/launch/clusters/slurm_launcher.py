@@ -30,7 +30,7 @@ _COLLECTIVE = ("nproc_per_node", "gpus")
 _OTHERS = (
     "servers", "workers", "private", "plain", "replicas", "coordinator", "no_wait_for_backups", "max_restart",
     "max_job_restart", "nnodes", "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus",
-    "worker_memory", "worker_gpus", "placement", "simulate",
+    "worker_memory", "worker_gpus", "placement", "simulate", "files",
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchfleet.base.errors import RoleError
+from torchfleet.base.errors import RoleError, SecurityError
+from torchfleet.base.ownership import make_own
 from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, MAX_FSYNC_MS, durability_of
 from torchfleet.base.role.role_info import SETTINGS
 
@@ -60,15 +61,16 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
 
 
 def make_store(variables: Mapping[str, str]) -> None:
-    """Make the given folder of the servers' logs, if one is given. Raises RoleError if no server could write there."""
+    """Make the given folder of the servers' logs, if one is given. Raises RoleError if no server could write there,
+    and if other users can: what they write would become the model."""
     if LOG_STORE not in variables:
         return
     folder = Path(variables[LOG_STORE])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_own(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
-    except OSError as error:
+    except (OSError, SecurityError) as error:
         raise RoleError(
             f"--log_store {folder}: servers cannot keep their logs there: {error}. Give a folder that can be made and "
             "written, or leave --log_store (FLEET_LOG_STORE) out."

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.own_folders import own_folder
 from torchfleet.base.role.process_settings import WAIT_FOR_BACKUPS
 from torchfleet.ps.coordination.coordinators import VARIABLE, make_coordinator
 from torchfleet.ps.net.replica_channels import SEPARATOR
@@ -106,8 +105,5 @@ def coordination(url: str | None, replicas: int, attempt: int) -> Iterator[dict[
     elif url is not None:
         yield {VARIABLE: f"{url}/{attempt}" if attempt else url}
     else:
-        folder = tempfile.mkdtemp(prefix="torchfleet-terms-")  # only this user has access
-        try:
+        with own_folder("terms") as folder:
             yield {VARIABLE: f"file://{folder}"}
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)

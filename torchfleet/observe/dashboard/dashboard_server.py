@@ -143,6 +143,8 @@ class _Request(HttpRequest):
             )
         elif query is None:
             self.refuse(400, "too many fields")
+        elif not self.admit():
+            self.refuse(503, "there are too many readers: close other pages of the dashboard")
         else:
             self.dashboard.answer(self, path, query)
 

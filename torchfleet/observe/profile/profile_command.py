@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.own_folders import own_folder
 from torchfleet.base.printable import say
 from torchfleet.base.tracing.profile_folder import LIFE, MOST_STEPS, NAME, VARIABLE, ProfileRequest, new_request
 from torchfleet.observe.profile.chrome_trace import ChromeTrace
@@ -98,11 +98,11 @@ def running_folder(log_dir: Path) -> Path:
 
 
 def _start_and_record(options: argparse.Namespace, request: ProfileRequest, out: Path) -> int:
-    with tempfile.TemporaryDirectory(prefix="fleet-profile-") as folder:
+    with own_folder("profile") as folder:
         command = [sys.executable, "-m", "torchfleet.launch", *options.job]
-        job = subprocess.Popen(command, env={**os.environ, VARIABLE: folder}, stdin=subprocess.DEVNULL)
+        job = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)}, stdin=subprocess.DEVNULL)
         try:
-            code = _record(ProfileRun(Path(folder), request, job.poll, options.timeout), out, job)
+            code = _record(ProfileRun(folder, request, job.poll, options.timeout), out, job)
             if options.keep_running:
                 return job.wait() or code
         finally:

@@ -1,6 +1,6 @@
 """Private folders of jobs on one machine: they hold keys or sockets that no other user can access.
 
-torchfleet-UID/          in the folder of temporary files; mode 0700, checked before use
+torchfleet-UID/          see own_folders.py
     job-XXXXXXXX/        one job's; locked as long as its launcher lives
         servers          host:port of every server, one a line
         keys/            the job's own keys; or
@@ -10,24 +10,22 @@ torchfleet-UID/          in the folder of temporary files; mode 0700, checked be
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import socket
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from torchfleet.base.errors import SecurityError
-from torchfleet.base.ownership import check_own, make_own
+from torchfleet.base.own_folders import OwnFolder, is_alive, user_folder
+from torchfleet.base.ownership import check_own
 from torchfleet.ps.net.addresses import endpoint_in
 from torchfleet.ps.net.keys import keygen
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
 KEYS, IPC = "keys", "ipc"
-_SERVERS, _KEYS = "servers", "keys"
+_JOB, _SERVERS, _KEYS = "job", "servers", "keys"
 _LONGEST = 107  # bytes that the kernel allows for the path of a socket
 
 
@@ -64,10 +62,14 @@ class PrivateJob:
     def __init__(self, places: Sequence[str], kind: str) -> None:
         """`kind`: KEYS or IPC. Raises SecurityError if the folder cannot be made, or a port is in use."""
         self._held: list[socket.socket] = []
-        with _user_folder() as folder:
-            _sweep(folder)
-            self._path = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
-            self._lock = _locked(self._path)  # shows that this job lives, also to programs that clean /tmp
+        try:
+            self._folder = OwnFolder(_JOB)
+        except (OSError, SecurityError) as error:
+            raise SecurityError(
+                f"no private folder for this job can be made: {error}. Set TMPDIR to a folder of your own; or say "
+                "--plain if every user of this machine may read and change the model."
+            ) from None
+        self._path = self._folder.path
         try:
             self.way = self._fill(places, kind)
         except BaseException:
@@ -92,10 +94,7 @@ class PrivateJob:
         """Remove the folder with its contents."""
         for held in self._held:
             held.close()
-        shutil.rmtree(self._path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._folder.close()
 
 
 def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], str | None]:
@@ -109,68 +108,17 @@ def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], st
 
 
 def _way_to(places: Sequence[str]) -> Way | None:
-    folder = _folder()
+    folder = user_folder()
     try:
         check_own(folder)
-        jobs = sorted(folder.glob("job-*"))
+        jobs = sorted(folder.glob(f"{_JOB}-*"))
     except (OSError, SecurityError):
         return None
     for job in jobs:
         with contextlib.suppress(OSError):
-            if set(places) <= set((job / _SERVERS).read_text().split()) and _is_alive(job):
+            if set(places) <= set((job / _SERVERS).read_text().split()) and is_alive(job):
                 return Way(str(job / _KEYS), None) if (job / _KEYS).is_dir() else Way(None, str(job))
     return None
-
-
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"torchfleet-{os.getuid()}"
-
-
-@contextlib.contextmanager
-def _user_folder() -> Iterator[Path]:
-    """This user's folder of jobs, locked, so that no process takes a new job's folder for a dead one. Blocks until the
-    lock is free."""
-    folder = _folder()
-    try:
-        make_own(folder)
-        lock = os.open(folder, os.O_RDONLY)
-    except (OSError, SecurityError) as error:
-        raise SecurityError(
-            f"no private folder for this job can be made: {error}. Set TMPDIR to a folder of your own; or say --plain "
-            "if every user of this machine may read and change the model."
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
-    finally:
-        os.close(lock)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the folders of launchers that were killed."""
-    for job in folder.glob("job-*"):
-        if not _is_alive(job):
-            shutil.rmtree(job, ignore_errors=True)
-
-
-def _is_alive(job: Path) -> bool:
-    with contextlib.suppress(OSError):
-        lock = _locked(job)
-        if lock is not None:
-            os.close(lock)
-            return False
-    return True
-
-
-def _locked(folder: Path) -> int | None:
-    """A file descriptor that locks the folder until it is closed; None if another process holds the lock."""
-    made = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(made)
-        return None
-    return made
 
 
 def _socket(folder: str | None, place: str) -> str:

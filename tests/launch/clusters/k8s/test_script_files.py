@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from support.paths import ROOT
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.pod_settings import variables
-from torchfleet.launch.clusters.k8s.script_files import script_files
-from torchfleet.launch.clusters.k8s.secret_signs import secret_sign
+from torchfleet.launch.clusters.k8s.script_files import config_map_files, script_files
 from torchfleet.launch.clusters.k8s_command import main
+from torchfleet.launch.clusters.secret_signs import secret_sign
 from torchfleet.ps.net.keys import keygen
 
 PASSWORD, HEX = "hunter2" * 2, "0a1b" * 10
@@ -78,7 +79,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def paths(script: Path, **options: object) -> set[str]:
-    return {file.path for file in script_files(script, **options)[0]}  # type: ignore[arg-type]
+    return {file.place for file in script_files(script, **options)[0]}  # type: ignore[arg-type]
 
 
 def config_map(folder: Path) -> tuple[dict[str, str], int]:
@@ -88,7 +89,7 @@ def config_map(folder: Path) -> tuple[dict[str, str], int]:
 
 def test_what_a_script_imports_is_sent_and_nothing_beside_it(script: Path) -> None:
     files, left = script_files(script)
-    assert {file.path: file.text for file in files} == FOLDER
+    assert {file.path: file.text for file in config_map_files(files)} == FOLDER
     assert left == {"conf.yaml": "train.py"}
     assert paths(script, is_alone=True) == {"train.py"}
 
@@ -116,7 +117,7 @@ def test_a_text_that_no_path_can_have_is_no_file(script: Path) -> None:
     (script.parent / "loop.txt").symlink_to("loop.txt")
     script.write_text('x = ["\\ud800.x", "loop.txt", "conf.yaml"]\n')
     files, left = script_files(script)
-    assert [file.path for file in files] == ["train.py"]
+    assert [file.place for file in files] == ["train.py"]
     assert left == {"conf.yaml": "train.py"}
 
 
@@ -297,6 +298,31 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(script: Path, tmp_path: 
         script_files(script, named=[str(links)])
 
 
+def test_a_key_is_refused_by_its_own_name_too(script: Path, tmp_path: Path) -> None:
+    keys_of_a_job(script.parent / "keys")
+    key = script.parent / "keys" / "server.key_secret"
+    copy = script.parent / "settings.txt"
+    copy.write_text(key.read_text())
+    link = script.parent / "linked.txt"
+    link.symlink_to(key)
+    for named in (key, copy, link, script.parent / "keys"):
+        with pytest.raises(RoleError, match=naming(named.name)):
+            script_files(script, named=[str(named)])
+
+
+@pytest.mark.parametrize("word", ["secret", "a-", "token=", "kind: Secret" + " " * 1000, "eyJ" + "a" * 12 + "-"])
+@pytest.mark.parametrize("name", ["a.py", "a.yaml"])
+def test_the_search_takes_time_in_proportion_to_the_text(name: str, word: str) -> None:
+    """A sixteenfold text: by bounded repetitions about 16 times as long, by others up to 256 times."""
+    texts = [(word * (num // len(word) + 1))[:num] for num in (1 << 13, 1 << 17)]
+    took = []
+    for text in texts:
+        begin = time.process_time()
+        assert secret_sign(name, text) is None
+        took.append(time.process_time() - begin)
+    assert took[1] < 64 * max(took[0], 0.004)
+
+
 def test_no_example_of_ours_looks_like_a_secret() -> None:
     for path in (ROOT / "examples").rglob("*.py"):
         assert secret_sign(path.name, path.read_text()) is None, path
@@ -307,7 +333,7 @@ def test_mistakes_are_named(script: Path, tmp_path: Path) -> None:
     (script.parent / "image.png").write_bytes(b"\x89PNG\xff")
     for named, told in (("none.yaml", "none.yaml"), ("../beside.yaml", "beside.yaml"), ("image.png", "UTF-8")):
         with pytest.raises(RoleError, match=naming(told)):
-            script_files(script, named=[str(script.parent / named)])
+            config_map_files(script_files(script, named=[str(script.parent / named)])[0])
     with pytest.raises(RoleError, match=naming("--files", "image")):
         main(["--image", "x", "--in_image", "--files", "conf.yaml", "/app/train.py"])
     with pytest.raises(RoleError, match=naming("--env", "AWS")):

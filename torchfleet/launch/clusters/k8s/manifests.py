@@ -8,10 +8,9 @@ the DNS name of its pod, which an Indexed Job keeps when it replaces the pod.
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
+from torchfleet.base.own_folders import own_folder
 from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
 from torchfleet.launch.clusters.k8s.owner import owner
 from torchfleet.launch.clusters.k8s.pod_metrics import ingress
@@ -26,8 +25,8 @@ SAVED = 75  # exit status of a process that saved because it was asked to end: i
 
 def new_keys() -> dict[str, bytes]:
     """Return keys for one job, by file name: the same files that `fleetrun --keygen` writes."""
-    with tempfile.TemporaryDirectory(prefix="torchfleet-keys-") as folder:
-        return {path.name: path.read_bytes() for path in keygen(Path(folder) / "keys")}
+    with own_folder("keys") as folder:
+        return {path.name: path.read_bytes() for path in keygen(folder / "keys")}
 
 
 def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -> list[Document]:

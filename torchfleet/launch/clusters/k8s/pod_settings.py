@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
-from torchfleet.launch.clusters.k8s.secret_signs import variable_sign
+from torchfleet.launch.clusters.secret_signs import variable_sign
 
 # The manifests set these. A second value would be ignored, or would change the role of a pod.
 RESERVED = (

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, sends the script's folder to its nodes, and places actors in placement groups."""
+"""Connects to a Ray cluster, sends the script's files to its nodes, and places actors in placement groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import Any
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.base.extras import required
+from torchfleet.launch.clusters.on_ray.package import package, tell
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Node, Work
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost
+from torchfleet.launch.clusters.sent_files import SentFile
 from torchfleet.launch.job_spec import JobSpec, Report, Resources
 
-EXCLUDED = [".git", ".venv", "venv", "__pycache__", "*.pyc", "log", ".mypy_cache", ".ruff_cache", ".pytest_cache"]
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its entry point
 _CALLS = 4  # concurrent calls of an actor: one polls, others send signals and addresses
 _ANSWER = 10.0  # seconds that an actor has to answer
@@ -34,34 +35,39 @@ def require_ray() -> Any:
     return required("ray", "--cluster ray", "ray", ", on every node of the cluster")
 
 
+Files = tuple[list[SentFile], dict[str, str]]  # what is sent; what is named in sources and is not sent
+
+
 @contextlib.contextmanager
-def connected(address: str, job: JobSpec, num_cores: int) -> Iterator[Path]:
+def connected(address: str, job: JobSpec, num_cores: int, files: Callable[[], Files], say: Report) -> Iterator[Path]:
     """Connect to the cluster at `address` ("auto": the cluster that Ray finds; "local": a new one on this machine, with
     room for `num_cores` even if the machine has fewer: its processes then share cores, as local processes do).
 
-    Yields the local folder whose copy is the working directory of the actors. An existing connection is used, and stays
-    open.
+    Sends the files of `files`, unless Ray has sent a folder, and tells which they are. Yields the local folder that has
+    the place of the actors' working directory. An existing connection is used, and stays open.
     """
     ray = require_ray()
     if ray.is_initialized():
         yield Path.cwd()
         return
     _require_answer(address)
-    folder = Path.cwd() if _is_sent_by_job() else job.folder
-    # None, not an empty runtime_env: that would replace the job's runtime_env and drop its working directory.
-    environment = None if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
     own = {"num_cpus": max(num_cores, usable_cores())} if address == "local" else {}
-    try:
-        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR", **own)
-    except Exception as error:
-        raise RoleError(_why_not(ray, address, folder, error)) from None
-    try:
-        yield folder
-    finally:
-        ray.shutdown()
+    with contextlib.ExitStack() as stack:
+        # None, not an empty runtime_env: that would replace the job's runtime_env and drop its working directory.
+        environment = None
+        if not is_sent_by_job():
+            sent, left = files()
+            tell(sent, left, say)
+            environment = {"working_dir": str(stack.enter_context(package(job.folder, sent)))} if sent else None
+        try:
+            ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR", **own)
+        except Exception as error:
+            raise RoleError(_why_not(ray, address, job.folder, error)) from None
+        stack.callback(ray.shutdown)
+        yield Path.cwd() if is_sent_by_job() else job.folder
 
 
-def _is_sent_by_job() -> bool:
+def is_sent_by_job() -> bool:
     """Whether `ray job submit --working-dir` sent the working directory of this process to the nodes."""
     config = json.loads(os.environ.get(_JOB_CONFIG) or "{}")
     return bool((config.get("runtime_env") or {}).get("working_dir"))
@@ -96,8 +102,8 @@ def _why_not(ray: Any, address: str, folder: Path, error: Exception) -> str:
         )
     if "working_dir" in str(error) or "package" in str(error).lower():
         return (
-            f"the folder of the script, {folder}, cannot be sent to the nodes of Ray: {text}. Keep data and models "
-            "somewhere else: all that is in it travels, but for " + ", ".join(EXCLUDED)
+            f"the files of the script's folder, {folder}, cannot be sent to the nodes of Ray: {text}. Keep data and "
+            "models somewhere else"
         )
     return f"--cluster ray={address}: {type(error).__name__}: {text}"
 

@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchfleet.base.errors import LogError
+from torchfleet.base.errors import LogError, SecurityError
+from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_records import Records
 
@@ -32,9 +33,9 @@ class LogFolder:
         """Create the folder if it is missing, and lock it. Raises LogError if it is locked or unusable."""
         self.path = Path(path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_own(self.path)  # what others write would become the model
             self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+        except (OSError, SecurityError) as error:
             raise LogError(f"no log can be kept in {self.path}: {error}. Give another folder.") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
 from torchfleet.base.errors import RoleError
 
+OWN = "torchfleet"  # the nodes have it, also where it lies beside the script
 _DYNAMIC = ("import_module", "__import__")  # followed if the name of the module is written out
 _MOST_NAME = 200  # characters of a text that may be the path of a file
 
@@ -19,19 +20,21 @@ class Sources:
     """The sources that a script consists of, and the files of its folder that they name without importing them."""
 
     folder: Path
+    otherwise: str  # what the user can do about a source that cannot be read
     files: list[Path] = field(default_factory=list)  # the script first, each file before those that only it imports
     mentioned: dict[Path, Path] = field(default_factory=dict)  # by file: the source that names it
+    compiled: list[Path] = field(default_factory=list)  # modules that are no sources
     unknown: dict[Path, list[int]] = field(default_factory=dict)  # by source: lines that import what is computed
 
-    def follow(self, script: Path) -> Sources:
-        """Add the script and all modules of the folder that it imports, directly or by others. Raises RoleError."""
-        waiting = [script]
+    def follow(self, scripts: Sequence[Path]) -> Sources:
+        """Add the scripts and all modules of the folder that they import, directly or by others. Raises RoleError."""
+        waiting = list(scripts)
         while waiting:
             path = waiting.pop(0)
             if path in self.files:
                 continue
             self.files.append(path)
-            tree = _parse(path)
+            tree = self._parse(path)
             package = path.parent.relative_to(self.folder).parts
             for name in _imports(tree, package):
                 waiting += self._modules(name)
@@ -42,9 +45,17 @@ class Sources:
                     self.mentioned.setdefault(named, path)
         return self
 
+    def modules(self, dotted: str) -> list[Path]:
+        """The sources that `python -m` executes for this module or package; none if it is not in the folder."""
+        return [
+            *dict.fromkeys((*self._modules(tuple(dotted.split("."))), *self._modules((*dotted.split("."), "__main__"))))
+        ]
+
     def _modules(self, name: tuple[str, ...]) -> Iterator[Path]:
         """The files that are executed when this dotted name is imported; none for a module from elsewhere."""
         place = self.folder
+        if name[:1] == (OWN,):
+            return
         for part in name:
             if not part.isidentifier():
                 return
@@ -53,15 +64,25 @@ class Sources:
             if (place / "__init__.py").is_file():
                 yield place / "__init__.py"
             elif compiled is not None:
-                raise RoleError(
-                    f"the script imports {compiled}, which is compiled and cannot be sent as text: build an image with "
-                    "it and give --in_image, or send chosen files only: --script_alone with --files"
-                )
+                if compiled not in self.compiled:
+                    self.compiled.append(compiled)
+                return
             elif place.with_name(f"{part}.py").is_file():
                 yield place.with_name(f"{part}.py")
                 return
             elif not place.is_dir():
                 return
+
+    def _parse(self, path: Path) -> ast.Module:
+        try:
+            return ast.parse(path.read_bytes(), str(path))
+        except (SyntaxError, ValueError) as error:
+            raise RoleError(
+                f"{path} cannot be read as Python, so that its imports are not known: {error}. Mend it, or "
+                f"{self.otherwise}"
+            ) from None
+        except OSError as error:
+            raise RoleError(f"cannot read {path}, which is sent with the script: {error}") from None
 
     def _named(self, text: str) -> Path | None:
         if len(text) > _MOST_NAME or not ("." in text or "/" in text) or "\0" in text:
@@ -76,18 +97,6 @@ class Sources:
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _parse(path: Path) -> ast.Module:
-    try:
-        return ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        raise RoleError(
-            f"{path} cannot be read as Python, so that its imports are not known: {error}. Mend it, or send chosen "
-            "files only: --script_alone with --files"
-        ) from None
-    except OSError as error:
-        raise RoleError(f"cannot read {path}, which is sent with the script: {error}") from None
 
 
 def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
