@@ -13,6 +13,7 @@ from support.played_etcd import PlayedEtcd, played_etcd
 from support.scripts.launching import SOON, wait_until
 
 from torchfleet.base.errors import CoordinatorUnreachable
+from torchfleet.ps.coordination import background_coordinator, etcd_gateway
 from torchfleet.ps.coordination.background_coordinator import BackgroundCoordinator
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.coordination.view import View
@@ -61,7 +62,8 @@ def answers(coordinator: BackgroundCoordinator) -> bool:
     return True
 
 
-def test_an_answer_that_comes_late_is_given_to_the_same_call() -> None:
+def test_an_answer_that_comes_late_is_given_to_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_coordinator, "_KEPT", SOON)
     store = SlowStore()
     coordinator = BackgroundCoordinator(store, print)
     for _ in range(3):
@@ -92,7 +94,10 @@ def test_an_old_answer_is_not_given() -> None:
     assert store.num_asked == 2
 
 
-def test_why_a_coordinator_does_not_answer_is_said_when_it_changes(etcd: PlayedEtcd) -> None:
+def test_why_a_coordinator_does_not_answer_is_said_when_it_changes(
+    etcd: PlayedEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", SOON)  # a busy machine is not a reason
     lines: list[str] = []
     coordinator = BackgroundCoordinator(make_coordinator(f"etcd://{etcd.place}/run"), lines.append)
     for fault, known in (("401", 1), ("503", 2)):
