@@ -15,11 +15,19 @@ from torchfleet.ps.server.log.log_entry import Entry, decode_entry
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
 from torchfleet.ps.server.replicas.liveness import Liveness
-from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, SILENCE
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, RECHECK, SILENCE
 from torchfleet.ps.server.replicas.silence import Silence
 from torchfleet.ps.server.server import Server
 
 _MOST_WAITING = 16  # entries; they take memory, and a take-over must apply them first
+_LOST_WITH_PRIMARY = (
+    "the primary of this server was lost before this backup had received its whole state, so the rows are lost. "
+    "Restart the job from the last checkpoint."
+)
+_LOST_WITHOUT_BACKUP = (
+    "this server was lost when it had no backup, or together with it, so its rows are lost. Restart the job from the "
+    "last checkpoint; with --coordinator etcd://..., under another NAME."
+)
 
 
 class Fate(Enum):
@@ -56,7 +64,10 @@ class Follower:
         self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
         self._told = 0  # the highest term in the primary's messages
         self._asked = now
-        self.is_in_view = self._is_primary_lost = False
+        self._losses: list[LostBody] = []  # processes that have ended, as the launcher has reported
+        self._claimed = 0  # the term in which it has asked to be primary, until the view has that term; 0: it has not
+        self._has_won = False  # the view names it as primary; it takes over when the lease of the old one has ended
+        self.is_in_view = self._is_primary_refused = False
 
     @property
     def term(self) -> int:
@@ -67,6 +78,8 @@ class Follower:
         is ignored. Raises LogError if the entry is malformed, or an earlier one cannot be applied."""
         if message.client != self._own.incarnation or self._channel is None:
             return None  # meant for an earlier process at this address
+        if self._has_won:
+            return None  # a confirmation would extend the lease of the old primary
         self._silence.hear()
         self._stamp = max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
@@ -90,24 +103,30 @@ class Follower:
             pass
 
     def hear_of_loss(self, body: LostBody) -> None:
-        """Take the launcher's report that a process has ended. It counts if that was the primary."""
-        self._is_primary_lost |= body.is_about(self._primary)
+        """Take the launcher's report that a process has ended. It counts if that is the primary, once one is known."""
+        self._losses.append(body)
 
     def tick(self, now: float) -> Fate:
         """Look for a primary, or check whether the primary is lost, and decide what to do next. Raises FleetError if no
         replica has the state any longer."""
         self._silence.look(now)
         if self._number and not self._is_primary_lost and self._silence.seconds > MISSED:
-            self._is_primary_lost = self._liveness.is_refused(replica_of(self._primary))
+            self._is_primary_refused = self._liveness.is_refused(replica_of(self._primary))
         with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
             if not self._number:
                 return self._look_for_primary(now)
-            if self._is_silent or self.replay.server.is_stopping:
-                return self._look_for_end()
+            is_due = self._claimed and now - self._asked > RECHECK
+            if is_due or self._is_silent or self.replay.server.is_stopping:
+                return self._look_for_end(now)
         return Fate.WAITS
 
     @property
+    def _is_primary_lost(self) -> bool:
+        return self._is_primary_refused or self._is_lost(self._primary)
+
+    @property
     def _is_silent(self) -> bool:
+        """Whether the primary has ended, or its lease has."""
         return self._is_primary_lost or self._silence.exceeds(SILENCE)
 
     def close(self) -> None:
@@ -125,39 +144,47 @@ class Follower:
             return Fate.ENDS
         replica = replica_of(view.primary)
         if replica == self._own.replica:
-            _check_backup(view)
+            if not view.backup or self._is_lost(view.backup):
+                raise FleetError(_LOST_WITHOUT_BACKUP)
             return Fate.WAITS
+        if replica != 1 - self._own.replica:
+            return Fate.WAITS  # not a name that a replica has written
+        if self._is_lost(view.primary):
+            raise FleetError(_LOST_WITH_PRIMARY)
         if view.primary != self._primary:
             self.close()
             self._primary, self._channel = view.primary, self._connect(replica)
+            self._is_primary_refused = False
         assert self._channel is not None
         self._channel.send(follow(self._own, view.term))
         return Fate.WAITS
 
-    def _look_for_end(self) -> Fate:
+    def _look_for_end(self, now: float) -> Fate:
+        self._asked = now
         view = self.view = self._coordinator.read(self._own.shard)
         if view is None or view.primary == ENDED:
             return Fate.ENDS
+        if view.primary == self._own.name:  # it has taken over, and the coordinator's answer was lost
+            self._has_won = True
+            return Fate.TAKES_OVER if self._is_silent else Fate.WAITS
+        if view.term >= self._claimed:
+            self._claimed = 0
         if view.primary != self._primary:
             return Fate.DROPPED
         if view.backup == self._own.name:
-            if self._is_silent and self._coordinator.replace(self._own.shard, view, view.taken_over()):
-                self.view = view.taken_over()
-                return Fate.TAKES_OVER
-            return Fate.WAITS
+            return self._take_over(view) if self._is_silent else Fate.WAITS
         if self._is_primary_lost:
-            raise FleetError(
-                "the primary of this server was lost before this backup had received its whole state, so the rows are "
-                "lost. Restart the job from the last checkpoint."
-            )
+            raise FleetError(_LOST_WITH_PRIMARY)
         is_late = self.is_in_view or self._silence.exceeds(GIVE_UP)
         return Fate.DROPPED if is_late else Fate.WAITS
 
+    def _take_over(self, view: View) -> Fate:
+        """Ask for the shard. Without an answer, or after a refusal, a later read of the view tells who has it."""
+        self._claimed = view.term + 1
+        if not self._coordinator.replace(self._own.shard, view, view.taken_over()):
+            return Fate.WAITS
+        self.view = view.taken_over()
+        return Fate.TAKES_OVER
 
-def _check_backup(view: View) -> None:
-    """Raise FleetError if the view names no backup: this process replaces the lost primary, and the rows are lost."""
-    if not view.backup:
-        raise FleetError(
-            "this server was lost when it had no backup, so its rows are lost. Restart the job from the last "
-            "checkpoint; with --coordinator etcd://..., under another NAME."
-        )
+    def _is_lost(self, name: str) -> bool:
+        return any(body.is_about(name) for body in self._losses)
