@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+from support.faults.clocks import MachineClock
 from support.faults.disks import Disks
 from support.faults.history import Violation, expect
 from support.faults.nodes import Node
@@ -35,11 +36,11 @@ CLOCK_DEFAULTS = (0, 0, None, _clock)  # of LoggedServer
 class LoggedNode(Node):
     """A server's process, and the disk that outlives it."""
 
-    def __init__(self, fleet: LoggedFleet, name: str, skew: float) -> None:
+    def __init__(self, fleet: LoggedFleet, name: str, clock: MachineClock) -> None:
         self.fleet = fleet
         path = Path(fleet.folder) / name
         self.disk = fleet.disks.add(path, fleet.has_power_cuts)
-        super().__init__(fleet.setting.doors, name, self._make_durable, skew)
+        super().__init__(fleet.setting.doors, name, self._make_durable, clock)
 
     def _make_durable(self) -> DurableServer:
         fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
@@ -81,7 +82,7 @@ class LoggedFleet(Fleet):
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
 
     def make_node(self, shard: str, index: int) -> LoggedNode:
-        return LoggedNode(self, shard, 1000.0 * (index + 1))
+        return LoggedNode(self, shard, self.setting.new_clock(1000.0 * (index + 1)))
 
     def servers(self) -> list[Server]:
         return [node.handler.server for node in self.nodes]
@@ -95,7 +96,7 @@ class LoggedFleet(Fleet):
             node.when_it_serves(lambda: self._kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
         elif kind == "cut" and node.is_alive:
             note(f"the log of {node.name} is cut")
-            with self.setting.world.on_machine(node.skew):
+            with self.setting.world.on_machine(node.clock):
                 node.handler._cut()
             if dice.random() < 0.5:
                 self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self._kill(node, 0.5))
