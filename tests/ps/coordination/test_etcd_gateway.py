@@ -5,18 +5,32 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.messages import naming
 from support.own_etcd import started_etcd
 
-from torchfleet.base.errors import CoordinatorUnreachable, FleetError, RoleError
+from torchfleet.base.errors import CoordinatorUnreachable, RoleError
 from torchfleet.ps.coordination import etcd_gateway
 from torchfleet.ps.coordination.coordinators import make_coordinator
-from torchfleet.ps.coordination.etcd_gateway import CA, CERT, KEY, PASSWORD_FILE, USER, EtcdGateway, secure_access
+from torchfleet.ps.coordination.etcd_gateway import (
+    CA,
+    CERT,
+    KEY,
+    PASSWORD_FILE,
+    USER,
+    Answer,
+    EtcdGateway,
+    secure_access,
+)
 from torchfleet.ps.coordination.view import View
 
 pytestmark = pytest.mark.xdist_group("coordinators")
+
+
+class Found(Answer):
+    kvs: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -76,30 +90,30 @@ def test_a_user_logs_in_with_a_password_and_again_when_that_is_over(
     monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 10.0)  # it is not about time
     root = EtcdGateway([place], secure_access(variables))
     for name in ("root", "fleet"):
-        root.ask("auth/user/add", {"name": name, "password": "a secret"})
-    root.ask("auth/user/grant", {"user": "root", "role": "root"})
-    root.ask("auth/role/add", {"name": "terms"})
+        root.ask("auth/user/add", {"name": name, "password": "a secret"}, Answer)
+    root.ask("auth/user/grant", {"user": "root", "role": "root"}, Answer)
+    root.ask("auth/role/add", {"name": "terms"}, Answer)
     permission = {"permType": "READWRITE", "key": "dG9yY2hmbGVldC8=", "range_end": "dG9yY2hmbGVldDA="}  # torchfleet/
-    root.ask("auth/role/grant", {"name": "terms", "perm": permission})
-    root.ask("auth/user/grant", {"user": "fleet", "role": "terms"})
-    root.ask("auth/enable", {})
+    root.ask("auth/role/grant", {"name": "terms", "perm": permission}, Answer)
+    root.ask("auth/user/grant", {"user": "fleet", "role": "terms"}, Answer)
+    root.ask("auth/enable", {}, Answer)
     logged_in = {**variables, USER: "fleet", PASSWORD_FILE: str(certificates / "password")}
     try:
         gateway = EtcdGateway([place], secure_access(logged_in))
         key = "dG9yY2hmbGVldC9r"  # torchfleet/k
-        gateway.ask("kv/put", {"key": key, "value": "djE="})
+        gateway.ask("kv/put", {"key": key, "value": "djE="}, Answer)
         gateway._token = "expired"
-        assert gateway.ask("kv/range", {"key": key})["kvs"][0]["value"] == "djE="
-        with pytest.raises(FleetError, match="permission denied"):
-            gateway.ask("kv/range", {"key": "b3RoZXI="})
+        assert gateway.ask("kv/range", {"key": key}, Found).kvs[0]["value"] == "djE="
+        with pytest.raises(CoordinatorUnreachable, match="permission denied"):
+            gateway.ask("kv/range", {"key": "b3RoZXI="}, Found)
         (certificates / "wrong").write_text("guessed")
-        with pytest.raises(FleetError, match="authentication failed"):
+        with pytest.raises(CoordinatorUnreachable, match="authentication failed"):
             EtcdGateway([place], secure_access({**logged_in, PASSWORD_FILE: str(certificates / "wrong")})).ask(
-                "kv/range", {"key": key}
+                "kv/range", {"key": key}, Found
             )
     finally:
         as_root = {**variables, USER: "root", PASSWORD_FILE: str(certificates / "password")}
-        EtcdGateway([place], secure_access(as_root)).ask("auth/disable", {})
+        EtcdGateway([place], secure_access(as_root)).ask("auth/disable", {}, Answer)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, variables: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.coordination.background_coordinator import BackgroundCoordinator
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.net import addresses
 from torchfleet.ps.net.keys import KeyFolder
@@ -31,6 +32,8 @@ from torchfleet.ps.server.server_run import Place, ServerRun
 from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
+
+_PAUSE = 0.02  # seconds between two looks at whether a replica has a role
 
 
 class ServerRole:
@@ -76,6 +79,7 @@ class ServerRole:
         answer = functools.partial(listener.serve, self._run.handler, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
+        self._wait_for_role()
 
     def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
         """Load a saved model, or only what `var_names` names of it. After an error, the address is released.
@@ -184,9 +188,18 @@ class ServerRole:
         def connect(replica: int) -> Channel:
             return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
 
-        made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
-        self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
-        return made
+        return Replica(self._server, own, BackgroundCoordinator(make_coordinator(info.coordinator), self._say), connect)
+
+    def _wait_for_role(self) -> None:
+        """Wait until the coordinator has said whether this replica begins as primary, however long that takes."""
+        replica = self._run.replica
+        if replica is None:
+            return
+        while not replica.has_role and self._answering.is_alive():
+            time.sleep(_PAUSE)
+        self._answering.check()
+        role = "primary" if replica.is_primary else "to be filled by the primary"
+        self._say(f"replica {self._info.replica}, {role}")
 
     def _durability(self) -> Durability:
         info = self._info

@@ -16,6 +16,7 @@ from torchfleet.ps.coordination.view import Coordinator
 
 VARIABLE = "FLEET_COORDINATOR"
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/,\[\]]+):[0-9]{1,5}")
+_MOST_PORTS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}(/[0-9]{1,9})?")
 
 
@@ -32,12 +33,16 @@ def make_coordinator(url: str) -> Coordinator:
 def _etcd(rest: str, access: Callable[[], Access] = plain_access) -> Coordinator:
     places, _, name = rest.partition("/")
     listed = places.split(",")
-    if not all(_PLACE.fullmatch(place) for place in listed) or not _NAME.fullmatch(name):
+    if not all(_is_place(place) for place in listed) or not _NAME.fullmatch(name):
         raise RoleError(
             f"--coordinator: expected etcd://host:port/NAME, or several host:port separated by commas; found "
             f"etcd://{rest}. NAME is that of this run: letters, digits, '_', '.' and '-'."
         )
     return EtcdCoordinator(EtcdGateway(listed, access()), name)
+
+
+def _is_place(text: str) -> bool:
+    return bool(_PLACE.fullmatch(text)) and 0 < int(text.rpartition(":")[2]) < _MOST_PORTS
 
 
 _KINDS: dict[str, Callable[[str], Coordinator]] = {

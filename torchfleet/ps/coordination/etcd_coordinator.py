@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import msgspec
+
 from torchfleet.base.errors import CoordinatorUnreachable
-from torchfleet.ps.coordination.etcd_gateway import EtcdGateway
+from torchfleet.ps.coordination.etcd_gateway import Answer, EtcdGateway
 from torchfleet.ps.coordination.view import RENEWAL, View, pack_view, unpack_view
 
 _LEASE = int(6 * RENEWAL)  # seconds after which etcd removes the records of a killed job
@@ -18,10 +20,18 @@ class EtcdCoordinator:
     def __init__(self, gateway: EtcdGateway, name: str) -> None:
         self._gateway, self._name = gateway, name
         self._lease: str | None = None
+        self._seen: set[int] = set()  # shards whose record has been there
 
     def read(self, shard: int) -> View | None:
-        found = self._gateway.ask("kv/range", {"key": self._key(shard)}).get("kvs", [])
-        return unpack_view(base64.b64decode(found[0]["value"]), f"etcd at {self._gateway.place}") if found else None
+        found = self._gateway.ask("kv/range", {"key": self._key(shard)}, _Range).kvs
+        where = f"etcd at {self._gateway.place}"
+        if found:
+            view = unpack_view(found[0].value, where)
+            self._seen.add(shard)
+            return view
+        if shard in self._seen:
+            raise CoordinatorUnreachable(f"{where} has lost the record of shard {shard}: is it the etcd of this job?")
+        return None
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
         key = self._key(shard)
@@ -32,23 +42,55 @@ class EtcdCoordinator:
             compared |= {"target": "VALUE", "value": _encoded(pack_view(before))}
         put = {"requestPut": {"key": key, "value": _encoded(pack_view(after)), "lease": self._own_lease()}}
         try:
-            answer = self._gateway.ask("kv/txn", {"compare": [compared], "success": [put]})
+            if self._gateway.ask("kv/txn", {"compare": [compared], "success": [put]}, _Transaction).succeeded:
+                self._seen.add(shard)
+                return True
         except CoordinatorUnreachable:
-            # The change may still have happened. No other replica writes this view: it names its writer and its term.
-            return self.read(shard) == after
-        return bool(answer.get("succeeded"))
+            current = self.read(shard)
+            if current == before:
+                self.renew()  # a lease that is gone may be why
+                raise  # the change may be on its way
+            return current == after
+        return self.read(shard) == after  # a member that did not answer may have made the change before this one
 
     def renew(self) -> None:
-        if self._lease is not None:
-            self._gateway.ask("lease/keepalive", {"ID": self._lease})
+        if self._lease is not None and not self._keep_alive(self._lease):
+            self._lease = None  # etcd has removed it: the next change is written under a new one
+
+    def _keep_alive(self, lease: str) -> bool:
+        return self._gateway.ask("lease/keepalive", {"ID": lease}, _KeptAlive).result.TTL not in ("", "0")
 
     def _own_lease(self) -> str:
         if self._lease is None:
-            self._lease = str(self._gateway.ask("lease/grant", {"TTL": str(_LEASE)})["ID"])
+            self._lease = self._gateway.ask("lease/grant", {"TTL": str(_LEASE)}, _Granted).ID
         return self._lease
 
     def _key(self, shard: int) -> str:
         return _encoded(f"torchfleet/{self._name}/shard-{shard}".encode())
+
+
+class _KeyValue(msgspec.Struct):
+    value: bytes  # msgspec decodes base64
+
+
+class _Range(Answer):
+    kvs: tuple[_KeyValue, ...] = ()
+
+
+class _Transaction(Answer):
+    succeeded: bool = False
+
+
+class _Granted(Answer):
+    ID: str
+
+
+class _Lease(Answer):
+    TTL: str = ""  # absent if the lease does not exist
+
+
+class _KeptAlive(msgspec.Struct):
+    result: _Lease
 
 
 def _encoded(data: bytes) -> str:

@@ -1,4 +1,8 @@
-"""A client of etcd's JSON gateway (version 3), over plain HTTP or TLS. Environment variables name the key files."""
+"""A client of etcd's JSON gateway (version 3), over plain HTTP or TLS. Environment variables name the key files.
+
+A member that answers badly counts as one that does not answer. Bad answers are: an error of etcd or of a proxy before
+it, a redirect, which is not followed, half of an answer, too long an answer, JSON of another type.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import http.client
 import json
 import os
 import ssl
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from torchfleet.base.errors import CoordinatorUnreachable, FleetError, RoleError
+import msgspec
+
+from torchfleet.base.errors import CoordinatorUnreachable, RoleError
+from torchfleet.ps.coordination.timed_reply import read_reply
 
 CA, CERT, KEY = "FLEET_ETCD_CA", "FLEET_ETCD_CERT", "FLEET_ETCD_KEY"
 USER, PASSWORD_FILE = "FLEET_ETCD_USER", "FLEET_ETCD_PASSWORD_FILE"
-_TIMEOUT = 0.4  # seconds for one answer: a primary that waits longer cannot be sure to be primary
+_TIMEOUT = 0.4  # seconds for a connection, and again for the whole answer
+_SHOWN = 200  # bytes of a bad answer in an error
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,19 @@ def plain_access(environment: Mapping[str, str] = os.environ) -> Access:
     return Access()
 
 
+class Answer(msgspec.Struct):
+    """What every answer of etcd has. A subclass adds what is read of it."""
+
+    header: dict[str, Any]
+
+
+class _Token(Answer):
+    token: Annotated[str, msgspec.Meta(pattern=r"^[!-~]+$")]  # it becomes a header
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
 class EtcdGateway:
     """Sends requests to the members of one etcd cluster, until one answers. The next request tries that one first."""
 
@@ -65,39 +88,17 @@ class EtcdGateway:
         """The member that answered last."""
         return self._places[0]
 
-    def ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, what: str, body: dict[str, Any], kind: type[Kind]) -> Kind:
         """Send a request, wait for the answer, and return it.
 
-        Raises CoordinatorUnreachable if no member answers, FleetError if etcd refuses.
+        Raises CoordinatorUnreachable, which says what each member did, if none gives an answer of this kind. It is then
+        unknown whether the request was carried out.
         """
-        if self._access.user and not self._token:
-            self._log_in()
-        status, text = self._post(what, body)
-        if status == http.HTTPStatus.UNAUTHORIZED and self._token:  # the token has expired
-            self._log_in()
-            status, text = self._post(what, body)
-        return self._answer(what, status, text)
-
-    def _log_in(self) -> None:
-        self._token = ""
-        status, text = self._post("auth/authenticate", {"name": self._access.user, "password": self._access.password})
-        self._token = str(self._answer("auth/authenticate", status, text).get("token", ""))
-
-    def _answer(self, what: str, status: int, text: bytes) -> dict[str, Any]:
-        try:
-            answer = json.loads(text)
-        except ValueError:
-            answer = None
-        if status != http.HTTPStatus.OK or not isinstance(answer, dict):
-            raise FleetError(f"etcd at {self.place} answered {what} with status {status}: {text[:200]!r}")
-        return answer
-
-    def _post(self, what: str, body: dict[str, Any]) -> tuple[int, bytes]:
         problems = []
-        for place in self._places:
+        for place in list(self._places):
             try:
-                answer = self._post_to(place, f"/v3/{what}", json.dumps(body))
-            except (OSError, http.client.HTTPException) as error:
+                answer = self._ask_one(place, what, body, kind)
+            except (OSError, http.client.HTTPException, ValueError, _BadAnswer) as error:
                 problems.append(f"{place}: {error or type(error).__name__}")
                 continue
             self._places.remove(place)
@@ -105,7 +106,26 @@ class EtcdGateway:
             return answer
         raise CoordinatorUnreachable(f"no etcd answers {what} ({'; '.join(problems)}). Is it running there?")
 
-    def _post_to(self, place: str, path: str, body: str) -> tuple[int, bytes]:
+    def _ask_one(self, place: str, what: str, body: dict[str, Any], kind: type[Kind]) -> Kind:
+        if not self._access.user:
+            return self._post(place, what, body, kind)
+        had_token = bool(self._token)
+        if not had_token:
+            self._log_in(place)
+        try:
+            return self._post(place, what, body, kind)
+        except _BadAnswer as error:
+            if not had_token or not error.is_refusal:
+                raise
+        self._log_in(place)  # the token has expired, or users were changed
+        return self._post(place, what, body, kind)
+
+    def _log_in(self, place: str) -> None:
+        self._token = ""
+        named = {"name": self._access.user, "password": self._access.password}
+        self._token = self._post(place, "auth/authenticate", named, _Token).token
+
+    def _post(self, place: str, what: str, body: dict[str, Any], kind: type[Kind]) -> Kind:
         tls = self._access.tls
         connection = (
             http.client.HTTPConnection(place, timeout=_TIMEOUT)
@@ -114,8 +134,34 @@ class EtcdGateway:
         )
         headers = {"Content-Type": "application/json", **({"Authorization": self._token} if self._token else {})}
         try:
-            connection.request("POST", path, body, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+            connection.connect()
+            until = time.monotonic() + _TIMEOUT
+            connection.request("POST", f"/v3/{what}", json.dumps(body), headers)
+            status, text = read_reply(connection.sock, until)
         finally:
             connection.close()
+        return _checked(status, text, kind)
+
+
+class _BadAnswer(Exception):
+    """A member answers, and not as etcd does when it carries a request out."""
+
+    def __init__(self, text: str, is_refusal: bool = False) -> None:
+        super().__init__(text)
+        self.is_refusal = is_refusal
+
+
+def _checked(status: int, text: bytes, kind: type[Kind]) -> Kind:
+    if status == HTTPStatus.OK:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (ValueError, RecursionError) as error:
+            raise _BadAnswer(f"expected an answer of etcd, found {text[:_SHOWN]!r} ({error})") from None
+    hundreds = status // 100
+    raise _BadAnswer(f"answered with status {status}: {text[:_SHOWN]!r}{_ADVICE.get(hundreds, '')}", hundreds == 4)
+
+
+_ADVICE = {
+    3: ". A redirect is not followed: give the address of etcd itself",
+    4: f". Is this etcd 3.4 or later, and are {USER}, {PASSWORD_FILE} and the user's rights right?",
+}

@@ -37,15 +37,16 @@ class FileCoordinator:
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
         assert after.term == (before.term if before else 0) + 1
-        if self.read(shard) != before:
-            return False
+        current = self.read(shard)
+        if current != before:
+            return current == after
         with self._errors(), tempfile.NamedTemporaryFile(dir=self._folder, prefix="new-") as written:
             written.write(pack_view(after))
             written.flush()
             try:
                 os.link(written.name, self._path(shard, after.term))
             except FileExistsError:
-                return False
+                return self.read(shard) == after
             return True
 
     def renew(self) -> None:

@@ -6,6 +6,7 @@ two replicas that propose different changes only one succeeds. The changes:
 (t, P, B)  → (t+1, P, "")   the primary goes on without its backup
 (t, P, B)  → (t+1, B, "")   the backup takes over
 (t, P, "") → (t+1, P, B)    a backup is in step: from now on the primary acknowledges only what the backup has
+(t, P, B)  → (t+1, P, B)    the backup that the primary wanted to go on without, and perhaps has, is there again
 (t, P, ..) → (t+1, ENDED)   the job is over
 
 Going on alone and taking over change the same record, so they cannot both happen. Only the backup that the view names
@@ -18,7 +19,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from torchfleet.base.errors import FleetError
+from torchfleet.base.errors import CoordinatorUnreachable
 
 MAX_NAME = 64
 ENDED = "ended"  # in place of the primary's name
@@ -49,14 +50,18 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coordinator(Protocol):
-    """Keeps the views. Every method raises CoordinatorUnreachable if there is no answer within about a second; it is
-    then unknown whether a change happened."""
+    """Keeps the views. Every method raises CoordinatorUnreachable if there is no good answer within about a second.
+
+    It is then unknown whether a change happened; it may also happen later, until the view has another term. A replica
+    that asked for a change and finds it in the view has made it: the names of processes are unique.
+    """
 
     def read(self, shard: int) -> View | None:
         """The current view; None if the shard has had no primary yet."""
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
-        """Replace `before` by `after`. Returns False, and changes nothing, if the current view is not `before`."""
+        """Replace `before` by `after`. Returns False, and changes nothing, if the current view is neither. True if it
+        is `after` already: an earlier call has made the change, and its answer was lost."""
 
     def renew(self) -> None:
         """Tell the coordinator that the job is alive. Call it every RENEWAL seconds: a coordinator may remove the
@@ -71,8 +76,11 @@ def pack_view(view: View) -> bytes:
 
 
 def unpack_view(data: bytes, where: str) -> View:
-    """The inverse of pack_view. Raises FleetError, which names `where`, if `data` is not a view."""
+    """The inverse of pack_view. Raises CoordinatorUnreachable, which names `where`, if `data` is not a view: what keeps
+    something else in this place does not say who is primary."""
     try:
         return msgspec.json.decode(data, type=View)
-    except msgspec.DecodeError as error:
-        raise FleetError(f"{where}: expected the record of a shard's primary, found {data[:80]!r} ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise CoordinatorUnreachable(
+            f"{where}: expected the record of a shard's primary, found {data[:80]!r} ({error})"
+        ) from None

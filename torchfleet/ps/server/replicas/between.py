@@ -16,8 +16,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from torchfleet.base.errors import WireError
 from torchfleet.ps.coordination.view import MAX_NAME
-from torchfleet.ps.net.wire import Array, Command, Frame, Message, Role, encode, pack
+from torchfleet.ps.net.wire import MAX_BODY, Array, Command, Frame, Message, Role, encode, pack, unpack
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 REQUESTS = (Command.FOLLOW, Command.APPEND)
@@ -49,6 +50,13 @@ class LostBody(msgspec.Struct, forbid_unknown_fields=True):
 
     def is_about(self, name: str) -> bool:
         return name.startswith(f"{self.replica}.{self.restart}.")
+
+
+def lost_process(message: Message) -> LostBody:
+    """The body of a LOST. Raises WireError."""
+    if len(message.arrays) != 1:
+        raise WireError(f"LOST has one array, found {len(message.arrays)}")
+    return unpack(message.arrays[0], LostBody, MAX_BODY)
 
 
 def replica_of(name: str) -> int:

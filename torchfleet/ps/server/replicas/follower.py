@@ -14,10 +14,14 @@ from torchfleet.ps.net.wire import Frame, Message
 from torchfleet.ps.server.log.log_entry import Entry, decode_entry
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
-from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, RECHECK, SILENCE
 from torchfleet.ps.server.server import Server
 
 _MOST_WAITING = 16  # entries; they take memory, and a take-over must apply them first
+_LOST_WITH_PRIMARY = (
+    "the primary of this server was lost before this backup had received its whole state, so the rows are lost. "
+    "Restart the job from the last checkpoint."
+)
 
 
 class Fate(Enum):
@@ -48,7 +52,10 @@ class Follower:
         self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
         self._told = 0  # the highest term in the primary's messages
         self._heard = self._looked = self._asked = now
-        self.is_in_view = self._is_primary_lost = False
+        self._losses: list[LostBody] = []  # processes that have ended, as the launcher has reported
+        self._claimed = 0  # the term in which it has asked to be primary, until the view has that term; 0: it has not
+        self._has_won = False  # the view names it as primary; it takes over when the lease of the old one has ended
+        self.is_in_view = False
 
     @property
     def term(self) -> int:
@@ -59,6 +66,8 @@ class Follower:
         is ignored. Raises LogError if the entry is malformed, or an earlier one cannot be applied."""
         if message.client != self._own.incarnation or self._channel is None:
             return None  # meant for an earlier process at this address
+        if self._has_won:
+            return None  # a confirmation would extend the lease of the old primary
         self._heard, self._stamp = now, max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self.is_in_view |= bool(message.flags & IN_VIEW)
@@ -81,8 +90,8 @@ class Follower:
             pass
 
     def hear_of_loss(self, body: LostBody) -> None:
-        """Take the launcher's report that a process has ended. It counts if that was the primary."""
-        self._is_primary_lost |= body.is_about(self._primary)
+        """Take the launcher's report that a process has ended. It counts if that is the primary, once one is known."""
+        self._losses.append(body)
 
     def tick(self, now: float) -> Fate:
         """Look for a primary, or check whether the primary is lost, and decide what to do next. Raises FleetError if no
@@ -93,7 +102,8 @@ class Follower:
         with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
             if not self._number:
                 return self._look_for_primary(now)
-            if self._is_primary_lost or now - self._heard > SILENCE or self.replay.server.is_stopping:
+            is_due = self._claimed and now - self._asked > RECHECK
+            if is_due or self._is_silent(now) or self.replay.server.is_stopping:
                 return self._look_for_end(now)
         return Fate.WAITS
 
@@ -114,6 +124,10 @@ class Follower:
         if replica == self._own.replica:
             _check_backup(view)
             return Fate.WAITS
+        if replica != 1 - self._own.replica:
+            return Fate.WAITS  # not a name that a replica has written
+        if self._is_lost(view.primary):
+            raise FleetError(_LOST_WITH_PRIMARY)
         if view.primary != self._primary:
             self.close()
             self._primary, self._channel = view.primary, self._connect(replica)
@@ -122,24 +136,38 @@ class Follower:
         return Fate.WAITS
 
     def _look_for_end(self, now: float) -> Fate:
+        self._asked = now
         view = self.view = self._coordinator.read(self._own.shard)
         if view is None or view.primary == ENDED:
             return Fate.ENDS
+        if view.primary == self._own.name:  # it has taken over, and the coordinator's answer was lost
+            self._has_won = True
+            return Fate.TAKES_OVER if self._is_silent(now) else Fate.WAITS
+        if view.term >= self._claimed:
+            self._claimed = 0
         if view.primary != self._primary:
             return Fate.DROPPED
-        is_silent = self._is_primary_lost or now - self._heard > SILENCE
         if view.backup == self._own.name:
-            if is_silent and self._coordinator.replace(self._own.shard, view, view.taken_over()):
-                self.view = view.taken_over()
-                return Fate.TAKES_OVER
-            return Fate.WAITS
-        if self._is_primary_lost:
-            raise FleetError(
-                "the primary of this server was lost before this backup had received its whole state, so the rows are "
-                "lost. Restart the job from the last checkpoint."
-            )
+            return self._take_over(view) if self._is_silent(now) else Fate.WAITS
+        if self._is_lost(self._primary):
+            raise FleetError(_LOST_WITH_PRIMARY)
         is_late = self.is_in_view or now - self._heard > GIVE_UP
         return Fate.DROPPED if is_late else Fate.WAITS
+
+    def _take_over(self, view: View) -> Fate:
+        """Ask for the shard. Without an answer, or after a refusal, a later read of the view tells who has it."""
+        self._claimed = view.term + 1
+        if not self._coordinator.replace(self._own.shard, view, view.taken_over()):
+            return Fate.WAITS
+        self.view = view.taken_over()
+        return Fate.TAKES_OVER
+
+    def _is_silent(self, now: float) -> bool:
+        """Whether the primary has ended, or its lease has."""
+        return now - self._heard > SILENCE or self._is_lost(self._primary)
+
+    def _is_lost(self, name: str) -> bool:
+        return any(body.is_about(name) for body in self._losses)
 
 
 def _check_backup(view: View) -> None:

@@ -5,6 +5,7 @@ SILENCE = 0.65  # without a message from the primary, after which the backup tak
 LEASE = 0.5  # after the primary sent a message that the backup answered; in this time the backup cannot take over
 PATIENCE = 1.5  # without an answer from the backup while replies wait for it; then the primary goes on alone
 GIVE_UP = 10.0  # without a message from the other replica while the backup is being filled; then either gives up
+RECHECK = 1.0  # between two reads of the view by a backup that may have taken over, while the primary is heard
 OWN_PAUSE = 0.4  # between two ticks; if more has passed, this process stood still, perhaps not the other
 FAREWELL = 2.0  # after a take-over at the end of a job, in which the replica still answers repeated requests
 

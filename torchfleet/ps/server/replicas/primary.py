@@ -37,7 +37,8 @@ class Primary:
         self._heard = self._lease = self._looked = self._beaten = now
         self._renewed = now
         self._is_backup_lost = False
-        self._may_be_named = False  # it is unknown whether the view names the new backup already
+        self._is_unanswered = False  # it is unknown whether the view has changed, or will, as this replica has asked
+        self._may_have_dropped = False  # one of those changes is to go on alone
         self.is_deposed = False
         self._say = logged.server.state.say
         self.view = view
@@ -50,11 +51,13 @@ class Primary:
 
     @property
     def _may_be_replaced(self) -> bool:
-        return self.has_backup or self._may_be_named
+        return self.has_backup or self._is_unanswered
 
     def is_sure(self, now: float) -> bool:
-        """Whether it is certain that no other replica has taken over by the time `now`."""
-        return not self.is_deposed and (not self._may_be_replaced or now < self._lease)
+        """Whether it is certain that no other replica has taken over by the time `now`, and that the backup could: one
+        that the view may have ceased to name has every change, but if this replica is lost, it may not take over."""
+        is_safe = not self.is_deposed and not self._may_have_dropped
+        return is_safe and (not self._may_be_replaced or now < self._lease)
 
     def follow(self, message: Message, now: float) -> None:
         """Take a FOLLOW: begin to send state and entries to the replica. Ignored while there is a sink already."""
@@ -89,7 +92,7 @@ class Primary:
         self._heard = now
         self._lease = max(self._lease, seconds(message.sequence) + LEASE)
         self._sink.confirm(message.call)
-        if not self.has_backup:
+        if not self.has_backup or self._is_unanswered:
             self._join()
 
     def hear_of_loss(self, body: LostBody) -> None:
@@ -113,7 +116,7 @@ class Primary:
             self._go_on_alone(self._sink)
             return
         self._sink.beat()
-        if not self.has_backup:
+        if not self.has_backup or self._is_unanswered:
             self._join()
 
     def check_view(self) -> None:
@@ -122,7 +125,7 @@ class Primary:
             view = self._coordinator.read(self._own.shard)
             if view is None or view.primary != self._own.name:
                 self.is_deposed = True
-            elif view != self.view:  # this replica has changed it, and the coordinator's answer was lost
+            elif view.term > self.view.term:  # this replica has changed it, and the coordinator's answer was lost
                 self._use(view)
 
     def end(self) -> None:
@@ -135,13 +138,14 @@ class Primary:
 
     def _use(self, view: View) -> None:
         # A change of the old view that is still on its way will fail, because it expects the old term.
-        self.view, self._may_be_named = view, False
+        self.view, self._is_unanswered, self._may_have_dropped = view, False, False
         self.logged.term = self.logged.server.term = view.term
         if self._sink is not None:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
 
     def _join(self) -> None:
-        """Name the new backup in the view, once it has every acknowledged change.
+        """Name the backup in the view, once it has every acknowledged change. Also a backup that is silent no longer,
+        if it is unknown whether the view still names it.
 
         When the backup has the whole state, replies begin to wait for it. When it also has every change that was made
         before that, the view names it.
@@ -157,14 +161,15 @@ class Primary:
             self._mark, sink.is_counted = sink.last_number, True
         if sink.confirmed_number < self._mark:
             return
-        self._may_be_named = True
         if self._replace(self.view.joined_by(self._backup)):
             sink.beat()
             self._say(f"replica {replica_of(self._backup)} is the backup now (term {self.view.term})")
 
     def _go_on_alone(self, sink: BackupSink) -> None:
-        if self._may_be_replaced and not self._replace(self.view.alone()):
-            return
+        if self._may_be_replaced:
+            self._may_have_dropped = True
+            if not self._replace(self.view.alone()):
+                return
         self.logged.remove_sink(sink)
         self.logged.end_copy(sink.append)
         sink.close()
@@ -174,6 +179,7 @@ class Primary:
     def _replace(self, view: View) -> bool:
         """Change the view, and return whether it is `view` now. If another replica has changed it, this one is deposed.
         If the coordinator does not answer, a later tick tries again."""
+        self._is_unanswered = True
         with contextlib.suppress(CoordinatorUnreachable):
             if self._coordinator.replace(self._own.shard, self.view, view):
                 self._use(view)

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchfleet.base.errors import FleetError, LogError, NotPrimary, PermissionRefused, WireError
-from torchfleet.ps.coordination.view import ENDED, Coordinator, View
+from torchfleet.ps.coordination.view import Coordinator, View
 from torchfleet.ps.net.replica_channels import Envelope, envelope_of
 from torchfleet.ps.net.transport import Channel, Peer
 from torchfleet.ps.net.wire import (
     ERROR,
-    MAX_BODY,
     OK,
-    Array,
     Command,
     Frame,
     Message,
@@ -22,12 +20,12 @@ from torchfleet.ps.net.wire import (
     decode,
     encode_reply,
     error_arrays,
-    unpack,
 )
 from torchfleet.ps.server.log.logged_server import LoggedServer
-from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody
+from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody, lost_process
+from torchfleet.ps.server.replicas.claim import claim
 from torchfleet.ps.server.replicas.follower import Fate, Follower
-from torchfleet.ps.server.replicas.pace import FAREWELL
+from torchfleet.ps.server.replicas.pace import BEAT, FAREWELL
 from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.server import Server
 
@@ -46,8 +44,8 @@ class Replica:
         connect: Callable[[int], Channel],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Become primary if this replica can claim the shard (`_claim`), else a follower. Raises
-        CoordinatorUnreachable."""
+        """Become primary if this replica can claim the shard, else a follower (claim.py). If the coordinator does
+        not answer, a later tick asks again, also before `begin`."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
         self._clock = clock
@@ -58,20 +56,23 @@ class Replica:
         server.shard = own.shard
         self._follower: Follower | None = None
         self._primary: Primary | None = None
-        view = self._claim()
-        if view is None:
-            self._follower = Follower(server, own, coordinator, connect, clock())
-        else:
-            self._primary = self._lead(LoggedServer(server, [], clock=clock), view)
+        self._losses: list[LostBody] = []  # what the launcher has reported while this replica had no role
+        self._asked = clock()
+        self._find_role()
 
     @property
     def is_primary(self) -> bool:
         return self._primary is not None
 
     @property
+    def has_role(self) -> bool:
+        """Whether it is decided that this replica begins as primary, or as a follower."""
+        return self._primary is not None or self._follower is not None
+
+    @property
     def is_in_step(self) -> bool:
         """Whether this replica has every acknowledged change: a primary always, a follower once the view names it."""
-        return not self.deposed and (self._follower is None or self._follower.is_in_view)
+        return not self.deposed and (self.is_primary or (self._follower is not None and self._follower.is_in_view))
 
     @property
     def is_stopping(self) -> bool:
@@ -84,8 +85,7 @@ class Replica:
     def begin(self) -> None:
         """Begin to serve or to follow. A replica that begins as primary refuses clients until it has a backup."""
         self._is_active = True
-        if self._primary is not None:
-            self._server.loading = _NO_BACKUP
+        self._wait_for_backup()
 
     def end(self) -> None:
         """Close all connections to the other replica. If the job is over, first write that into the view."""
@@ -120,6 +120,10 @@ class Replica:
 
     def tick(self, now: float) -> Replies:
         """As Handler.tick. May make a follower primary. Raises FleetError if the state of the shard is lost."""
+        if not self.has_role and now - self._asked >= BEAT:
+            self._asked = now
+            self._find_role()
+            self._wait_for_backup()
         if not self._is_active or self.deposed:
             return []
         if self._follower is not None:
@@ -157,15 +161,20 @@ class Replica:
         part = self._primary.view if self._primary is not None else self._follower
         return part.term if part is not None else 0
 
-    def _claim(self) -> View | None:
-        """The view in which this replica is primary; None if it must follow. Only replica 0 claims a shard, which must
-        have had no primary or, unless the replica was restarted, belong to a job that is over."""
-        before = self._coordinator.read(self._own.shard)
-        is_free = before is None or (before.primary == ENDED and not self._own.restart)
-        if self._own.replica or not is_free:
-            return None
-        view = View((before.term if before else 0) + 1, self._own.name)
-        return view if self._coordinator.replace(self._own.shard, before, view) else None
+    def _find_role(self) -> None:
+        beginning = claim(self._own, self._coordinator)
+        if beginning is None:
+            return
+        if beginning.view is not None:
+            self._primary = self._lead(LoggedServer(self._server, [], clock=self._clock), beginning.view)
+            return
+        self._follower = Follower(self._server, self._own, self._coordinator, self._connect, self._clock())
+        for body in self._losses:
+            self._follower.hear_of_loss(body)
+
+    def _wait_for_backup(self) -> None:
+        if self._is_active and self._primary is not None:
+            self._server.loading = _NO_BACKUP
 
     def _lead(self, logged: LoggedServer, view: View) -> Primary:
         return Primary(logged, self._own, self._coordinator, self._connect, view, self._clock())
@@ -180,7 +189,7 @@ class Replica:
             if message.shard != self._own.shard:
                 raise WireError(f"expected shard {self._own.shard}, found {message.shard}: this is another server")
             if envelope.command == Command.LOST:
-                return [(peer, self._hear_of_loss(envelope, message.arrays))]
+                return [(peer, self._hear_of_loss(envelope, lost_process(message)))]
             if self._is_active and not self.deposed:
                 return self._take_in(peer, message)
         except LogError as error:
@@ -213,10 +222,9 @@ class Replica:
     def _diverged(self, error: LogError) -> None:
         self._depose(f"the entries of the primary do not fit what is here: {error}")
 
-    def _hear_of_loss(self, envelope: Envelope, arrays: list[Array]) -> list[Frame]:
-        if len(arrays) != 1:
-            raise WireError(f"LOST has one array, found {len(arrays)}")
-        body = unpack(arrays[0], LostBody, MAX_BODY)
+    def _hear_of_loss(self, envelope: Envelope, body: LostBody) -> list[Frame]:
+        if not self.has_role:
+            self._losses.append(body)
         for part in (self._primary, self._follower):
             if part is not None:
                 part.hear_of_loss(body)
