@@ -15,7 +15,8 @@ from support.faults.disks import Disks
 from support.faults.history import Violation, expect
 from support.faults.nodes import Node
 from support.faults.same_state import check_same
-from support.faults.setting import Fleet, Setting
+from support.faults.setting import Fleet, Setting, contents
+from support.faults.virtual_world import Over
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
@@ -44,7 +45,7 @@ class LoggedNode(Node):
 
     def _make_durable(self) -> DurableServer:
         fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
-        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms)
+        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms, self.fleet.run)
         made = go_on(server, durability, lambda text: None) or begin_log(server, durability)
         ring = made.wake
         made._writer._wake = lambda: (ring(), self.world.after(0.0, self.poke))
@@ -58,6 +59,14 @@ class LoggedNode(Node):
             handler._folder.close()
             os.close(handler._bell)
 
+    def release(self) -> None:
+        """As the system does at the end of a process that was killed while it began or ended."""
+        self.disk.crash()
+        for file in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{file}").startswith(f"{self.disk.folder}/"):
+                    os.close(int(file))
+
     def freeze(self, seconds: float) -> None:
         super().freeze(seconds)
         for writer in self.disk.writers:
@@ -68,6 +77,7 @@ class LoggedFleet(Fleet):
     """`--durability log`."""
 
     can_crash = True
+    run = "first"
     nodes: list[LoggedNode]
 
     def __init__(self, setting: Setting) -> None:
@@ -132,6 +142,38 @@ class LoggedFleet(Fleet):
             node.crash()
             node.start()
             check_same(node.name, node.handler.server, before)
+
+    def begin_next_run(self) -> None:
+        """The job is started again over the same logs, and a server is killed while it begins; then all is over."""
+        self.run = "second"
+        for node in self.nodes:
+            held, gathered = contents(node.handler.server), node.handler.server.state.pushes.gathered
+            node.crash()
+            self._start_and_kill(node)
+            state = node.handler.server.state
+            expect(not state.meetings.members.num_joined, f"{node.name} knows workers of the run before")
+            expect(bool(gathered) or contents(node.handler.server) == held, f"{node.name} has other rows in a new run")
+            self._end_and_kill(node)
+
+    def _start_and_kill(self, node: LoggedNode) -> None:
+        node.disk.steps_left = self.setting.world.dice.randint(0, 12)
+        try:
+            node.start()
+        except (Over, LogError):
+            if not node.disk.is_dead:
+                raise
+            node.release()
+            node.start()
+        node.disk.steps_left = None
+
+    def _end_and_kill(self, node: LoggedNode) -> None:
+        """The log is removed. Whenever that ends, another server can begin there."""
+        handler, node.handler = node.handler, None
+        node.disk.steps_left = self.setting.world.dice.randint(0, 5)
+        with contextlib.suppress(Over, OSError), self.setting.world.on_machine(node.clock):
+            handler.close(is_over=True)
+        node.release()
+        node.start()
 
     def check(self) -> None:
         """A log with one bit that is wrong, wherever, is not used."""

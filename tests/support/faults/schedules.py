@@ -106,6 +106,7 @@ def run(plan: Plan) -> Outcome:
         if fleet.can_crash:
             fleet.restart_all()
             script.check(fleet)
+            fleet.begin_next_run()
         history = setting.history
         return Outcome(plan, history.digest(), len(history.ops), setting.world.num_events, setting.world.now)
 

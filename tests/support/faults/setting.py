@@ -115,6 +115,9 @@ class Fleet:
     def restart_all(self) -> None:
         """Every process ends, and begins again with what is kept of it."""
 
+    def begin_next_run(self) -> None:
+        """The job is over, and another one begins with what is kept."""
+
     def check(self) -> None:
         """What must hold of these servers beside what clients see."""
 

@@ -75,7 +75,7 @@ class SimulatedEtcd:
                 self._written.setdefault(put["key"], []).append(put["value"])
             return {"succeeded": is_equal}
         assert path in ("/v3/lease/grant", "/v3/lease/keepalive"), path
-        return {"ID": "1"}
+        return {"ID": "1", "result": {"header": {}, "TTL": "60"}}
 
     def _is_equal(self, compared: dict[str, Any]) -> bool:
         found = self._written.get(compared["key"], [])
@@ -83,36 +83,43 @@ class SimulatedEtcd:
 
 
 class Connection:
-    """As http.client.HTTPConnection: one request of one node."""
+    """As http.client.HTTPConnection and its socket: one request of one node."""
 
     def __init__(self, etcd: SimulatedEtcd, place: str, timeout: float) -> None:
         self._etcd, self._node, self._timeout = etcd, place, timeout
-        self._content, self.status = b"", 200
+        self._trouble, self._left = etcd.trouble(place), b""
+        self.sock = self
+
+    def connect(self) -> None:
+        self._wait()
+        if self._trouble == REFUSED:
+            raise ConnectionRefusedError("connection refused")
 
     def request(self, method: str, path: str, body: str, headers: dict[str, str]) -> None:
-        etcd, wait, dice = self._etcd, self._etcd.askers[self._node], self._etcd.world.dice
-        trouble = self._trouble = etcd.trouble(self._node)
-        wait(min(self._timeout / 2, dice.expovariate(1 / LATENCY)))
-        if trouble == REFUSED:
-            raise ConnectionRefusedError("connection refused")
-        self.status, self._content = STATUS.get(trouble, 200), b"unavailable"
-        if trouble not in (SILENT, ERROR) and (trouble in ("", LOST) or dice.random() < 0.5):
-            self._content = json.dumps(etcd.answer(path, json.loads(body))).encode()
-        wait(min(self._timeout / 2, dice.expovariate(1 / LATENCY)))
+        self._wait()
+        dice, content = self._etcd.world.dice, b"<html>unavailable</html>"
+        if self._trouble not in (SILENT, ERROR) and (self._trouble in ("", LOST) or dice.random() < 0.5):
+            content = json.dumps({"header": {}, **self._etcd.answer(path, json.loads(body))}).encode()
+        if self._trouble == GARBAGE:
+            content = b"<html>welcome</html>"
+        head = f"HTTP/1.1 {STATUS.get(self._trouble, 200)} -\r\nContent-Length: {len(content)}\r\n\r\n"
+        num = len(content) // 2 if self._trouble == HALF else len(content)
+        self._left = b"" if self._trouble in (SILENT, LOST) else head.encode() + content[:num]
 
-    def getresponse(self) -> Connection:
-        is_closed = self._etcd.world.dice.random() < 0.5
-        if self._trouble == SILENT or (self._trouble == LOST and not is_closed):
+    def settimeout(self, seconds: float) -> None:
+        self._timeout = seconds
+
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
+        if self._trouble == SILENT or (self._trouble == LOST and self._etcd.world.dice.random() < 0.5):
             self._etcd.askers[self._node](self._timeout)
             raise TimeoutError("timed out")
-        if self._trouble == LOST:
-            raise http.client.RemoteDisconnected("closed without an answer")
-        return self
-
-    def read(self) -> bytes:
-        if self._trouble == HALF:
-            raise http.client.IncompleteRead(self._content[: len(self._content) // 2], len(self._content))
-        return b"<html>\xff" if self._trouble == GARBAGE else self._content
+        self._wait()
+        num = min(len(buffer), len(self._left))
+        buffer[:num], self._left = self._left[:num], self._left[num:]
+        return num
 
     def close(self) -> None:
         pass
+
+    def _wait(self) -> None:
+        self._etcd.askers[self._node](min(self._timeout / 2, self._etcd.world.dice.expovariate(1 / LATENCY)))
