@@ -142,6 +142,14 @@ class World:
         while self.now < until:
             self.current.wait(until - self.now)
 
+    def monotonic(self) -> float:
+        """As time.monotonic, of the machine whose code runs."""
+        return self.clock.monotonic()
+
+    def time(self) -> float:
+        """As time.time, of the machine whose code runs."""
+        return self.clock.time()
+
     def run(self, until: Callable[[], bool], deadline: float) -> None:
         """Let things happen until it is enough. Raises Stuck if that does not come by `deadline`."""
         while not until():
@@ -191,9 +199,9 @@ class World:
             return self.clock.monotonic() if which == time.CLOCK_BOOTTIME else real(which)
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-            (time, "monotonic", lambda: self.clock.monotonic()),
+            (time, "monotonic", self.monotonic),
             (time, "sleep", self.sleep),
-            (time, "time", lambda: self.clock.time()),
+            (time, "time", self.time),
             (time, "clock_gettime", uptime),
             (secrets, "randbits", system.getrandbits),
             (os, "urandom", system.randbytes),
