@@ -167,6 +167,7 @@ class Disks:
             mock.patch.object(log_writer, "BackgroundThreads", threads),
             mock.patch.object(os, "unlink", self._stepped(os.unlink)),
             mock.patch.object(os, "rename", self._stepped(os.rename)),
+            mock.patch.object(os, "replace", self._stepped(os.replace)),
         ):
             yield
 

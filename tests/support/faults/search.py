@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from support.faults.bugs import (
     planted_answers,
     planted_copies,
+    planted_folders,
     planted_logs,
     planted_meetings,
     planted_members,
@@ -17,7 +18,15 @@ from support.faults.schedules import Plan, run
 from support.messages import INTERNAL_ERROR
 
 # Importing them has filled BUGS.
-PLANTED = (planted_answers, planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas)
+PLANTED = (
+    planted_answers,
+    planted_copies,
+    planted_folders,
+    planted_logs,
+    planted_meetings,
+    planted_members,
+    planted_replicas,
+)
 MISTAKES = (TypeError, AttributeError, NameError)
 
 
