@@ -22,6 +22,10 @@ _LOST_WITH_PRIMARY = (
     "the primary of this server was lost before this backup had received its whole state, so the rows are lost. "
     "Restart the job from the last checkpoint."
 )
+_LOST_WITHOUT_BACKUP = (
+    "this server was lost when it had no backup, or together with it, so its rows are lost. Restart the job from the "
+    "last checkpoint; with --coordinator etcd://..., under another NAME."
+)
 
 
 class Fate(Enum):
@@ -122,7 +126,8 @@ class Follower:
             return Fate.ENDS
         replica = replica_of(view.primary)
         if replica == self._own.replica:
-            _check_backup(view)
+            if not view.backup or self._is_lost(view.backup):
+                raise FleetError(_LOST_WITHOUT_BACKUP)
             return Fate.WAITS
         if replica != 1 - self._own.replica:
             return Fate.WAITS  # not a name that a replica has written
@@ -168,12 +173,3 @@ class Follower:
 
     def _is_lost(self, name: str) -> bool:
         return any(body.is_about(name) for body in self._losses)
-
-
-def _check_backup(view: View) -> None:
-    """Raise FleetError if the view names no backup: this process replaces the lost primary, and the rows are lost."""
-    if not view.backup:
-        raise FleetError(
-            "this server was lost when it had no backup, so its rows are lost. Restart the job from the last "
-            "checkpoint; with --coordinator etcd://..., under another NAME."
-        )
