@@ -33,8 +33,8 @@ class LogFile:
     """A log file with one writing thread. A file that reaches `max_bytes` is renamed and replaces the previous one.
 
     Others may rotate it: after a rename or a removal the output goes to a new file of the same name, after a truncation
-    (copytruncate) to its beginning. A full or missing disk does not stop the process that is logged: `complain` is called once, and output that cannot
-    be written is lost.
+    (copytruncate) to its beginning. A full or missing disk does not stop the process that is logged: `complain` is
+    called once, and output that cannot be written is lost.
     """
 
     def __init__(self, path: Path, append: bool, max_bytes: int, complain: Callable[[str], None]) -> None:
