@@ -62,7 +62,7 @@ class CrashPoints:
             if name == "open" and not arguments[1] & (os.O_CREAT | os.O_TRUNC):
                 return call(*arguments, **named)
             path = path_of(arguments)
-            if path != self._folder and path.parent != self._folder:
+            if self._folder not in (path, path.parent):
                 return call(*arguments, **named)
             with self._lock:
                 done = call(*arguments, **named)

@@ -41,7 +41,7 @@ class Life:
 
     def __init__(self, folder: Path, has_power_cuts: bool) -> None:
         self.folder, self.known = folder, Known()
-        self.points = CrashPoints(folder, lambda: self.known.copy(), has_power_cuts)
+        self.points = CrashPoints(folder, self.known.copy, has_power_cuts)
         self._clients = itertools.count(7)
         self._talk = self._new_talk()
 

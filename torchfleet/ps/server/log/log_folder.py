@@ -69,7 +69,7 @@ class LogFolder:
         LogError if the folder has a log."""
         if self.open():
             raise LogError(
-                f"{self.path} has the log of another server, which has begun it meanwhile: give every server its own folder"
+                f"{self.path} has the log of another server, begun meanwhile: give every server its own folder"
             )
         with self._naming():
             self._finish_removal()
