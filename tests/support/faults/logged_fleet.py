@@ -14,7 +14,7 @@ from support.faults.clocks import MachineClock
 from support.faults.disks import Disks
 from support.faults.history import Violation, expect
 from support.faults.nodes import Node
-from support.faults.same_state import check_same
+from support.faults.same_state import check_same, make_first_values
 from support.faults.setting import Fleet, Setting, contents
 from support.faults.virtual_world import Over
 
@@ -147,12 +147,14 @@ class LoggedFleet(Fleet):
         """The job is started again over the same logs, and a server is killed while it begins; then all is over."""
         self.run = "second"
         for node in self.nodes:
-            held, gathered = contents(node.handler.server), node.handler.server.state.pushes.gathered
+            before = node.handler.server
             node.crash()
             self._start_and_kill(node)
-            state = node.handler.server.state
-            expect(not state.meetings.members.num_joined, f"{node.name} knows workers of the run before")
-            expect(bool(gathered) or contents(node.handler.server) == held, f"{node.name} has other rows in a new run")
+            found = node.handler.server
+            make_first_values(found, before)
+            is_same = bool(before.state.pushes.gathered) or contents(found) == contents(before)
+            expect(is_same, f"{node.name} has other rows in a new run")
+            expect(not found.state.meetings.members.num_joined, f"{node.name} knows workers of the run before")
             self._end_and_kill(node)
 
     def _start_and_kill(self, node: LoggedNode) -> None:

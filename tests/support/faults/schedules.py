@@ -125,7 +125,7 @@ def _plan_faults(plan: Plan, setting: Setting, fleet: Fleet) -> None:
     dice = random.Random(f"faults {plan.seed}")
     for _ in range(plan.num_disturbances):
         setting.world.at(dice.uniform(0.2, HORIZON), lambda: _disturb(setting, fleet, dice))
-    setting.world.at(3 * HORIZON, lambda: _heal(setting, fleet))
+    setting.world.at(3 * HORIZON, lambda: _heal(setting, fleet) if setting.has_faults else None)
 
 
 def _heal(setting: Setting, fleet: Fleet) -> None:

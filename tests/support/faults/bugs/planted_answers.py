@@ -56,24 +56,15 @@ def _(patch: Patch) -> None:
 
 @bug("backup: takes an unanswered claim for a success", REPLICAS)
 def _(patch: Patch) -> None:
-    _answer_unanswered(patch, True)
-
-
-@bug("coordinator: an unanswered change is taken for one that was refused", REPLICAS)
-def _(patch: Patch) -> None:
-    _answer_unanswered(patch, False)
-
-
-def _answer_unanswered(patch: Patch, answer: bool) -> None:
     replace = EtcdCoordinator.replace
 
-    def replace_or(self: EtcdCoordinator, *change: Any) -> bool:
+    def replace_or_hope(self: EtcdCoordinator, *change: Any) -> bool:
         try:
             return replace(self, *change)
         except FleetError:
-            return answer
+            return True
 
-    patch(EtcdCoordinator, "replace", replace_or)
+    patch(EtcdCoordinator, "replace", replace_or_hope)
 
 
 @bug("primary: a change of the view that was not answered did not happen", REPLICAS)
@@ -86,17 +77,6 @@ def _(patch: Patch) -> None:
         return done
 
     patch(Primary, "_replace", replace_and_forget)
-
-
-@bug("primary: takes the confirmation of the backup's process of before", REPLICAS)
-def _(patch: Patch) -> None:
-    confirm = Primary.confirm
-
-    def confirm_any(self: Primary, message: Any, now: float) -> None:
-        message.client = self._session
-        confirm(self, message, now)
-
-    patch(Primary, "confirm", confirm_any)
 
 
 @bug("primary: its lease has no margin for clocks that differ", REPLICAS)
