@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -97,6 +99,73 @@ def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path:
     finally:
         is_over.set()
         server.close()
+
+
+@pytest.mark.slow
+def test_a_killed_fleetrun_is_started_again_with_the_rows_of_its_log(tmp_path: Path) -> None:
+    job = (*JOB, "--log_store", str(tmp_path / "store"), SCRIPT, "--mode", "async", "--pause", "0.01", "--steps")
+    with forked_fleetrun(tmp_path / "killed", *job, "400", PYTHONPATH=ROOT) as killed:
+        killed.wait_for("worker 0 has made step 30")
+        killed.process.kill()
+        assert not killed.left(30.0)
+    with forked_fleetrun(tmp_path / "again", *job, "20", PYTHONPATH=ROOT) as again:
+        assert again.wait() == 0, again.output
+        found = re.search(r"steps counted: (\S+)", again.output)
+    assert found
+    assert 2 * 20 < float(found[1]) < 2 * (20 + 400)
+    assert not list((tmp_path / "store").glob("*/segment*"))  # this job has ended
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_server_on_a_full_disk_answers_when_there_is_room_and_loses_nothing(tmp_path: Path) -> None:
+    spec = TableSpec("rows", dim=2, rule=Rule(lr=1.0), initializer=Initializer("constant", 0.0))
+    keys, num_pushes, disk = np.arange(500, dtype=np.uint64), [0], tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
+    if subprocess.run(command, check=False).returncode:
+        pytest.skip("cannot mount a disk")
+    options = ("--durability", "log", "--log_store", str(disk / "log"))
+    server, is_over = ForkedServer("tcp://127.0.0.1:0", *options), threading.Event()
+
+    def push() -> None:
+        with Client([SocketChannel(server.endpoint)], patience=Patience(60.0, 3, 0.5)) as client:
+            client.create_table(spec)
+            while not is_over.is_set():
+                client.push("rows", keys, np.ones((500, 2), np.float32)).result()
+                num_pushes[0] += 1
+                is_over.wait(0.05)
+
+    thread = threading.Thread(target=push)
+    try:
+        thread.start()
+        _wait_for(num_pushes, 2)
+        _fill(disk / "other")
+        before = -1
+        while num_pushes[0] != before:  # until no push is answered for a second
+            before = num_pushes[0]
+            is_over.wait(1.0)
+        (disk / "other").unlink()
+        _wait_for(num_pushes, before + 2)
+        is_over.set()
+        thread.join(60)
+        server.kill()
+        server.close()
+        server = ForkedServer("tcp://127.0.0.1:0", *options)
+        with Client([SocketChannel(server.endpoint)]) as client:
+            client.attach(spec)
+            rows = client.pull("rows", keys, create=False).result()
+        assert np.array_equal(rows, np.full((500, 2), -float(num_pushes[0]), np.float32))
+    finally:
+        is_over.set()
+        server.close()
+        thread.join(60)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def _wait_for(counts: list[int], least: int) -> None:

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.xdist_group("faults")  # kernels are compiled once
 @pytest.mark.parametrize("fleet", sorted(FLEETS))
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_nothing_that_was_acknowledged_is_lost_or_made_twice(script: str, fleet: str) -> None:
-    for seed in range(2):
-        run(Plan.of(seed, script, fleet))
+    run(Plan.of(0, script, fleet))
 
 
 @pytest.mark.parametrize("fleet", sorted(FLEETS))
@@ -38,6 +37,10 @@ def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
         "copy: the server is another one to its clients",
         "primary: replies do not wait for the backup",
         "coordinator: swaps without comparing",
+        "coordinator: an answer with an error ends the process that has the rows",
+        "backup: takes its own name in the view for being dropped",
+        "elastic: a worker that has left still counts as present",
+        "wait: the others go on without a lost worker",
     ],
 )
 def test_a_planted_bug_is_found(name: str) -> None:
@@ -45,7 +48,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 
 def test_there_are_enough_planted_bugs() -> None:
-    assert len(BUGS) >= 40
+    assert len(BUGS) >= 60
     assert {fleet for bug in BUGS.values() for fleet in bug.fleets} == {"logged", "replicas"}
 
 

@@ -316,6 +316,8 @@ def change_array(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str,
 
 CONTENTS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Any]]] = {
     "all keys equal": ("plain", "rows", lambda arrays: arrays["keys"].fill(arrays["keys"][0])),
+    "one key twice": ("plain", "rows", lambda arrays: arrays["keys"][1:2].fill(arrays["keys"][0])),
+    "one id twice": ("ids", "rows", lambda arrays: arrays["keys"][1:2].fill(arrays["keys"][0])),
     "keys of other servers": ("plain", "rows", change_array("keys", lambda keys: keys + np.uint64(1000))),
     "keys that are signed": ("plain", "rows", change_array("keys", lambda keys: keys.astype(np.int64))),
     "no keys": ("plain", "rows", lambda arrays: {"rows": arrays["rows"]}),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support.faults.virtual_world import Actor, World
+from support.faults.virtual_world import Actor, Over, World
 
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log import log_folder, log_writer
@@ -30,16 +30,32 @@ class Disk:
         self.num_writes = 0
         self._synced: dict[str, bytes] = {}  # by file: what is on the disk for good
         self.writers: list[Actor] = []
+        self.steps_left: int | None = None  # after so many changes of files the process is killed; None: it is not
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process was killed by `steps_left`."""
+        return self.steps_left is not None and self.steps_left < 0
+
+    def step(self) -> None:
+        """Called before each change of a file. Raises Over where the process is killed."""
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            if self.is_dead:
+                raise Over
+        if self._world.current is not None:
+            self._wait()
 
     def write(self, file: int, buffers: Sequence[Frame], at: int) -> int:
         """As os.pwritev, in two parts: between them the process may be killed."""
+        self.step()
         self._wait()
         if self._world.now < self.full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data = b"".join(bytes(memoryview(frame).cast("B")) for frame in buffers if memoryview(frame).nbytes)
         half = self._world.dice.randint(0, len(data))
         os.pwrite(file, data[:half], at)
-        self._wait()
+        self.step()
         os.pwrite(file, data[half:], at + half)
         self.num_writes += 1
         return len(data)
@@ -48,11 +64,12 @@ class Disk:
         """As os.fdatasync."""
         path = os.readlink(f"/proc/self/fd/{file}")
         size = os.fstat(file).st_size
-        self._wait()
+        self.step()
         self._synced[path] = Path(path).read_bytes()[:size]
 
     def crash(self) -> None:
         """The process is gone, and with a power cut some of what was not synced: all of it, or from some byte on."""
+        self.steps_left = None
         for writer in self.writers:
             writer.end()
         self.writers.clear()
@@ -111,6 +128,8 @@ class VirtualThreads:
 
     @property
     def error(self) -> BaseException | None:
+        if self._disk.is_dead:
+            return Over()
         return None if self._actor is None else self._actor.error
 
     def start(self) -> None:
@@ -146,8 +165,22 @@ class Disks:
             mock.patch.object(log_folder, "os", system),
             mock.patch.object(log_writer, "threading", locks),
             mock.patch.object(log_writer, "BackgroundThreads", threads),
+            mock.patch.object(os, "unlink", self._stepped(os.unlink)),
+            mock.patch.object(os, "rename", self._stepped(os.rename)),
+            mock.patch.object(os, "replace", self._stepped(os.replace)),
         ):
             yield
+
+    def _stepped(self, change: Callable[..., None]) -> Callable[..., None]:
+        """As `change`, of a file on one of the disks or of another."""
+
+        def run(path: Any, *more: Any, **named: Any) -> None:
+            for disk in self._disks:
+                if str(path).startswith(f"{disk.folder}/"):
+                    disk.step()
+            change(path, *more, **named)
+
+        return run
 
     def _of(self, path: Path) -> Disk:
         return next(disk for disk in self._disks if disk.folder == path or disk.folder in path.parents)

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from unittest import mock
 
+from support.faults.clocks import MachineClock
 from support.faults.disks import Disks
 from support.faults.history import Violation, expect
 from support.faults.nodes import Node
-from support.faults.same_state import check_same
-from support.faults.setting import Fleet, Setting
+from support.faults.same_state import check_same, make_first_values
+from support.faults.setting import Fleet, Setting, contents
+from support.faults.virtual_world import Over
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
@@ -35,15 +37,15 @@ CLOCK_DEFAULTS = (0, 0, None, _clock)  # of LoggedServer
 class LoggedNode(Node):
     """A server's process, and the disk that outlives it."""
 
-    def __init__(self, fleet: LoggedFleet, name: str, skew: float) -> None:
+    def __init__(self, fleet: LoggedFleet, name: str, clock: MachineClock) -> None:
         self.fleet = fleet
         path = Path(fleet.folder) / name
         self.disk = fleet.disks.add(path, fleet.has_power_cuts)
-        super().__init__(fleet.setting.doors, name, self._make_durable, skew)
+        super().__init__(fleet.setting.doors, name, self._make_durable, clock)
 
     def _make_durable(self) -> DurableServer:
         fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
-        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms)
+        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms, self.fleet.run)
         made = go_on(server, durability, lambda text: None) or begin_log(server, durability)
         ring = made.wake
         made._writer._wake = lambda: (ring(), self.world.after(0.0, self.poke))
@@ -57,6 +59,14 @@ class LoggedNode(Node):
             handler._folder.close()
             os.close(handler._bell)
 
+    def release(self) -> None:
+        """As the system does at the end of a process that was killed while it began or ended."""
+        self.disk.crash()
+        for file in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{file}").startswith(f"{self.disk.folder}/"):
+                    os.close(int(file))
+
     def freeze(self, seconds: float) -> None:
         super().freeze(seconds)
         for writer in self.disk.writers:
@@ -67,6 +77,7 @@ class LoggedFleet(Fleet):
     """`--durability log`."""
 
     can_crash = True
+    run = "first"
     nodes: list[LoggedNode]
 
     def __init__(self, setting: Setting) -> None:
@@ -81,7 +92,7 @@ class LoggedFleet(Fleet):
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
 
     def make_node(self, shard: str, index: int) -> LoggedNode:
-        return LoggedNode(self, shard, 1000.0 * (index + 1))
+        return LoggedNode(self, shard, self.setting.new_clock(1000.0 * (index + 1)))
 
     def servers(self) -> list[Server]:
         return [node.handler.server for node in self.nodes]
@@ -95,7 +106,7 @@ class LoggedFleet(Fleet):
             node.when_it_serves(lambda: self._kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
         elif kind == "cut" and node.is_alive:
             note(f"the log of {node.name} is cut")
-            with self.setting.world.on_machine(node.skew):
+            with self.setting.world.on_machine(node.clock):
                 node.handler._cut()
             if dice.random() < 0.5:
                 self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self._kill(node, 0.5))
@@ -131,6 +142,40 @@ class LoggedFleet(Fleet):
             node.crash()
             node.start()
             check_same(node.name, node.handler.server, before)
+
+    def begin_next_run(self) -> None:
+        """The job is started again over the same logs, and a server is killed while it begins; then all is over."""
+        self.run = "second"
+        for node in self.nodes:
+            before = node.handler.server
+            node.crash()
+            self._start_and_kill(node)
+            found = node.handler.server
+            make_first_values(found, before)
+            is_same = bool(before.state.pushes.gathered) or contents(found) == contents(before)
+            expect(is_same, f"{node.name} has other rows in a new run")
+            expect(not found.state.meetings.members.num_joined, f"{node.name} knows workers of the run before")
+            self._end_and_kill(node)
+
+    def _start_and_kill(self, node: LoggedNode) -> None:
+        node.disk.steps_left = self.setting.world.dice.randint(0, 12)
+        try:
+            node.start()
+        except (Over, LogError):
+            if not node.disk.is_dead:
+                raise
+            node.release()
+            node.start()
+        node.disk.steps_left = None
+
+    def _end_and_kill(self, node: LoggedNode) -> None:
+        """The log is removed. Whenever that ends, another server can begin there."""
+        handler, node.handler = node.handler, None
+        node.disk.steps_left = self.setting.world.dice.randint(0, 5)
+        with contextlib.suppress(Over, OSError), self.setting.world.on_machine(node.clock):
+            handler.close(is_over=True)
+        node.release()
+        node.start()
 
     def check(self) -> None:
         """A log with one bit that is wrong, wherever, is not used."""

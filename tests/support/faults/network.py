@@ -30,6 +30,11 @@ class Break:
         return now < self.until and self.source in (None, source) and self.target in (None, target)
 
 
+def machine_of(name: str) -> str:
+    """Behind "#" is which of the machine's connections it is."""
+    return name.partition("#")[0]
+
+
 class Network:
     """All links, as bad as `faults`, until they are healed."""
 
@@ -58,7 +63,8 @@ class Network:
         self.num_lost += 1
 
     def _arrive(self, source: str, target: str, deliver: Callable[[], None]) -> None:
-        if any(broken.stops(source, target, self.world.now) for broken in self._breaks):
+        ends = machine_of(source), machine_of(target)
+        if any(broken.stops(*ends, self.world.now) for broken in self._breaks):
             self.num_lost += 1
         else:
             deliver()
@@ -145,7 +151,7 @@ class SimulatedChannel:
         self._doors.forget(self.peer)
 
     def now(self) -> float:
-        return self._world.now + self._world.skew
+        return self._world.clock.monotonic()
 
     def wakes(self) -> tuple[object, ...]:
         return ()  # `arrived` is told

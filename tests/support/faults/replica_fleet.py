@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from dataclasses import dataclass, field
 from unittest import mock
 
 from support.faults.history import Violation, expect
@@ -14,10 +13,11 @@ from support.faults.network import Doors
 from support.faults.nodes import Node
 from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
-from support.faults.virtual_world import World
+from support.faults.simulated_etcd import TROUBLES, SimulatedEtcd
 
 from torchfleet.base.errors import CoordinatorUnreachable
-from torchfleet.ps.coordination.view import View
+from torchfleet.ps.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.ps.coordination.etcd_gateway import Access, EtcdGateway
 from torchfleet.ps.net import replica_channels
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Command, Message, Role, encode, pack
@@ -29,60 +29,22 @@ from torchfleet.ps.server.server import Server
 RESTART = 0.4  # seconds until a launcher has started a process again
 
 
-@dataclass
-class Coordination:
-    """The record of all shards, as a store that is trusted keeps it."""
-
-    world: World
-    views: dict[int, list[View]] = field(default_factory=dict)
-    away_until: dict[str, float] = field(default_factory=dict)  # by node: when it can reach the store again
-
-
-@dataclass
-class NodeCoordinator:
-    """As Coordinator, for one node. Out of reach it may be before the store is asked, or when it answers."""
-
-    store: Coordination
-    node: str
-
-    def read(self, shard: int) -> View | None:
-        self._check()
-        views = self.store.views.get(shard)
-        return views[-1] if views else None
-
-    def replace(self, shard: int, before: View | None, after: View) -> bool:
-        is_away = self.store.world.now < self.store.away_until.get(self.node, 0.0)
-        if is_away and self.store.world.dice.random() < 0.5:
-            self._check()
-        views = self.store.views.setdefault(shard, [])
-        is_current = (views[-1] if views else None) == before
-        if is_current:
-            views.append(after)
-        self._check()
-        return is_current
-
-    def renew(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        if self.store.world.now < self.store.away_until.get(self.node, 0.0):
-            raise CoordinatorUnreachable("the store is out of reach")
-
-
 class ReplicaNode(Node):
     """A replica's process; one that is deposed ends, and is started again."""
 
     def __init__(self, fleet: ReplicaFleet, doors: Doors, shard: int, replica: int) -> None:
         self.fleet, self.shard, self.replica, self.restart = fleet, shard, replica, -1
-        super().__init__(doors, f"{fleet.setting.shards[shard]}.{replica}", self._make_replica, 1000.0 * (1 + replica))
+        clock = fleet.setting.new_clock(1000.0 * (1 + replica))
+        super().__init__(doors, f"{fleet.setting.shards[shard]}.{replica}", self._make_replica, clock)
 
     def _make_replica(self) -> Replica:
         self.restart += 1
         server = self.fleet.make_server()
         own = Identity(self.shard, self.replica, self.restart, self.world.dice.getrandbits(60) | 1)
         self.own = own
-        coordinator = NodeCoordinator(self.fleet.store, self.name)
-        made = Replica(server, own, coordinator, self._connect, lambda: self.world.now + self.skew)
+        self.fleet.etcd.askers[self.name] = self.wait
+        coordinator = EtcdCoordinator(EtcdGateway([self.name], Access()), "job")
+        made = Replica(server, own, coordinator, self._connect, self.clock.monotonic)
         made.begin()
         return made
 
@@ -97,7 +59,7 @@ class ReplicaNode(Node):
     def is_sure(self) -> bool:
         """Whether it would acknowledge a change now."""
         primary = self.handler._primary if self.is_alive and not self.is_frozen else None
-        return primary is not None and not self.handler.deposed and primary.is_sure(self.world.now + self.skew)
+        return primary is not None and not self.handler.deposed and primary.is_sure(self.clock.monotonic())
 
     def _look(self) -> None:
         super()._look()
@@ -121,7 +83,8 @@ class ReplicaFleet(Fleet):
     nodes: list[ReplicaNode]
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.store = setting, Coordination(setting.world)
+        self.setting, self.etcd = setting, SimulatedEtcd(setting.world)
+        setting.stack.enter_context(self.etcd.attached())
         self.numbers = itertools.count()
         setting.stack.enter_context(mock.patch.object(LoggedServer.__init__, "__defaults__", CLOCK_DEFAULTS))
         # Every look costs a change of threads: this halves the time that a schedule takes.
@@ -134,9 +97,10 @@ class ReplicaFleet(Fleet):
         ]
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
         setting.world.run(self._is_whole, 300.0)
+        self.etcd.share_lost = setting.share_lost
 
     def _is_whole(self) -> bool:
-        return all(views[-1].backup for views in self.store.views.values())
+        return all((views := self.etcd.views(shard)) and views[-1].backup for shard in range(len(self.setting.shards)))
 
     def _connect(self, name: str, shard: int) -> ReplicaChannels:
         names = [f"{self.setting.shards[shard]}.{replica}" for replica in range(2)]
@@ -159,7 +123,7 @@ class ReplicaFleet(Fleet):
 
     def disturb(self, dice: random.Random) -> None:
         node = dice.choice(self.nodes)
-        (kind,) = dice.choices(["kill", "apart", "away"], (5, 2, 1))
+        (kind,) = dice.choices(["kill", "apart", "away"], (5, 2, 3))
         seconds = dice.choice([0.3, 1.0, 3.0, 8.0])
         note = self.setting.history.note
         other = self._pair(node.shard)[1 - node.replica]
@@ -173,8 +137,11 @@ class ReplicaFleet(Fleet):
             if both:
                 self._separate(other, node, seconds)
         else:
-            note(f"{node.name} cannot reach the coordinator for {seconds:g} s")
-            self.store.away_until[node.name] = self.setting.world.now + seconds
+            how = dice.choice(TROUBLES)
+            nodes = dice.choice([[node], self.nodes])
+            note(f"etcd: {how} for {seconds:g} s, to {[each.name for each in nodes]}")
+            for each in nodes:
+                self.etcd.disturb(each.name, how, seconds)
 
     def _kill(self, node: ReplicaNode, other: ReplicaNode, later: float, told: bool) -> None:
         """It is started again so much later. `told`: the launcher tells the other one."""
@@ -192,7 +159,7 @@ class ReplicaFleet(Fleet):
 
     def _may_kill(self, node: ReplicaNode, other: ReplicaNode) -> bool:
         """Of two that have all, one may be lost."""
-        view = self.store.views[node.shard][-1]
+        view = self.etcd.views(node.shard)[-1]
         return node.is_alive and other.is_alive and other.own.name in (view.primary, view.backup)
 
     def _tell_lost(self, to: ReplicaNode, lost: Identity) -> None:
@@ -200,7 +167,7 @@ class ReplicaFleet(Fleet):
         to.take(b"launcher/0", encode(Message(Command.LOST, Role.LAUNCHER, arrays=[body], shard=to.shard)))
 
     def revive(self, node: ReplicaNode) -> None:
-        if node.is_alive:
+        if node.is_alive or node.is_starting:
             return
         try:
             node.start()
@@ -209,7 +176,7 @@ class ReplicaFleet(Fleet):
 
     def heal(self) -> None:
         super().heal()
-        self.store.away_until.clear()
+        self.etcd.heal()
         for node in self.nodes:
             self.revive(node)
 
@@ -221,7 +188,7 @@ class ReplicaFleet(Fleet):
     def check(self) -> None:
         """The backup has all that the primary has; terms rise by one at a time."""
         for shard, primary in enumerate(self.servers()):
-            terms = [view.term for view in self.store.views[shard]]
+            terms = [view.term for view in self.etcd.views(shard)]
             expect(terms == list(range(1, len(terms) + 1)), f"shard {shard}: terms are {terms}")
             (follower,) = (node for node in self._pair(shard) if not node.is_sure)
             replay = follower.handler._follower.replay

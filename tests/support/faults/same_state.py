@@ -30,8 +30,8 @@ def check_same(name: str, found: Server, right: Server) -> None:
         wrong.append("sessions")
     if _answers(ours) != _answers(theirs):
         wrong.append("long_requests")
-    _make_first_values(found, right)
-    _make_first_values(right, found)
+    make_first_values(found, right)
+    make_first_values(right, found)
     there, here = contents(right), contents(found)
     wrong += [table for table in there if here.get(table) != there[table]]
     expect(not wrong, lambda: f"{name}: a server that applied the same entries differs in {wrong}")
@@ -63,7 +63,7 @@ def _answers(body: StateBody) -> dict[int, Any]:
     return {token: repr(known[1] or known[1:]) for token, known in body.long_requests.items()}
 
 
-def _make_first_values(here: Server, there: Server) -> None:
+def make_first_values(here: Server, there: Server) -> None:
     """A row's first value is a function of its key, so a pull of a plain table is no entry."""
     for number, table in there.state.tables.items():
         other = here.state.tables.get(number)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from support.faults.clocks import IDLE, LOADS, MAX_DRIFT, Load
 from support.faults.logged_fleet import LoggedFleet
 from support.faults.replica_fleet import ReplicaFleet
 from support.faults.setting import Fleet, Setting
+from support.faults.workloads.elastic_job import ElasticJob
 from support.faults.workloads.geo_rounds import GeoRounds
-from support.faults.workloads.lost_workers import LostWorkers
+from support.faults.workloads.lost_workers import AwaitedWorkers, LostWorkers
 from support.faults.workloads.meetings import Meetings
 from support.faults.workloads.policies import Policies
 from support.faults.workloads.sync_steps import SyncSteps
@@ -28,6 +30,8 @@ HORIZON = 12.0  # seconds in which faults happen
 
 Script = Any
 SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
+    "awaited workers": AwaitedWorkers,
+    "elastic": ElasticJob,
     "geo": GeoRounds,
     "lost workers": LostWorkers,
     "meetings": Meetings,
@@ -35,6 +39,7 @@ SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "sync": SyncSteps,
     "tokens": Tokens,
 }
+WEIGHTS = {"awaited workers": 1, "elastic": 1, "lost workers": 1}  # they take the most time; others: 2
 FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet, "replicas": ReplicaFleet}
 
 
@@ -49,17 +54,21 @@ class Plan:
     num_workers: int
     faults: Faults
     num_disturbances: int
+    drift: float  # of clocks
+    load: Load
+    share_lost: float  # of the coordinator's answers
 
     @classmethod
     def of(cls, seed: int, script: str | None = None, fleet: str | None = None) -> Plan:
         dice = random.Random(f"plan {seed}")
-        chosen = dice.choice(sorted(SCRIPTS)), dice.choice(sorted(FLEETS))
+        (chosen_script,) = dice.choices(sorted(SCRIPTS), [WEIGHTS.get(name, 2) for name in sorted(SCRIPTS)])
+        chosen = chosen_script, dice.choice(sorted(FLEETS))
         worst = dice.choice([0.0, 0.1, 0.3])
         rates = [dice.uniform(0, worst) for _ in range(3)]
         faults = Faults(rates[0], rates[1], dice.choice([0.002, 0.05, 0.4]), rates[2] / 2)
         return cls(
             seed, script or chosen[0], fleet or chosen[1], dice.randint(1, 2), dice.randint(2, 3), faults,
-            dice.randint(0, 5),
+            dice.randint(0, 5), dice.choice([0.0, MAX_DRIFT]), dice.choice(LOADS), dice.choice([0.0, 0.1]),
         )  # fmt: skip
 
 
@@ -76,24 +85,28 @@ def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
     setting.on_loss = getattr(SCRIPTS[plan.script], "on_loss", setting.on_loss)
+    setting.min_workers = getattr(SCRIPTS[plan.script], "min_workers", 0)
+    setting.drift, setting.share_lost = plan.drift, plan.share_lost
     # What a machine has left of its memory, and what it prints, is no part of a schedule.
     with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
         fleet = FLEETS[plan.fleet](setting)
         script = SCRIPTS[plan.script](setting, plan.seed)
         script.begin()
         _plan_faults(plan, setting, fleet)
+        setting.world.load = plan.load
         try:
             setting.world.run(lambda: setting.are_done, LONGEST)
         finally:
             _raise_errors(setting)
         setting.has_faults = False
-        fleet.heal()
+        _heal(setting, fleet)
         fleet.settle()
         script.check(fleet)
         fleet.check()
         if fleet.can_crash:
             fleet.restart_all()
             script.check(fleet)
+            fleet.begin_next_run()
         history = setting.history
         return Outcome(plan, history.digest(), len(history.ops), setting.world.num_events, setting.world.now)
 
@@ -112,13 +125,19 @@ def _plan_faults(plan: Plan, setting: Setting, fleet: Fleet) -> None:
     dice = random.Random(f"faults {plan.seed}")
     for _ in range(plan.num_disturbances):
         setting.world.at(dice.uniform(0.2, HORIZON), lambda: _disturb(setting, fleet, dice))
-    setting.world.at(3 * HORIZON, lambda: (setting.history.note("healed"), fleet.heal()))
+    setting.world.at(3 * HORIZON, lambda: _heal(setting, fleet) if setting.has_faults else None)
+
+
+def _heal(setting: Setting, fleet: Fleet) -> None:
+    setting.history.note("healed")
+    setting.world.load = IDLE
+    fleet.heal()
 
 
 def _disturb(setting: Setting, fleet: Fleet, dice: random.Random) -> None:
     if not setting.has_faults:
         return
-    (kind,) = dice.choices(["stop", "freeze", "cut", "own"], (2, 1, 2, 4))
+    (kind,) = dice.choices(["stop", "freeze", "cut", "clock", "own"], (2, 1, 2, 1, 4))
     seconds = dice.choice([0.3, 1.0, 5.0, 15.0])
     if kind == "stop":
         node = dice.choice(fleet.nodes)
@@ -128,6 +147,10 @@ def _disturb(setting: Setting, fleet: Fleet, dice: random.Random) -> None:
         actor = dice.choice(setting.world.actors)
         setting.history.note(f"{actor.name} is stopped for {seconds:g} s")
         actor.freeze(seconds)
+    elif kind == "clock" and setting.drift:
+        node = dice.choice(fleet.nodes)
+        setting.history.note(f"the clock of {node.name} jumps")
+        node.clock.jump(dice)
     elif kind == "cut":
         one, other = dice.choice(setting.world.actors).name, dice.choice(fleet.nodes).name
         both = dice.random() < 0.5

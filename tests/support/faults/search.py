@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from support.faults.bugs import planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas
+from support.faults.bugs import (
+    planted_answers,
+    planted_copies,
+    planted_folders,
+    planted_logs,
+    planted_meetings,
+    planted_members,
+    planted_replicas,
+)
 from support.faults.planted import BUGS, planted
 from support.faults.schedules import Plan, run
 from support.messages import INTERNAL_ERROR
 
 # Importing them has filled BUGS.
-PLANTED = (planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas)
+PLANTED = (
+    planted_answers,
+    planted_copies,
+    planted_folders,
+    planted_logs,
+    planted_meetings,
+    planted_members,
+    planted_replicas,
+)
 MISTAKES = (TypeError, AttributeError, NameError)
 
 

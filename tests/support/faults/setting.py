@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from support.faults.clocks import MAX_WALL_JUMP, MachineClock
 from support.faults.history import History
 from support.faults.network import Doors, Network
 from support.faults.nodes import Node
@@ -36,7 +37,10 @@ class Setting:
     shards: list[str]
     num_workers: int
     on_loss: str = "end"  # what the loss of a worker means to the others
+    min_workers: int = 0  # above 0: the job is elastic
     has_faults: bool = True  # until the script is done
+    drift: float = 0.0  # by which rates of clocks differ from 1
+    share_lost: float = 0.0  # of the coordinator's answers
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
 
     @classmethod
@@ -65,6 +69,12 @@ class Setting:
             client = self.client(name, worker)
             self.actor(name, lambda w=worker, c=client: live(w, c))
 
+    def new_clock(self, offset: float) -> MachineClock:
+        """The clock of another machine."""
+        dice = self.world.dice
+        rate = 1.0 + dice.uniform(-self.drift, self.drift)
+        return MachineClock(self.world, offset, rate, dice.uniform(-MAX_WALL_JUMP, MAX_WALL_JUMP))
+
     @property
     def are_done(self) -> bool:
         return all(actor.has_ended for actor in self.world.actors)
@@ -80,11 +90,12 @@ class Fleet:
         self.nodes = [self.make_node(shard, i) for i, shard in enumerate(setting.shards)]
 
     def make_node(self, shard: str, index: int) -> Node:
-        return Node(self.setting.doors, shard, self.make_server, skew=1000.0 * (index + 1))
+        return Node(self.setting.doors, shard, self.make_server, self.setting.new_clock(1000.0 * (index + 1)))
 
     def make_server(self) -> Server:
-        num_workers, on_loss = self.setting.num_workers, self.setting.on_loss
-        return Server(MAX_TABLE_BYTES, num_workers=num_workers, orphan_timeout=0.0, on_worker_loss=on_loss)
+        setting = self.setting
+        rules = {"min_workers": setting.min_workers, "on_worker_loss": setting.on_loss}
+        return Server(MAX_TABLE_BYTES, num_workers=setting.num_workers, orphan_timeout=0.0, **rules)
 
     def heal(self) -> None:
         """No more faults: everybody is there, and can be reached."""
@@ -103,6 +114,9 @@ class Fleet:
 
     def restart_all(self) -> None:
         """Every process ends, and begins again with what is kept of it."""
+
+    def begin_next_run(self) -> None:
+        """The job is over, and another one begins with what is kept."""
 
     def check(self) -> None:
         """What must hold of these servers beside what clients see."""

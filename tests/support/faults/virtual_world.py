@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-EPOCH = 1_700_000_000.0  # the time of day when a schedule begins
+from support.faults.clocks import IDLE, Load, MachineClock
+
 MAX_EVENTS = 400_000
 
 
 class Over(BaseException):
-    """Ends the thread of an actor that nobody waits for any longer."""
+    """Ends an actor's thread that is not needed any longer, or what a killed process was doing."""
 
 
 class Stuck(AssertionError):
@@ -42,7 +43,8 @@ class Actor:
         self.has_ended = False
         self.error: BaseException | None = None
         self.frozen_until = 0.0
-        self.skew = world.skew  # of the machine that it was started on
+        self._is_late = False  # it should run, and has not got the processor yet
+        self.clock = world.clock  # of the machine that it was started on
         _thread.start_new_thread(self._live, ())
         world.after(0.0, lambda: self._go_on(0))
 
@@ -73,7 +75,9 @@ class Actor:
     def _go_on(self, turn: int) -> None:
         if turn != self._turn or self.has_ended:
             return
-        if self._world.now < self.frozen_until:
+        self.freeze(self._world.load.pause(self._world.dice) if not self._is_late else 0.0)
+        self._is_late = self._world.now < self.frozen_until
+        if self._is_late:
             self._world.at(self.frozen_until, lambda: self._go_on(turn))
             return
         self._turn += 1
@@ -81,11 +85,11 @@ class Actor:
 
     def _hand_over(self) -> None:
         world = self._world
-        before, skew = world.current, world.skew
-        world.current, world.skew = self, self.skew
+        before, clock = world.current, world.clock
+        world.current, world.clock = self, self.clock
         self._gate.release()
         world.baton.acquire()
-        world.current, world.skew = before, skew
+        world.current, world.clock = before, clock
 
     def _live(self) -> None:
         self._gate.acquire()
@@ -106,7 +110,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.dice = random.Random(seed)
-        self.skew = 0.0  # how far the clock of the machine is ahead whose code runs
+        self.load: Load = IDLE
+        self.clients_clock = MachineClock(self)
+        self.clock = self.clients_clock  # of the machine whose code runs
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.current: Actor | None = None
@@ -114,6 +120,8 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties = itertools.count()
         self.num_events = 0
+        self._depth = 0  # events that wait for others to happen
+        self._errors: list[Exception] = []
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (max(when, self.now), next(self._ties), happen))
@@ -134,34 +142,52 @@ class World:
         while self.now < until:
             self.current.wait(until - self.now)
 
+    def monotonic(self) -> float:
+        """As time.monotonic, of the machine whose code runs."""
+        return self.clock.monotonic()
+
+    def time(self) -> float:
+        """As time.time, of the machine whose code runs."""
+        return self.clock.time()
+
     def run(self, until: Callable[[], bool], deadline: float) -> None:
         """Let things happen until it is enough. Raises Stuck if that does not come by `deadline`."""
         while not until():
             if not self._events or self._events[0][0] > deadline or self.num_events > MAX_EVENTS:
                 waiting = [actor.name for actor in self.actors if not actor.has_ended]
                 raise Stuck(f"at {self.now:.1f} s, after {self.num_events:,} events, these still wait: {waiting}")
-            self.now, _, happen = heapq.heappop(self._events)
-            self.num_events += 1
-            happen()
+            self._step()
 
     def pass_time(self, seconds: float) -> None:
         """Let everything happen in the next seconds."""
-        until, current, skew = self.now + seconds, self.current, self.skew
-        self.current, self.skew = None, 0.0
+        until, current, clock = self.now + seconds, self.current, self.clock
+        self.current, self.clock = None, self.clients_clock
         while self._events and self._events[0][0] <= until:
-            self.now, _, happen = heapq.heappop(self._events)
-            self.num_events += 1
+            self._step()
+        self.now, self.current, self.clock = max(self.now, until), current, clock
+
+    def _step(self) -> None:
+        """The next event. What an event raises while another one waits is not for the code that waits."""
+        self.now, _, happen = heapq.heappop(self._events)
+        self.num_events += 1
+        self._depth += 1
+        try:
             happen()
-        self.now, self.current, self.skew = until, current, skew
+        except Exception as error:
+            self._errors.append(error)
+        finally:
+            self._depth -= 1
+        if self._errors and not self._depth:
+            raise self._errors[0]
 
     @contextlib.contextmanager
-    def on_machine(self, skew: float) -> Iterator[None]:
-        """What runs within this sees the clock of a machine that was started so much earlier."""
-        before, self.skew = self.skew, skew
+    def on_machine(self, clock: MachineClock) -> Iterator[None]:
+        """What runs within this sees this clock."""
+        before, self.clock = self.clock, clock
         try:
             yield
         finally:
-            self.skew = before
+            self.clock = before
 
     @contextlib.contextmanager
     def in_charge(self) -> Iterator[None]:
@@ -170,12 +196,12 @@ class World:
         real = time.clock_gettime
 
         def uptime(which: int) -> float:
-            return self.now + self.skew if which == time.CLOCK_BOOTTIME else real(which)
+            return self.clock.monotonic() if which == time.CLOCK_BOOTTIME else real(which)
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-            (time, "monotonic", lambda: self.now + self.skew),
+            (time, "monotonic", self.monotonic),
             (time, "sleep", self.sleep),
-            (time, "time", lambda: EPOCH + self.now),
+            (time, "time", self.time),
             (time, "clock_gettime", uptime),
             (secrets, "randbits", system.getrandbits),
             (os, "urandom", system.randbytes),

@@ -32,8 +32,9 @@ def last_bytes(log: Path, num: int) -> bytes:
 class LogFile:
     """A log file with one writing thread. A file that reaches `max_bytes` is renamed and replaces the previous one.
 
-    A full or missing disk does not stop the process that is logged: `complain` is called once, and output that cannot
-    be written is lost.
+    Others may rotate it: after a rename or a removal the output goes to a new file of the same name, after a truncation
+    (copytruncate) to its beginning. A full or missing disk does not stop the process that is logged: `complain` is
+    called once, and output that cannot be written is lost.
     """
 
     def __init__(self, path: Path, append: bool, max_bytes: int, complain: Callable[[str], None]) -> None:
@@ -41,15 +42,18 @@ class LogFile:
         self._file: IO[bytes] | None = None
         self._size, self._has_told = 0, False
         try:
-            self._open("ab" if append else "wb")
+            if not append:
+                path.write_bytes(b"")
+            self._open()
         except OSError as error:
             self._tell(str(error))
 
     def write(self, data: bytes) -> None:
         try:
+            self._follow()
             if self._size and self._size + len(data) > self._max_bytes:
                 self._begin_anew()
-            written = (self._file or self._open("ab")).write(data)
+            written = (self._file or self._open()).write(data)
             self._size += written
         except OSError as error:
             self._tell(str(error))
@@ -62,15 +66,29 @@ class LogFile:
             self._file.close()
             self._file = None
 
-    def _open(self, mode: str) -> IO[bytes]:
-        self._file = open(self._path, mode, buffering=0)  # noqa: SIM115  (until close)
+    def _open(self) -> IO[bytes]:
+        # Appends also after a truncation: a position of its own would leave a hole before what is written next.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (until close)
         self._size = self._file.seek(0, os.SEEK_END)
         return self._file
 
     def _begin_anew(self) -> None:
         self.close()
         os.replace(self._path, before(self._path))
-        self._open("wb")
+        self._open()
+
+    def _follow(self) -> None:
+        """Close the file if its name belongs to another one by now, and note its size if it was truncated."""
+        if self._file is None:
+            return
+        own = os.fstat(self._file.fileno())
+        self._size = min(self._size, own.st_size)
+        try:
+            is_same = os.path.samestat(own, os.stat(self._path))
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            self.close()
 
     def _tell(self, why: str) -> None:
         if not self._has_told:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +18,8 @@ from torchfleet.ps.checkpoint.chain import live_candidates, live_rows, statistic
 from torchfleet.ps.checkpoint.manifest import Link, Manifest, Part, Table, read_manifest
 from torchfleet.ps.checkpoint.part_file import Arrays, check_arrays
 from torchfleet.ps.checkpoint.part_reader import read_parts
+from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
+from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.summary import Summary
 
 
@@ -50,13 +54,19 @@ class SavedModel:
         """
         num = 0
         for link in self._manifest.links():
-            for _ in read_parts(self._storage, link.save, link.parts, self._check_part):
+            found: defaultdict[tuple[str, str], RepeatedKeys]
+            found = defaultdict(partial(RepeatedKeys, self._storage, link.save))
+            for part, keys in read_parts(self._storage, link.save, link.parts, self._check_part):
+                found[part.table, part.kind].add(part, keys)
                 num += 1
                 self._progress.show(f"{num:,} files are whole")
+            for repeated in found.values():
+                repeated.check()
         self._progress.end(f"{num:,} files are whole")
         return num
 
-    def _check_part(self, part: Part, arrays: Arrays) -> None:
+    def _check_part(self, part: Part, arrays: Arrays) -> tuple[Part, Keys]:
+        """The part's keys. Raises TableError if its contents are not those of a part."""
         saved = self._manifest.table(part.table)
         check_arrays(saved, part, arrays)
         for name in ("rows", "values"):
@@ -68,6 +78,7 @@ class SavedModel:
         num_keys = len(arrays.get("keys", ()))
         if num_keys and 2 * len(np.unique(arrays["keys"])) < num_keys:
             raise TableError(f"table '{part.table}': most of {num_keys:,} keys are equal to others")
+        return part, np.array(arrays.get("keys", ()), np.uint64)
 
     def summary(self, table: str, top: int) -> dict[str, Any]:
         """The summary of all rows of a sparse table; reads them from the files."""

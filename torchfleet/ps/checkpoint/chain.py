@@ -12,6 +12,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Link, Manifest, Part, Table
 from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays, check_arrays
 from torchfleet.ps.checkpoint.part_reader import read_parts
+from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys
 from torchfleet.ps.tables.rows.row_statistics import row_columns
 from torchfleet.ps.tables.table import PartKind
@@ -100,15 +101,18 @@ def _live_of(
     num_gone = sum(part.rows for link in links for part in link.parts_of(saved.name, gone))
     met = KeySet(sum(counts) + num_gone, 0 if choose else max(counts, default=0))
 
-    def prepare(part: Part, arrays: Arrays) -> tuple[Keys, Arrays]:
-        return _chosen(_checked(saved, part, arrays), choose)
+    def prepare(part: Part, arrays: Arrays) -> tuple[Keys, Arrays, Part]:
+        return (*_chosen(_checked(saved, part, arrays), choose), part)
 
     for link in links:
+        repeated = RepeatedKeys(storage, link.save)
         # From the end: if a row was dropped and created again during one save, the later one counts.
-        for keys, arrays in read_parts(storage, link.save, link.parts_of(saved.name, kind)[::-1], prepare):
+        for keys, arrays, part in read_parts(storage, link.save, link.parts_of(saved.name, kind)[::-1], prepare):
+            repeated.add(part, keys.copy())  # the caller may change the keys
             yield _where(met.add(keys), keys, arrays)
+        repeated.check()
         if link is not links[-1]:
-            for keys, _ in read_parts(storage, link.save, link.parts_of(saved.name, gone), prepare):
+            for keys, _, _ in read_parts(storage, link.save, link.parts_of(saved.name, gone), prepare):
                 met.add(keys)
 
 

@@ -28,6 +28,7 @@ from torchfleet.ps.checkpoint.manifest_parts import (
     Table,
     described,
 )
+from torchfleet.ps.checkpoint.repeated_keys import refuse_repeated_names
 
 __all__ = [
     "DONEFILE",
@@ -67,6 +68,7 @@ def read_manifest(storage: Storage) -> Manifest:
     body, place = read_body(storage), storage.place(FILE)
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
+        refuse_repeated_names(body, place)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.format != FORMAT or manifest.version != VERSION:

@@ -118,6 +118,8 @@ def _check_files(manifest: Manifest, link: Link) -> None:
             raise _Wrong(
                 f"{part.file}: {part.rows:,} rows of table '{part.table}' do not fit into {part.bytes:,} bytes"
             )
+        if part.repeats is not None and not 0 <= part.repeats <= MAX_SIZE:
+            raise _Wrong(f"{part.file}: expected a number of keys that may repeat, found {part.repeats}")
         if part.file in files:
             raise _Wrong(f"{part.file} is in it more than once")
         files.add(part.file)

@@ -47,6 +47,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc32: int
     start: int = 0  # dense: first element; sketch: first block
     kind: PartKind = "rows"
+    repeats: int | None = None  # keys of the save, up to this part, that may be there twice; None: not known
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from torchfleet.base.errors import CheckpointError, FleetError, TableError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table
+from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
 from torchfleet.ps.checkpoint.saved_parameters import check_parameter
 from torchfleet.ps.tables.settings.owners import owners_of
 from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
@@ -128,13 +129,16 @@ class Loading:
 
     def _load(self, kind: PartKind) -> None:
         """Load everything of this kind that the shard owns."""
+        repeated = RepeatedKeys(self._storage, self._link.save)
         for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
             before, num = self._table.num_rows, len(arrays["keys"])
+            repeated.add(part, arrays["keys"])
             with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
                 self._table.load_slice(SavedSlice(kind, arrays))
                 num_known = num - (self._table.num_rows - before)
                 if kind == "rows" and not self._link.parent and 2 * num_known > num:
                     raise TableError(f"of {num:,} keys {num_known:,} were there before, in this file or in another")
+        repeated.check()
 
     def _parts(self, kind: PartKind) -> list[Part]:
         """The files that hold data of this shard."""

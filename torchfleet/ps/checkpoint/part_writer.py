@@ -95,7 +95,7 @@ class Files:
         if len(self._under_way) >= _UNDER_WAY:
             self._written.append(self._under_way.popleft().result())
         num_rows, start = (like.rows, like.start) if like else (filling.num_rows, 0)
-        part = Part(filling.table, filling.file, filling.server, num_rows, 0, 0, start, filling.kind)
+        part = Part(filling.table, filling.file, filling.server, num_rows, 0, 0, start, filling.kind, repeats=0)
         self._under_way.append(self._pool.submit(self._write, part, filling.pieces))
         filling.begin(filling.number + 1)
 

@@ -108,6 +108,7 @@ class FileToWrite:
     arrays: part_file.Pieces
     start: int
     kind: PartKind
+    repeats: int | None = None  # rows dropped since the save of the table began
 
     @property
     def num_rows(self) -> int:
@@ -119,10 +120,19 @@ class FileToWrite:
 
 def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
     """Yield files of about PART_BYTES, and None after each slice that did not fill a file."""
-    filling = Filling(table.spec.name, table.spec.shard)
+    filling, before = Filling(table.spec.name, table.spec.shard), table.num_dropped
     for saved in table.save_slices(mode, SLICE):
-        yield from filling.add(saved)
-    yield from filling.end()
+        for file in filling.add(saved):
+            yield _counted(file, table, before)
+    for file in filling.end():
+        yield _counted(file, table, before)
+
+
+def _counted(file: FileToWrite | None, table: Table, before: int) -> FileToWrite | None:
+    """Note how many keys may repeat. Of candidates it is not known how many were dropped."""
+    if file is not None and file.kind != "candidates":
+        file.repeats = table.num_dropped - before
+    return file
 
 
 class Filling:
@@ -214,4 +224,4 @@ class Writer:
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         self._folder.write(name, buffers)
         crc = part_file.checksum(buffers)
-        return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind)
+        return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind, file.repeats)

@@ -166,7 +166,9 @@ class RowStore(Table):
         """Drop rows and reuse their memory. Absent keys are ignored. Returns how many rows were dropped."""
         self.check_keys(keys)
         if self.statistics is None and self.tracking is None:
-            return self.index.erase(keys)
+            num = self.index.erase(keys)
+            self.num_dropped += num
+            return num
         at = self.find(keys)
         return self.drop(keys[at >= 0], at[at >= 0])
 
@@ -176,6 +178,7 @@ class RowStore(Table):
             self.statistics.put("tick", at, NEVER)
         if self.tracking is not None and len(keys):
             self.tracking.note_gone(keys)
+        self.num_dropped += len(keys)
         return self.index.erase(keys)
 
     def chunks(

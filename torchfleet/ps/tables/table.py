@@ -249,6 +249,8 @@ class Table(ABC):
 
     # Saves and loads
 
+    num_dropped = 0  # rows that were dropped so far: each may be in a save that is being written twice
+
     def begin_save(self, is_committed: bool) -> None:
         """Begin a save: later changes belong to the next one. `is_committed`: the previous save is durable."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from support.faults.planted import Patch, bug
 
 from torchfleet.api.job import joining
 from torchfleet.ps.server import among_workers, waiting
+from torchfleet.ps.server.meeting.file_lists import FileLists
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.server import Server
 
-LOST = "lost workers"
+LOST, AWAITED = "lost workers", "awaited workers"
 KEPT = ("logged", "replicas")
 
 
@@ -69,3 +71,51 @@ def _(patch: Patch) -> None:
                 self.state.sessions.settle(message.client, message.sequence, result)  # type: ignore[arg-type]
 
     patch(Server, "answer", answer_and_settle)
+
+
+@bug("wait: the loss of a worker ends the waits for it", script=AWAITED)
+def _(patch: Patch) -> None:
+    _after_init(patch, lambda members: setattr(members, "wait", False))
+
+
+@bug("wait: the others go on without a lost worker", script=AWAITED)
+def _(patch: Patch) -> None:
+    _after_init(patch, lambda members: setattr(members, "go_on", True))
+
+
+def _after_init(patch: Patch, change: Callable[[Members], None]) -> None:
+    init = Members.__init__
+
+    def init_and_change(self: Members, *settings: Any) -> None:
+        init(self, *settings)
+        change(self)
+
+    patch(Members, "__init__", init_and_change)
+
+
+@bug("elastic: a worker that has left still counts as present", script="elastic")
+def _(patch: Patch) -> None:
+    leave = Members.leave
+
+    def leave_present(self: Members, worker: int, *more: Any) -> None:
+        leave(self, worker, *more)
+        self.absent.discard(worker)
+
+    patch(Members, "leave", leave_present)
+
+
+@bug("elastic: a late copy of a join brings back a worker that has left", script="elastic")
+def _(patch: Patch) -> None:
+    patch(Members, "has_left", lambda *_: False)
+
+
+@bug("elastic: files of a lost worker stay with it", script="elastic")
+def _(patch: Patch) -> None:
+    patch(FileLists, "expire", lambda *_: False)
+    patch(FileLists, "leave", lambda *_: None)
+
+
+@bug("elastic: who has left is not copied", KEPT, script="elastic")
+def _(patch: Patch) -> None:
+    restore = Members.restore
+    patch(Members, "restore", lambda self, kept: restore(self, {**kept, "left": {}}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.faults.planted import Patch, bug
-from support.faults.replica_fleet import NodeCoordinator
+from support.faults.simulated_etcd import SimulatedEtcd
 
 from torchfleet.ps.coordination.view import View
 from torchfleet.ps.net import replica_channels
@@ -165,12 +165,7 @@ def _(patch: Patch) -> None:
 
 @bug("coordinator: swaps without comparing", REPLICAS)
 def _(patch: Patch) -> None:
-    def replace(self: NodeCoordinator, shard: int, before: Any, after: Any) -> bool:
-        self._check()
-        self.store.views.setdefault(shard, []).append(after)
-        return True
-
-    patch(NodeCoordinator, "replace", replace)
+    patch(SimulatedEtcd, "_is_equal", lambda self, compared: True)
 
 
 @bug("coordinator: a term is given twice", REPLICAS)

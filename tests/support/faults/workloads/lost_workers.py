@@ -66,6 +66,24 @@ class Life:
         return 1000 * (self.start + 1) + self.worker
 
 
+def join(setting: Setting, life: Life, client: Client, body: dict[str, Any]) -> list[Joined]:
+    """As a worker does whose process of before may not be given up yet."""
+    while True:
+        try:
+            return client.join(body)
+        except NumberTaken:
+            setting.world.sleep(0.3)
+
+
+def give_signs(setting: Setting, life: Life, client: Client, body: dict[str, Any]) -> None:
+    while not life.is_over:
+        setting.world.sleep(LEASE / 4)
+        try:
+            client.join({**body, "again": True}, LEASE / 2)
+        except FleetError:
+            continue  # the worker's own requests find out
+
+
 @dataclass
 class LostWorkers:
     """A script: the job makes `num_steps` steps, whoever is there."""
@@ -74,7 +92,7 @@ class LostWorkers:
 
     setting: Setting
     seed: int
-    num_steps: int = 7
+    num_steps: int = 6
     _is_ready: bool = False
     pushed: list[Pushed] = field(default_factory=list)
     begun: list[tuple[Pushed, Floats]] = field(default_factory=list)  # a process's first push, and what it began with
@@ -113,9 +131,9 @@ class LostWorkers:
             self._is_ready = True
         while not self._is_ready:
             world.sleep(0.2)
-        told = self._join(life, client)
+        told = join(self.setting, life, client, self._body(life))
         signs = self._connect(life, f"signs of {life.name}")
-        self.setting.actor(f"signs of {life.name}", lambda: self._give_signs(life, signs))
+        self.setting.actor(f"signs of {life.name}", lambda: give_signs(self.setting, life, signs, self._body(life)))
         first = joining.catch_up(client, told, 1, TIMEOUT)
         dense = client.pull_dense("block").result().copy()
         for step in range(first, self.num_steps):
@@ -127,25 +145,10 @@ class LostWorkers:
     def pushed_by(self, life: Life, step: int) -> Pushed:
         return next(p for p in reversed(self.pushed) if p.worker == life.worker and p.step == step)
 
-    def _join(self, life: Life, client: Client) -> list[Joined]:
-        while True:
-            try:
-                return client.join(self._body(life))
-            except NumberTaken:
-                self.setting.world.sleep(0.3)
-
     def _body(self, life: Life) -> dict[str, Any]:
         base = {"host": "simulated", "pid": life.process, "num_workers": self.setting.num_workers}
         times = {"timeout": LEASE, "sync_timeout": TIMEOUT, "restart": life.start}
         return {**base, **times, "on_worker_loss": self.on_loss}
-
-    def _give_signs(self, life: Life, client: Client) -> None:
-        while not life.is_over:
-            self.setting.world.sleep(LEASE / 5)
-            try:
-                client.join({**self._body(life), "again": True}, LEASE / 2)
-            except FleetError:
-                continue  # whoever trains finds out
 
     def _step(self, life: Life, client: Client, dice: random.Random, step: int, dense: Floats) -> Floats:
         grads = dense * np.float32(0.1) + np.float32(life.worker + 1) / np.float32(step + 3 + life.start)
@@ -193,9 +196,24 @@ class LostWorkers:
         for num in range(len(others) + 1):
             for more in itertools.combinations(others, num):
                 counted = [*told, *more]
-                if len({p.worker for p in counted}) < len(counted):
-                    continue  # nobody counts twice in a step
+                if not self._may_be(counted):
+                    continue
                 mean = np.mean([p.grads[part] for p in counted], axis=0) if counted else np.float32(0.0)
                 after = (state - RATE * mean).astype(np.float32)
                 if all(np.allclose(after, values, atol=1e-5) for values in seen):
                     yield after
+
+    def _may_be(self, counted: list[Pushed]) -> bool:
+        """Whether these may be the parts of one step: no worker counts twice."""
+        return len({p.worker for p in counted}) == len(counted)
+
+
+@dataclass
+class AwaitedWorkers(LostWorkers):
+    """A script: with `wait` and one server every step has a part of every worker."""
+
+    on_loss: ClassVar[str] = "wait"
+
+    def _may_be(self, counted: list[Pushed]) -> bool:
+        is_whole = len(self.setting.shards) > 1 or len(counted) == self.setting.num_workers
+        return super()._may_be(counted) and is_whole

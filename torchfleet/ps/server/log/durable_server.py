@@ -69,9 +69,11 @@ class DurableServer(LoggedServer):
     def close(self, is_over: bool = False) -> None:
         """Write all entries and close the log. `is_over`: the job has ended, so the log is removed."""
         super().close()
-        if is_over:
-            self._folder.remove()
-        self._folder.close()
+        try:
+            if is_over:
+                self._folder.remove()
+        finally:
+            self._folder.close()
 
     def _cut(self) -> None:
         if not self.is_copying and not self._writer.trouble():
@@ -112,10 +114,10 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
     `server`: its tables must be empty; the log adds missing ones. Raises LogError if the log is unusable.
     """
     folder = LogFolder(durability.folder)
-    if folder.is_empty:
-        folder.close()
-        return None
     try:
+        if not folder.open():
+            folder.close()
+            return None
         started, replay = time.monotonic(), Replay(server)
         for frames in folder.entries():
             replay.apply(decode_entry(frames))
@@ -123,7 +125,10 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
         is_other_run = folder.run != durability.run
         if is_other_run:
             forget_workers(server.state)
-            folder.note_run(durability.run)
+            folder.run = durability.run  # on the disk only with the copy that lacks these workers
+    except LogError as error:
+        folder.close()
+        raise LogError(f"{folder.path}: {error}" if str(folder.path) not in str(error) else str(error)) from error
     except BaseException:
         folder.close()
         raise
@@ -152,6 +157,9 @@ def forget_workers(state: State) -> None:
 def begin_log(server: Server, durability: Durability) -> DurableServer:
     """Begin a log with the current state of the server. Blocks until the state is on disk. Raises LogError."""
     folder = LogFolder(durability.folder)
-    folder.remove()  # an unfinished log of a server that was killed before it served any request
-    folder.note_run(durability.run)
+    try:
+        folder.begin(durability.run)
+    except BaseException:
+        folder.close()
+        raise
     return DurableServer(server, folder, durability.fsync_ms)

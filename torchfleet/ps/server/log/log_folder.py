@@ -1,28 +1,37 @@
 """The folder of one server's log. It has numbered segments, and one process at a time writes the last of them.
 
 A segment begins with a copy of the state, so the segments before it are needed only until that copy is whole. The file
-`start` names the first segment that is needed. Older segments are removed; a killed server may leave some of them.
-Without the file `start` no copy is whole, and the server has not served any request.
+`start` (log_start.py) says which segments are needed, and a crash after any step leaves a folder that it describes:
+
+    begin               `start` with first=0; then segment 1 may have a part of a copy, and no request was answered
+    begin_segment       sync the last segment; make the next one, empty; `start` with a new `last`; then write
+    forget_before_last  sync the segment, which has a whole copy; `start` with a new `first` and run; remove older ones
+    remove              rename `start` to `over`; remove all segments; remove `over`
+
+`start` is replaced by a rename, and names are synced after each of these steps. A folder that no crash leaves, such as
+one with segments and without `start`, is refused, and nothing in it is changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
+from torchfleet.ps.server.log.log_files import make_folder, map_file, open_file, sync_folder, sync_path
 from torchfleet.ps.server.log.log_records import Records
+from torchfleet.ps.server.log.log_start import START, Start, read_start, write_start
 
 _NAME = "segment-{:08}.log"
 _SEGMENT = re.compile(r"segment-([0-9]{8})\.log")
-_START, _RUN = "start", "run"
+_OVER = "over"  # instead of `start`: the job has ended, and all segments may be removed
 _MAX_BUFFERS = 512  # buffers in one call of pwritev
 
 
@@ -33,8 +42,9 @@ class LogFolder:
         """Create the folder if it is missing, and lock it. Raises LogError if it is locked or unusable."""
         self.path = Path(path)
         try:
+            make_folder(self.path)
             make_own(self.path)  # what others write would become the model
-            self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._lock = open_file(self.path / "lock", os.O_CREAT | os.O_RDWR)
         except (OSError, SecurityError) as error:
             raise LogError(f"no log can be kept in {self.path}: {error}. Give another folder.") from None
         try:
@@ -43,50 +53,61 @@ class LogFolder:
             os.close(self._lock)
             raise LogError(f"{self.path} is the log of a server that runs: give every server its own folder") from None
         self._file = -1
+        self._start: Start | None = None  # as it is on the disk; None: there is no log
+        self.run = ""  # the run that is noted with the next whole copy
         self.num_bytes = 0  # bytes of whole records in the last segment
         self.num_synced = 0  # how many of these bytes are synced to the disk
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the folder has no whole copy of a state to restore from."""
-        return not (self.path / _START).exists()
+    def open(self) -> bool:
+        """Read `start`, and set `run`. Returns whether there is a whole copy of a state to restore from. Raises
+        LogError if files are missing or damaged."""
+        with self._naming():
+            self._start = self._read()
+        self.run = "" if self._start is None else self._start.run
+        return self._start is not None and self._start.first > 0
 
-    @property
-    def run(self) -> str:
-        """The launcher's run that the log belongs to; empty if none was noted."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.path / _RUN).read_text()
-        return ""
-
-    def note_run(self, run: str) -> None:
-        """Write down that the log belongs to `run`. Not synced to the disk."""
-        (self.path / _RUN).write_text(run)
+    def begin(self, run: str) -> None:
+        """Begin a new log of `run`. Removes what is left of a log that was being removed, and nothing else. Raises
+        LogError if the folder has a log."""
+        if self.open():
+            raise LogError(
+                f"{self.path} has the log of another server, begun meanwhile: give every server its own folder"
+            )
+        with self._naming():
+            self._finish_removal()
+            self._start, self.run = Start(0, 0, run), run
+            write_start(self.path, self._start)
+            sync_path(self.path)
 
     def entries(self) -> Iterator[list[Frame]]:
-        """Yield all entries of the needed segments, in order. Their frames are views of the mapped files. At the end,
-        cut an unfinished record off the last segment, and open it for `write`. Raises LogError if a file is damaged."""
-        numbers = self._numbers()
-        for number in numbers:
+        """Yield all entries of the needed segments, in order; `open` must have returned True. Their frames are views
+        of the mapped files. At the end, cut an unfinished record off the last segment, and open it for `write`. Raises
+        LogError if a file is damaged."""
+        assert self._start is not None
+        last = self._start.last
+        for number in range(self._start.first, last + 1):
             file = self.path / _NAME.format(number)
-            is_last = number == numbers[-1]
-            records = Records(_mapped(file), str(file), is_synced=not is_last)
+            records = Records(map_file(file), str(file), is_synced=number < last)
             yield from records
-            if records.is_torn and not is_last:
-                raise LogError(f"{file} ends inside a record, and {_NAME.format(numbers[-1])} follows it: it was cut")
+            if records.is_torn and number < last:
+                raise LogError(f"{file} ends inside a record, and {_NAME.format(last)} follows it: it was cut")
             self.num_bytes = records.end
-        if numbers:
-            self._open(numbers[-1], os.O_WRONLY)
+        with self._naming():
+            self._open(last, os.O_WRONLY)
             os.ftruncate(self._file, self.num_bytes)
             self.sync()  # after a loss of power the cut bytes must not reappear behind new records
 
     def begin_segment(self) -> int:
         """Sync the current segment, and open a new one for `write`. Returns its size, 0. Raises OSError."""
-        numbers = self._numbers()
+        assert self._start is not None
+        number = self._start.last + 1
         if self._file >= 0:
             os.fdatasync(self._file)
-        self._open(numbers[-1] + 1 if numbers else 1, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # one that is there has no entries yet
         self.num_bytes = self.num_synced = 0
-        self._sync_folder()
+        sync_folder(self.path)
+        if self._start.first:
+            self._note(Start(self._start.first, number, self._start.run))
         return 0
 
     def write(self, buffers: Sequence[Frame]) -> int:
@@ -103,32 +124,31 @@ class LogFolder:
         return end
 
     def sync(self) -> None:
-        """Block until all written bytes are on the disk. Raises OSError."""
+        """Block until all written bytes are on the disk. Raises OSError, also if the segment has lost its name."""
         num_bytes = self.num_bytes
         os.fdatasync(self._file)
+        if not os.fstat(self._file).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "a segment was removed while the server wrote to it", str(self.path))
         self.num_synced = num_bytes
 
     def forget_before_last(self) -> int:
-        """Remove the segments before the last, which must have a whole copy of the state. Returns its size in bytes."""
-        numbers = self._numbers()
+        """Remove the segments before the last, which must have a whole copy of the state, of a server of `run`. Returns
+        its size in bytes. Raises OSError."""
+        assert self._start is not None
+        last = self._start.last if self._start.first else 1
         self.sync()
-        new = self.path / f"{_START}.new"
-        with new.open("w") as file:
-            file.write(f"{numbers[-1]}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(self.path / _START)
-        self._sync_folder()
-        for number in self._all():
-            if number < numbers[-1]:
-                (self.path / _NAME.format(number)).unlink()
+        self._note(Start(last, last, self.run))
+        self._unlink(number for number in self._all() if number < last)
         return self.num_bytes
 
     def remove(self) -> None:
-        """Remove all segments and `start`, so that no server restores from this folder. The lock stays."""
-        for number in self._all():
-            (self.path / _NAME.format(number)).unlink(missing_ok=True)
-        (self.path / _START).unlink(missing_ok=True)
+        """Remove the log, so that no server restores from this folder. The lock stays. Raises LogError."""
+        with self._naming():
+            if self._start is not None:
+                os.rename(self.path / START, self.path / _OVER)
+                sync_folder(self.path)
+                self._start = None
+            self._finish_removal()
 
     def close(self) -> None:
         if self._file >= 0:
@@ -147,42 +167,66 @@ class LogFolder:
                 buffers[0] = memoryview(buffers[0]).cast("B")[num:]
         return at
 
+    def _finish_removal(self) -> None:
+        if os.path.lexists(self.path / _OVER):
+            self._unlink(self._all())
+            sync_folder(self.path)  # without `over`, no segment may reappear
+            os.unlink(self.path / _OVER)
+            sync_folder(self.path)
+
+    def _unlink(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            os.unlink(self.path / _NAME.format(number))
+
+    def _note(self, start: Start) -> None:
+        write_start(self.path, start)
+        self._start = start
+
     def _all(self) -> list[int]:
         found = (_SEGMENT.fullmatch(name) for name in os.listdir(self.path))
         return sorted(int(match[1]) for match in found if match)
 
-    def _numbers(self) -> list[int]:
-        """The numbers of the needed segments, ascending. Raises LogError if one is missing, or `start` is damaged."""
-        numbers, first = self._all(), 1
-        with contextlib.suppress(FileNotFoundError):
-            text = (self.path / _START).read_text()
-            if not re.fullmatch(r"[0-9]{1,8}\n", text):
-                raise LogError(f"{self.path / _START} is damaged: expected the number of a segment, found {text!r:.40}")
-            first = int(text)
-        needed = [number for number in numbers if number >= first]
-        if needed != list(range(first, first + len(needed))) or (first > 1 and not needed):
-            raise LogError(f"{self.path}: expected segments from {first} on, found {needed}: files are missing")
-        return needed
+    def _read(self) -> Start | None:
+        """What `start` says; None if there is no log. Raises LogError if the files do not fit it."""
+        has_start, has_over = (os.path.lexists(self.path / name) for name in (START, _OVER))
+        found = self._all()
+        if has_start and has_over:
+            raise self._unfit(f"both {START} and {_OVER}", f"{START} alone")
+        if not has_start:
+            if found and not has_over:
+                raise self._unfit(f"{_NAME.format(found[0])} without {self.path / START}", "both, or neither")
+            return None
+        start = read_start(self.path)
+        needed = range(start.first or 1, start.last + 1)
+        missing = [number for number in needed if number not in found]
+        if missing:
+            raise self._unfit(f"none of number {missing[0]}", f"segments {needed[0]} to {needed[-1]}")
+        for number in found:
+            if number > start.last and not self._is_unused(number, start):
+                raise self._unfit(f"{_NAME.format(number)}", f"no segment behind number {start.last}")
+        return start
+
+    def _is_unused(self, number: int, start: Start) -> bool:
+        """Whether a crash explains this segment, which `start` does not name: no entry of it was confirmed."""
+        is_blank = not start.first or not (self.path / _NAME.format(number)).lstat().st_size
+        return number == start.last + 1 and is_blank
+
+    def _unfit(self, found: str, expected: str) -> LogError:
+        return LogError(
+            f"{self.path}: expected {expected}, found {found}. The log is not used, and nothing was removed. Bring the "
+            "missing files back, or go on from the last checkpoint, with another folder for the log."
+        )
 
     def _open(self, number: int, flags: int) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        self._file = os.open(self.path / _NAME.format(number), flags | os.O_CLOEXEC, 0o600)
+        self._file = open_file(self.path / _NAME.format(number), flags)
 
-    def _sync_folder(self) -> None:
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Turn an OSError into a LogError that names the folder."""
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _mapped(file: Path) -> memoryview:
-    """The bytes of a file. The file stays mapped as long as the result, or a slice of it, exists."""
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if not size:
-            return memoryview(b"")
-        # Kernels require writable memory. The mapping is private, so writes do not reach the file.
-        return memoryview(mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+            yield
+        except OSError as error:
+            raise LogError(f"the log in {self.path} cannot be read or written: {error}") from error
