@@ -25,7 +25,7 @@ FOLDER = "cut://store/model"
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[jobs.Part]:
-    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,cut://,webhdfs://")  # servers must be told of a store like this one
+    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,cut://,webhdfs://127.0.0.1:1")  # servers are told of their stores
     CutStore.store.clear()
     with jobs.one_worker(Model(), num_servers=2) as made:
         yield made
