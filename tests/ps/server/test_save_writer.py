@@ -72,7 +72,8 @@ def test_others_are_served_while_a_store_does_not_answer_and_the_save_fails_in_t
     with in_threads(["tcp://127.0.0.1:*"]) as fleet:
         fleet.servers[0].server.state.saves.roots = roots_of([f"webhdfs://{address(silent)}"])
         client, other = fleet.client(), fleet.client()
-        client.create_table(SPEC)
+        for each in (client, other):
+            each.create_table(SPEC)
 
         def save() -> None:
             with pytest.raises(CheckpointError, match=naming(place)):

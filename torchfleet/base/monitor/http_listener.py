@@ -1,7 +1,8 @@
 """An HTTP listener that no client can block. Metrics, the dashboard and the health port are routes of one.
 
 It limits the number of concurrent connections, the time for a request and for a write of its reply, and the size of a
-request. It makes no DNS lookups, and does not report clients that disconnect.
+request. At the limit of connections, the one that has been silent longest makes room for the next. It makes no DNS
+lookups, and does not report clients that disconnect.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torchfleet.base.monitor.notices import tell
 
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LOOK = 0.2  # seconds between two checks whether the listener was closed
+_ROOM_SECONDS = 0.5  # wait for the end of a connection that makes room
+_REST = 9  # seconds of rest for each second of processor time, of a listener that answers by its own thread
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
         self.bounds = bounds
         self._free = threading.BoundedSemaphore(bounds.connections)
+        self._silent: dict[socket.socket, None] = {}  # connections whose request is not complete, the oldest first
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
         self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK,), name=name, daemon=True)
@@ -69,8 +73,11 @@ class HttpListener(ThreadingMixIn, HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.bounds.connections == 1:
+            started = time.thread_time()
             HTTPServer.process_request(self, request, client_address)
-        elif self._free.acquire(blocking=False):
+            time.sleep(_REST * (time.thread_time() - started))  # a flood leaves the process its time
+        elif self._free.acquire(blocking=False) or self._make_room():
+            self._silent[request] = None
             super().process_request(request, client_address)
         else:
             request.settimeout(0.1)
@@ -78,10 +85,27 @@ class HttpListener(ThreadingMixIn, HTTPServer):
                 request.sendall(_REFUSAL)
             self.shutdown_request(request)
 
+    def _make_room(self) -> bool:
+        """End the connection that has been silent longest, and take its place. False if there is none, or if it does
+        not end in time.
+        """
+        oldest = next(iter(list(self._silent)), None)  # a copy: other threads change it
+        if oldest is None:
+            return False
+        self.heard(oldest)
+        with contextlib.suppress(OSError):  # it has ended by itself
+            oldest.shutdown(socket.SHUT_RDWR)
+        return self._free.acquire(timeout=_ROOM_SECONDS)
+
+    def heard(self, request: socket.socket) -> None:
+        """Note that the request of this connection is complete, or that the connection has ended."""
+        self._silent.pop(request, None)
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.heard(request)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -103,6 +127,12 @@ class HttpRequest(BaseHTTPRequestHandler):
         super().setup()
         self.connection.settimeout(bounds.reply_seconds)
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
+
+    def parse_request(self) -> bool:
+        """As the base class, which returns when all headers are there."""
+        is_valid = super().parse_request()
+        cast(HttpListener, self.server).heard(self.connection)
+        return is_valid
 
     def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send a complete reply."""
