@@ -48,15 +48,14 @@ def test_a_walk_does_not_show_where_the_map_keeps_a_key() -> None:
     it can neither look for the hash of one key, nor read the order of hashes."""
     table, rng = SparseTable(TableSpec("packed", dim=2), 1 << 26), np.random.default_rng(0)
     table.pull(np.arange(20_000, dtype=np.uint64))
-    sizes, steps = [], {}
+    replies: set[frozenset[int]] = set()
     for cursor in rng.integers(0, 1 << 63, 400).tolist():
-        keys, _, after = table.walk(cursor, 1)
+        keys, _, _ = table.walk(cursor, 1)
         assert (np.diff(keys.astype(np.int64)) > 0).all()
-        sizes.append(len(keys))
-        assert steps.setdefault(after, keys.tolist()) == keys.tolist()  # the same rows for every cursor in between
-    assert min(sizes) > 20
-    assert max(sizes) <= FEWEST_WALKED
-    assert len(steps) <= 2 * 20_000 // min(sizes)
+        assert 20 < len(keys) <= FEWEST_WALKED
+        replies.add(frozenset(keys.tolist()))
+    for one in replies:
+        assert all(one <= other or other <= one or not one & other for other in replies)
 
 
 def test_two_tables_walk_in_different_orders() -> None:
