@@ -31,6 +31,7 @@ _PATIENCE_MS = 1000  # wait for ZeroMQ's event that the socket listens
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info
 _OFFSET = 128
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger: the peer learns at once that the connection has ended
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class Doorkeeper:
             return
         with contextlib.suppress(OSError), _borrowed(number) as connection:
             take_no_packets(connection)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
             connection.shutdown(socket.SHUT_RD)
         self.news.append(f"ended a connection from {door.address}: {why}")
 
