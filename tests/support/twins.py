@@ -39,9 +39,9 @@ def secret(seed: int) -> list[int]:
 
 
 def scramble(key, secret: list[int]):
-    """Five rounds over the halves, of a Python int or of an array of uint64: the high half changes first."""
-    halves = [key & 0xFFFFFFFF, key >> 32]
-    for i in range(5):
+    """Four rounds over the halves, of a Python int or of an array of uint64: the low half changes first."""
+    halves = [key >> 32, key & 0xFFFFFFFF]
+    for i in range(4):
         other, half = halves
         halves = [half ^ (((secret[2 * i] * other & MASK) + secret[2 * i + 1] & MASK) >> 32), other]
     return halves[0] << 32 | halves[1]
@@ -50,10 +50,10 @@ def scramble(key, secret: list[int]):
 def unscramble(hashed: int, secret: list[int]) -> int:
     """The inverse of `scramble`: undo its rounds from the last to the first."""
     halves = [hashed >> 32, hashed & 0xFFFFFFFF]
-    for i in reversed(range(5)):
+    for i in reversed(range(4)):
         half, other = halves
         halves = [other, half ^ ((secret[2 * i] * other + secret[2 * i + 1] & MASK) >> 32)]
-    return halves[1] << 32 | halves[0]
+    return halves[0] << 32 | halves[1]
 
 
 def owner_of(key: int, num_owners: int) -> int:

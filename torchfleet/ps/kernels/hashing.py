@@ -24,7 +24,7 @@ _CHOICE_SALT = np.uint64(0x3C6EF372FE94F82B)  # separate, so that the choice is 
 _S11 = np.uint64(11)
 _LOW = np.uint64(0xFFFFFFFF)
 
-NUM_SECRETS = 10  # 64-bit words of a map's secret: two for each round of `scramble`
+NUM_SECRETS = 8  # 64-bit words of a map's secret: two for each round of `scramble`
 
 
 @inlined
@@ -41,7 +41,6 @@ def secret_at(state: np.ndarray, at: int) -> tuple[np.uint64, ...]:
     return (
         np.uint64(state[at]), np.uint64(state[at + 1]), np.uint64(state[at + 2]), np.uint64(state[at + 3]),
         np.uint64(state[at + 4]), np.uint64(state[at + 5]), np.uint64(state[at + 6]), np.uint64(state[at + 7]),
-        np.uint64(state[at + 8]), np.uint64(state[at + 9]),
     )  # fmt: skip
 
 
@@ -49,16 +48,15 @@ def secret_at(state: np.ndarray, at: int) -> tuple[np.uint64, ...]:
 def scramble(key: np.uint64, secret: tuple[np.uint64, ...]) -> np.uint64:
     """A bijection on 64 bits that only the holder of the secret can compute or invert.
 
-    Five rounds of a Feistel network over the halves of the key: half ^= (a * other half + b) >> 32, with a and b of the
+    Four rounds of a Feistel network over the halves of the key: half ^= (a * other half + b) >> 32, with a and b of the
     round. Such a round is a strongly universal function: two keys that are chosen without the secret are about as
     likely to meet in the high half as two random numbers.
     """
     high, low = key >> _S32, key & _LOW
-    high ^= (secret[0] * low + secret[1]) >> _S32
-    low ^= (secret[2] * high + secret[3]) >> _S32
-    high ^= (secret[4] * low + secret[5]) >> _S32
-    low ^= (secret[6] * high + secret[7]) >> _S32
-    high ^= (secret[8] * low + secret[9]) >> _S32
+    low ^= (secret[0] * high + secret[1]) >> _S32
+    high ^= (secret[2] * low + secret[3]) >> _S32
+    low ^= (secret[4] * high + secret[5]) >> _S32
+    high ^= (secret[6] * low + secret[7]) >> _S32
     return (high << _S32) | low
 
 

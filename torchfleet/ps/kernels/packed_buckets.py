@@ -155,12 +155,12 @@ def find(
     for start in range(0, len(keys_N), BLOCK):
         stop = min(start + BLOCK, len(keys_N))
         for i in range(start, stop):
-            rows_N[i] = np.int64(hash_of(keys_N[i], secret))
+            hashed = hash_of(keys_N[i], secret)
+            rows_N[i] = np.int64((home_of(hashed, num_old, num_new, unmoved) << _U8) | tag_of(hashed))
         for i in range(start, stop):
-            fetched ^= tags[home_of(np.uint64(rows_N[i]), num_old, num_new, unmoved) * _U2]
+            fetched ^= tags[(np.uint64(rows_N[i]) >> _U8) * _U2]
         for i in range(start, stop):
-            hashed = np.uint64(rows_N[i])
-            bucket, pattern = home_of(hashed, num_old, num_new, unmoved), tag_of(hashed) * _ONES
+            bucket, pattern = np.uint64(rows_N[i]) >> _U8, (np.uint64(rows_N[i]) & _BYTE) * _ONES
             place = _candidate(tags, bucket, pattern)
             while place < 0 and is_full(tags, bucket):
                 bucket += _U1
