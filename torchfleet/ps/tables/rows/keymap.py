@@ -71,7 +71,7 @@ class KeyMap:
         if self._migrating:  # moved in hash order: pages behind the last moved bucket are untouched
             num_buckets = new * moved // old + old - moved
         rows = 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
-        return 8 * BUCKET * num_buckets + rows + self.recent.num_bytes
+        return 8 * BUCKET * int(num_buckets) + rows + self.recent.num_bytes
 
     @property
     def num_free_rows(self) -> int:
