@@ -25,7 +25,7 @@ FOLDER = "cut://store/model"
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[jobs.Part]:
-    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,cut://,webhdfs://")  # servers must be told of a store like this one
+    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,cut://")  # servers must be told of a store like this one
     CutStore.store.clear()
     with jobs.one_worker(Model(), num_servers=2) as made:
         yield made
@@ -194,6 +194,12 @@ class TestWebHdfs:
     def hdfs(self) -> Iterator[FakeHdfs]:
         needs("requests")  # which fsspec's webhdfs uses
         with fake_webhdfs() as made:
+            yield made
+
+    @pytest.fixture
+    def part(self, hdfs: FakeHdfs, monkeypatch: pytest.MonkeyPatch) -> Iterator[jobs.Part]:
+        monkeypatch.setenv("FLEET_SAVE_ROOTS", f"webhdfs://{hdfs.address}")
+        with jobs.one_worker(Model(), num_servers=2) as made:
             yield made
 
     def test_full_saves_deltas_and_compaction_load_whole(

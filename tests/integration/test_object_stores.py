@@ -47,7 +47,8 @@ Address = tuple[str, int]
 
 def use(patch: pytest.MonkeyPatch, endpoint: str) -> None:
     """From here on s3:// is there, in this process and in those that it starts."""
-    for name, value in {**SETTINGS, "FSSPEC_S3_ENDPOINT_URL": endpoint}.items():
+    roots = f"/,s3://{BUCKET},s3://no-such-bucket"  # servers are told of their stores
+    for name, value in {**SETTINGS, "FSSPEC_S3_ENDPOINT_URL": endpoint, "FLEET_SAVE_ROOTS": roots}.items():
         patch.setenv(name, value)
     own = {"key": "nobody", "secret": "nothing", "endpoint_url": endpoint}
     patch.setitem(fsspec.config.conf, "s3", own)

@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 
-from torchfleet.ps.kernels import packed_buckets, random
-from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, SALT
+from torchfleet.ps.kernels import hashmap, packed_buckets, random
+from torchfleet.ps.kernels.hashing import NUM_SECRETS
+from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD
 from torchfleet.ps.tables.rows.packed_map import PackedMap
 
 MASK = (1 << 64) - 1
@@ -32,19 +33,27 @@ def mix(x):
     return x ^ (x >> 31)
 
 
-def unmix(x: int) -> int:
-    """The inverse of `mix`: undo its steps from the last to the first."""
-    x = _unshift(x, 31) * pow(M2, -1, 1 << 64) & MASK
-    x = _unshift(x, 27) * pow(M1, -1, 1 << 64) & MASK
-    return _unshift(x, 30)
+def secret(seed: int) -> list[int]:
+    """A secret of a map, from a number."""
+    return [mix((seed + (i + 1) * GOLDEN) & MASK) for i in range(NUM_SECRETS)]
 
 
-def _unshift(y: int, shift: int) -> int:
-    """The x with y = x ^ (x >> shift): every pass makes `shift` more of the high bits right."""
-    x = y
-    for _ in range(64 // shift):
-        x = y ^ (x >> shift)
-    return x
+def scramble(key, secret: list[int]):
+    """Four rounds over the halves, of a Python int or of an array of uint64: the low half changes first."""
+    halves = [key >> 32, key & 0xFFFFFFFF]
+    for i in range(4):
+        other, half = halves
+        halves = [half ^ (((secret[2 * i] * other & MASK) + secret[2 * i + 1] & MASK) >> 32), other]
+    return halves[0] << 32 | halves[1]
+
+
+def unscramble(hashed: int, secret: list[int]) -> int:
+    """The inverse of `scramble`: undo its rounds from the last to the first."""
+    halves = [hashed >> 32, hashed & 0xFFFFFFFF]
+    for i in reversed(range(4)):
+        half, other = halves
+        halves = [other, half ^ ((secret[2 * i] * other + secret[2 * i + 1] & MASK) >> 32)]
+    return halves[0] << 32 | halves[1]
 
 
 def owner_of(key: int, num_owners: int) -> int:
@@ -54,23 +63,24 @@ def owner_of(key: int, num_owners: int) -> int:
 # kernels/hashmap
 
 
-def key_with_tag(tag: int, low: int, salt: int) -> int:
-    """A key whose hash under this salt is `tag` in its high and `low` in its low half."""
-    return unmix(tag << 32 | low) ^ salt
+def key_with_tag(tag: int, low: int, secret: list[int]) -> int:
+    """A key whose hash under this secret is `tag` in its high and `low` in its low half."""
+    return unscramble(tag << 32 | low, secret)
 
 
-def _salt_place(index) -> int:
-    return packed_buckets.SALT if isinstance(index, PackedMap) else SALT
+def _secret_place(index) -> int:
+    return packed_buckets.SECRET if isinstance(index, PackedMap) else hashmap.SECRET
 
 
-def salt_of(index) -> int:
-    return int(index._state[_salt_place(index)]) & MASK
+def secret_of(index) -> list[int]:
+    return index._state[_secret_place(index) :].view(np.uint64).tolist()
 
 
-def set_salt(index, salt: int) -> None:
-    """Of a map that has no keys yet."""
+def set_secret(index, seed: int) -> list[int]:
+    """Of a map that has no keys yet. Returns its secret."""
     assert not index.num_keys
-    index._state[_salt_place(index)] = np.uint64(salt).view(np.int64)
+    index._state[_secret_place(index) :] = np.array(secret(seed), np.uint64).view(np.int64)
+    return secret(seed)
 
 
 def keys_and_rows(index) -> dict[int, int]:
@@ -100,7 +110,7 @@ def keys_and_rows(index) -> dict[int, int]:
         rows = ((slot & 0xFFFFFFFF) - 1).astype(np.int64)
         keys = np.ascontiguousarray(index._words[rows, :2]).view(np.uint64).reshape(-1)
         tags = slot >> np.uint64(32)
-        assert (tags == mix(keys ^ np.uint64(salt_of(index))) >> 32).all(), "a slot's tag is that of its row's key"
+        assert (tags == scramble(keys, secret_of(index)) >> 32).all(), "a slot's tag is that of its row's key"
         homes = (tags * np.uint64(num_buckets) >> np.uint64(32)).astype(np.int64)
         assert (homes <= bucket).all()
         assert (bucket <= ends[homes]).all(), "a bucket between a key's home and its own is not full"
@@ -123,23 +133,21 @@ def keys_and_rows(index) -> dict[int, int]:
 def packed_keys_and_rows(index) -> dict[int, int]:
     """What a PackedMap holds, read from its tags; asserts all that a search relies on.
 
-    Every bucket is filled from its front; every bucket between a key's home and its own is full; the last bucket is not
-    full and no place behind it is taken; a tag is that of the key; an empty place has no marks.
+    Every bucket is filled from its front; every bucket between a key's home and its own is full; the last bucket is
+    empty; a tag is that of the key; an empty place has no marks.
     """
     num_old, num_new = index._num_buckets.tolist()
     unmoved = int(index._state[packed_buckets.UNMOVED])
-    end = num_new + packed_buckets.SPARE_BUCKETS
     tags = index._tags.view(np.uint8)[: len(index._words)].reshape(-1, packed_buckets.BUCKET)
     taken = tags != 0
-    assert not taken[end:].any(), "a place behind the last bucket is taken"
+    assert not taken[-1].any(), "the last bucket must stay empty"
     counts = taken.sum(axis=1)
-    assert counts[end - 1] < packed_buckets.BUCKET, "the last bucket must not be full"
     assert (taken == (np.arange(packed_buckets.BUCKET) < counts[:, None])).all(), "a bucket is filled from its front"
     ends = np.minimum.accumulate(np.where(counts < packed_buckets.BUCKET, np.arange(len(tags)), len(tags))[::-1])[::-1]
     bucket, place = np.nonzero(taken)
     rows = bucket * packed_buckets.BUCKET + place
     keys = np.ascontiguousarray(index._words[rows, :2]).view(np.uint64).reshape(-1)
-    hashes = mix(keys ^ np.uint64(salt_of(index)))
+    hashes = scramble(keys, secret_of(index))
     high, low = hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)
     assert (tags[bucket, place] == 1 + (low * np.uint64(255) >> np.uint64(32))).all(), "a tag is not that of its key"
     old_homes, new_homes = (

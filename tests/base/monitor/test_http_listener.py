@@ -132,6 +132,62 @@ def _rest(client: socket.socket) -> bytes:
     return found
 
 
+def test_silent_and_slow_connections_make_room_for_requests() -> None:
+    """A probe of a scheduler is answered whatever others hold open, as long as they have not sent a request."""
+    with listening(Bounds(connections=4, request_seconds=60.0)) as listener, contextlib.ExitStack() as open_ones:
+        for number in range(40):
+            silent = open_ones.enter_context(client_of(listener))
+            if number % 2:
+                silent.sendall(b"GET /here HTTP/1.0\r\nX-Slow: " + b"x" * number)
+            if number % 8 == 7:
+                assert ask(listener).startswith(b"HTTP/1.0 200 ")
+        assert len(listener._silent) <= 4
+
+
+def test_a_connection_too_many_beside_requests_under_way_is_told_so() -> None:
+    going, done = threading.Semaphore(0), threading.Event()
+
+    def slow(request: HttpRequest) -> tuple[int, str, bytes]:
+        going.release()
+        done.wait(20)
+        return here(request)
+
+    listener = HttpListener(("127.0.0.1", 0), routes({"/here": slow}), Bounds(connections=2), "the listener")
+    listener.start()
+    try:
+        with client_of(listener) as first, client_of(listener) as second:
+            for client in (first, second):
+                client.sendall(GET)
+            assert all(going.acquire(timeout=20) for _ in range(2))
+            assert ask(listener).startswith(b"HTTP/1.0 503 ")
+            done.set()
+            assert first.recv(4096).startswith(b"HTTP/1.0 200 ")
+    finally:
+        done.set()
+        listener.close()
+
+
+def test_a_flood_of_requests_takes_a_tenth_of_the_process() -> None:
+    """Of a listener that answers by its own thread, in a process that has other work."""
+    spent: list[float] = []
+
+    def counting(request: HttpRequest) -> tuple[int, str, bytes]:
+        spent.append(time.thread_time())
+        while time.thread_time() - spent[-1] < 0.01:
+            pass
+        return here(request)
+
+    listener = HttpListener(("127.0.0.1", 0), routes({"/here": counting}), Bounds(connections=1), "the listener")
+    listener.start()
+    try:
+        started = time.monotonic()
+        for _ in range(10):
+            assert ask(listener).startswith(b"HTTP/1.0 200 ")
+        assert time.monotonic() - started > 0.1 * 9 * 0.9  # nine rests between ten requests
+    finally:
+        listener.close()
+
+
 def test_a_listener_that_was_never_started_closes() -> None:
     listener = HttpListener(("127.0.0.1", 0), routes({}), Bounds(), "idle")
     listener.close()

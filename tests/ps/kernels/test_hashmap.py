@@ -1,6 +1,6 @@
 """The hash map: the order that slots keep, and keys that only the exact search can tell apart.
 
-The maps are KeyMaps, so that the kernels get the arrays they get in a server; their salt is known here.
+The maps are KeyMaps, so that the kernels get the arrays they get in a server; their secret is known here.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.twins import key_with_tag, keys_and_rows, mix, unmix
+from support.twins import key_with_tag, keys_and_rows, scramble, secret, set_secret, unscramble
 
 from torchfleet.ps.kernels import hashmap
-from torchfleet.ps.kernels.hashmap import BUCKET, MISSING, MOVED, NEW, OLD, SALT
+from torchfleet.ps.kernels.hashmap import BUCKET, MISSING, MOVED, NEW, OLD
 from torchfleet.ps.tables.rows import keymap
-from torchfleet.ps.tables.rows.keymap import SPARE_BUCKETS, KeyMap
+from torchfleet.ps.tables.rows.keymap import KeyMap
 
 FIRST_TAG, LAST_TAG = 0, 0xFFFFFFFF
-SALT_HERE = 0x0123456789ABCDEF
+SECRET_HERE = secret(77)
 
 
-def make_map(salt: int = SALT_HERE) -> KeyMap:
+def make_map() -> KeyMap:
     index = KeyMap(1, 1 << 20)
-    index._state[SALT] = np.uint64(salt).view(np.int64)
+    set_secret(index, 77)
     return index
 
 
@@ -49,28 +49,28 @@ def erase(index: KeyMap, keys) -> int:
 
 
 def begin_migration(num_moved: int) -> KeyMap:
-    """A map of 380 keys, 64 + 64 old buckets of which about `num_moved` have been carried over."""
+    """A map of 380 keys, 64 old home buckets of which about `num_moved` have been carried over."""
     index = make_map()
     insert(index, range(360))
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):
         insert(index, range(360, 380))
         index._migrate(max(0, num_moved - int(index._state[MOVED])))
     assert index._migrating
-    assert 0 < index._state[MOVED] < index._slots[OLD].size // BUCKET
+    assert 0 < index._state[MOVED] < index._num_buckets[OLD]
     return index
 
 
-@given(st.integers(0, 2**64 - 1))
-def test_unmix_is_the_inverse_of_mix(x):
-    assert unmix(mix(x)) == x
-    assert mix(unmix(x)) == x
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_unscramble_is_the_inverse_of_scramble(x, seed):
+    assert unscramble(scramble(x, secret(seed)), secret(seed)) == x
+    assert scramble(unscramble(x, secret(seed)), secret(seed)) == x
 
 
 @pytest.mark.parametrize("tag", [FIRST_TAG, 1, 0x80000000, LAST_TAG])
 def test_keys_with_one_tag_are_told_apart(tag):
     index = make_map()
-    inside = [key_with_tag(tag, low, SALT_HERE) for low in range(20)]
-    outside = [key_with_tag(tag, low, SALT_HERE) for low in range(20, 40)]
+    inside = [key_with_tag(tag, low, SECRET_HERE) for low in range(20)]
+    outside = [key_with_tag(tag, low, SECRET_HERE) for low in range(20, 40)]
     rows = insert(index, inside)
     assert sorted(rows) == list(range(20))
     assert find(index, inside) == rows
@@ -81,9 +81,9 @@ def test_keys_with_one_tag_are_told_apart(tag):
 @pytest.mark.parametrize("tag", [FIRST_TAG, 0x80000000, LAST_TAG])
 def test_erase_takes_only_the_key_itself_and_not_one_with_its_tag(tag):
     index = make_map()
-    keys = [key_with_tag(tag, low, SALT_HERE) for low in range(20)]
+    keys = [key_with_tag(tag, low, SECRET_HERE) for low in range(20)]
     rows = dict(zip(keys, insert(index, keys), strict=True))
-    assert erase(index, [key_with_tag(tag, low, SALT_HERE) for low in range(20, 30)]) == 0
+    assert erase(index, [key_with_tag(tag, low, SECRET_HERE) for low in range(20, 30)]) == 0
     for key in keys[::3]:
         assert erase(index, [key]) == 1
         del rows[key]
@@ -93,22 +93,22 @@ def test_erase_takes_only_the_key_itself_and_not_one_with_its_tag(tag):
 
 def test_keys_with_one_tag_that_repeat_in_a_batch_get_one_row_each():
     index = make_map()
-    keys = [key_with_tag(7, low, SALT_HERE) for low in (0, 1, 0, 2, 1, 0)]
+    keys = [key_with_tag(7, low, SECRET_HERE) for low in (0, 1, 0, 2, 1, 0)]
     assert insert(index, keys) == [0, 1, 0, 2, 1, 0]
 
 
-@pytest.mark.parametrize("num_moved", [1, 32, 63])
+@pytest.mark.parametrize("num_moved", [1, 32, 48])
 @pytest.mark.parametrize("tag", [FIRST_TAG, 0x80000000, LAST_TAG])
 def test_keys_with_one_tag_are_told_apart_while_the_map_grows(tag, num_moved):
     index = begin_migration(num_moved)
-    inside = [key_with_tag(tag, low, SALT_HERE) for low in range(30)]
+    inside = [key_with_tag(tag, low, SECRET_HERE) for low in range(30)]
     before = keys_and_rows(index)
     with mock.patch.object(keymap, "MOVES_PER_KEY", 0):
         rows = dict(zip(inside, insert(index, inside), strict=True))
     assert index._migrating
     assert keys_and_rows(index) == before | rows
     assert find(index, inside) == list(rows.values())
-    assert find(index, [key_with_tag(tag, 99, SALT_HERE)]) == [MISSING]
+    assert find(index, [key_with_tag(tag, 99, SECRET_HERE)]) == [MISSING]
     assert erase(index, inside[::2]) == 15
     assert index._migrating
     assert keys_and_rows(index) == before | {key: rows[key] for key in inside[1::2]}
@@ -119,7 +119,7 @@ def test_keys_with_one_tag_are_told_apart_while_the_map_grows(tag, num_moved):
 def test_migration_stops_only_behind_a_bucket_that_is_not_full():
     index = make_map()
     # 20 keys of one tag fill the first bucket, the second, and half of the third.
-    insert(index, [key_with_tag(FIRST_TAG, low, SALT_HERE) for low in range(20)])
+    insert(index, [key_with_tag(FIRST_TAG, low, SECRET_HERE) for low in range(20)])
     insert(index, range(340))
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):
         insert(index, range(340, 380))
@@ -128,23 +128,34 @@ def test_migration_stops_only_behind_a_bucket_that_is_not_full():
     keys_and_rows(index)
 
 
-def test_a_map_without_spare_buckets_left_says_so_and_keeps_its_last_bucket_empty():
-    index = make_map()
-    room = (SPARE_BUCKETS + 1 - 1) * BUCKET  # the home bucket and the spare ones, without the last
-    keys = [key_with_tag(LAST_TAG, low, SALT_HERE) for low in range(room + 1)]
-    index._open(200)  # so that not the number of keys makes it grow
-    index._finish_migration()
-    assert insert(index, keys[:room]) == list(range(room))
+@pytest.mark.parametrize("tag", [FIRST_TAG, 0x80000000, LAST_TAG])
+def test_keys_of_one_home_all_get_a_row_however_many_they_are(tag):
+    index, keys = make_map(), [key_with_tag(tag, low, SECRET_HERE) for low in range(3000)]
+    for start in range(0, 3000, 500):
+        assert insert(index, keys[start : start + 500]) == list(range(start, start + 500))
+        keys_and_rows(index)
+    assert insert(index, range(100)) == list(range(3000, 3100))
+    assert find(index, keys) == list(range(3000))
+    assert erase(index, keys[::2]) == 1500
+    assert find(index, keys[1::2]) == list(range(1, 3000, 2))
     keys_and_rows(index)
-    with pytest.raises(RuntimeError, match="buckets"):
-        insert(index, keys[room:])
-    assert not index._slots[NEW][-BUCKET:].any()
-    assert find(index, keys) == [*range(room), MISSING]
+
+
+def test_keys_of_the_last_home_fit_into_slots_that_are_being_moved():
+    keys = [key_with_tag(LAST_TAG, low, SECRET_HERE) for low in range(70)]
+    index = begin_migration(1)
+    before = keys_and_rows(index)
+    with mock.patch.object(keymap, "MOVES_PER_KEY", 0):
+        rows = dict(zip(keys, insert(index, keys), strict=True))
+    assert index._migrating
+    assert keys_and_rows(index) == before | rows
+    index._finish_migration()
+    assert keys_and_rows(index) == before | rows
 
 
 # Few tags for many keys, so that buckets overflow into each other and erasing has holes to close.
 crowded_tags = st.integers(0, 63).map(lambda i: i << 26) | st.sampled_from([0, 1, LAST_TAG - 1, LAST_TAG])
-crowded_keys = st.tuples(crowded_tags, st.integers(0, 12)).map(lambda pair: key_with_tag(*pair, SALT_HERE))
+crowded_keys = st.tuples(crowded_tags, st.integers(0, 12)).map(lambda pair: key_with_tag(*pair, SECRET_HERE))
 steps = st.lists(st.tuples(st.sampled_from(["insert", "erase"]), st.lists(crowded_keys, max_size=40)), max_size=25)
 
 
@@ -166,7 +177,7 @@ def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 70), steps)
+@given(st.integers(1, 48), steps)
 def test_the_same_holds_in_both_slot_arrays_while_the_map_grows(num_moved, steps):
     with mock.patch.object(keymap, "MOVES_PER_KEY", 0):
         run_steps(begin_migration(num_moved), steps)
@@ -194,7 +205,7 @@ def test_find_reads_old_slots_only_for_keys_that_were_not_carried_over():
     index = begin_migration(32)
     moved = int(index._state[MOVED])
     rows = keys_and_rows(index)
-    tags = {key: mix(key ^ SALT_HERE) >> 32 for key in rows}
+    tags = {key: scramble(key, SECRET_HERE) >> 32 for key in rows}
     carried = [key for key in rows if tags[key] * 64 >> 32 < moved]
     waiting = [key for key in rows if tags[key] * 64 >> 32 >= moved]
     assert carried

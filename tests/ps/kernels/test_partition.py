@@ -36,11 +36,11 @@ def test_grouping_is_a_stable_sort_by_owner(pairs):
 
 
 def test_the_keys_of_one_owner_fill_the_whole_of_its_map():
-    """Owner and home bucket come from differently salted hashes: under any salt of a map, one server's keys are
-    spread over all of the map's buckets."""
+    """Owner and home bucket come from different hashes: under any secret of a map, one server's keys are spread over
+    all of the map's buckets."""
     keys = np.arange(40_000, dtype=np.uint64)
     mine = keys[owners(keys, 4) == 2]
-    for salt in (0, 1, twins.GOLDEN):
-        homes = (twins.mix(mine ^ np.uint64(salt)) >> np.uint64(32)) * np.uint64(16) >> np.uint64(32)
+    for seed in range(3):
+        homes = (twins.scramble(mine, twins.secret(seed)) >> np.uint64(32)) * np.uint64(16) >> np.uint64(32)
         counts = np.bincount(homes.astype(np.int64), minlength=16)
         assert counts.min() > 0.8 * len(mine) / 16

@@ -579,7 +579,7 @@ class TableMachine(RuleBasedStateMachine):
         fields = {"dim": self.dim, "rule": rule, "initializer": UNIFORM, "seed": seed}
         self.table = make_indexed(kind, self.size, **fields)
         if kind != "array":
-            twins.set_salt(self.table.index, 77)  # so that hypothesis sees the same table again
+            twins.set_secret(self.table.index, 77)  # so that hypothesis sees the same table again
         self.rows: dict[int, np.ndarray] = {}
         self.step = 0
 

@@ -8,6 +8,7 @@ from support.fleets import Fleet
 from support.messages import naming
 
 from torchfleet.base.errors import FleetError
+from torchfleet.ps.tables.rows.packed_map import FEWEST_WALKED
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 
@@ -28,7 +29,7 @@ def test_a_row_that_stays_comes_once_while_others_come_and_go(spec: TableSpec) -
     cursor, going, coming = 0, iter(np.array_split(GOING, 30)), iter(np.array_split(COMING, 30))
     while True:
         keys, values, cursor = table.walk(cursor, 100)
-        assert len(keys) <= 100
+        assert len(keys) <= (FEWEST_WALKED if spec.name == "packed" else 100)
         seen.append(keys)
         rows.append(values)
         if not cursor:
@@ -40,6 +41,27 @@ def test_a_row_that_stays_comes_once_while_others_come_and_go(spec: TableSpec) -
     order = np.argsort(keys[stay])
     np.testing.assert_array_equal(keys[stay][order], STAYING)
     np.testing.assert_array_equal(values[stay][order], expected)
+
+
+def test_a_walk_does_not_show_where_the_map_keeps_a_key() -> None:
+    """Whatever a client gives as cursor and number of rows, it gets a hundred rows or so, in the order of their keys:
+    it can neither look for the hash of one key, nor read the order of hashes."""
+    table, rng = SparseTable(TableSpec("packed", dim=2), 1 << 26), np.random.default_rng(0)
+    table.pull(np.arange(20_000, dtype=np.uint64))
+    replies: set[frozenset[int]] = set()
+    for cursor in rng.integers(0, 1 << 63, 400).tolist():
+        keys, _, _ = table.walk(cursor, 1)
+        assert (np.diff(keys.astype(np.int64)) > 0).all()
+        assert 20 < len(keys) <= FEWEST_WALKED
+        replies.add(frozenset(keys.tolist()))
+    for one in replies:
+        assert all(one <= other or other <= one or not one & other for other in replies)
+
+
+def test_two_tables_walk_in_different_orders() -> None:
+    tables = [SparseTable(TableSpec("packed", dim=2), 1 << 26) for _ in range(3)]
+    firsts = [(table.pull(np.arange(5000, dtype=np.uint64)), table.walk(0, 1)[0].tolist())[1] for table in tables]
+    assert len({tuple(first) for first in firsts}) == 3
 
 
 def test_an_empty_table_has_no_rows_and_a_dense_one_is_refused(fleet: Fleet) -> None:

@@ -1,8 +1,9 @@
 """An HTTP listener that no client can block. Metrics, the dashboard and the health port are routes of one.
 
-Connections that have shown no right to an answer have a share of their own; if it is full, the oldest of them is ended.
 It limits the number of concurrent connections, the time for a request and for a write of its reply, and the size of a
-request. It makes no DNS lookups, and does not report clients that disconnect.
+request. At the limit of connections, the one that has been silent longest makes room for the next. Connections whose
+request has shown a right to an answer have a share of their own. It makes no DNS lookups, and does not report clients
+that disconnect.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchfleet.base.monitor.notices import tell
 
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LOOK = 0.2  # seconds between two checks whether the listener was closed
+_REST = 9  # seconds of rest for each second of processor time, of a listener that answers by its own thread
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class HttpListener(ThreadingMixIn, HTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
         self.bounds = bounds
         self._lock = threading.Lock()
-        self._waiting: dict[Any, None] = {}  # the oldest first
+        self._silent: dict[Any, None] = {}  # connections whose request is not complete, the oldest first
+        self._heard: set[Any] = set()  # whose request is complete
         self._admitted: set[Any] = set()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
@@ -73,33 +76,44 @@ class HttpListener(ThreadingMixIn, HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.bounds.connections == 1:
+            started = time.thread_time()
             HTTPServer.process_request(self, request, client_address)
-        else:
-            self._make_room()
+            time.sleep(_REST * (time.thread_time() - started))  # a flood leaves the process its time
+        elif self._has_room():
             with self._lock:
-                self._waiting[request] = None
+                self._silent[request] = None
             super().process_request(request, client_address)
+        else:
+            _refuse(request)
+            self.shutdown_request(request)
 
-    def _make_room(self) -> None:
-        """End the connections that have waited longest, if there are too many: clients that send a request at once are
-        answered, however many connections others leave silent."""
-        while True:
-            with self._lock:
-                ended = next(iter(self._waiting)) if len(self._waiting) >= self.bounds.connections else None
-                self._waiting.pop(ended, None)
-            if ended is None:
-                return
-            with contextlib.suppress(OSError):  # the client is gone, or does not read
-                ended.send(_REFUSAL, socket.MSG_DONTWAIT)
-            with contextlib.suppress(OSError):
-                ended.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+    def _has_room(self) -> bool:
+        """Whether another connection may come; ends the one that has been silent longest, if there are too many."""
+        with self._lock:
+            if len(self._silent) + len(self._heard) < self.bounds.connections:
+                return True
+            oldest = next(iter(self._silent), None)
+            self._silent.pop(oldest, None)
+        if oldest is None:
+            return False
+        _refuse(oldest)
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+        return True
+
+    def heard(self, request: Any) -> None:
+        """Note that the request of this connection is complete: it is not ended for others."""
+        with self._lock:
+            if request in self._silent:
+                del self._silent[request]
+                self._heard.add(request)
 
     def admit(self, request: Any) -> bool:
         """Move a connection to the share of those that are admitted. False if that is full, or if it was ended."""
         with self._lock:
-            if request not in self._waiting or len(self._admitted) >= self.bounds.admitted:
+            if request not in self._heard or len(self._admitted) >= self.bounds.admitted:
                 return False
-            del self._waiting[request]
+            self._heard.discard(request)
             self._admitted.add(request)
             return True
 
@@ -108,7 +122,8 @@ class HttpListener(ThreadingMixIn, HTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._waiting.pop(request, None)
+                self._silent.pop(request, None)
+                self._heard.discard(request)
                 self._admitted.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -117,6 +132,11 @@ class HttpListener(ThreadingMixIn, HTTPServer):
         if not isinstance(error, OSError) and not self._has_told:
             self._has_told = True
             tell(f"port {self.server_port}: a request could not be answered: {error!r:.500}")
+
+
+def _refuse(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the client is gone, or does not read
+        connection.send(_REFUSAL, socket.MSG_DONTWAIT)
 
 
 class HttpRequest(BaseHTTPRequestHandler):
@@ -137,6 +157,12 @@ class HttpRequest(BaseHTTPRequestHandler):
         A listener of one connection has no shares."""
         listener = cast(HttpListener, self.server)
         return listener.bounds.connections == 1 or listener.admit(self.request)
+
+    def parse_request(self) -> bool:
+        """As the base class, which returns when all headers are there."""
+        is_valid = super().parse_request()
+        cast(HttpListener, self.server).heard(self.connection)
+        return is_valid
 
     def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send a complete reply."""

@@ -1,10 +1,12 @@
-"""One mixing function for every hash in the package; integers only, so results are equal on every architecture.
+"""The hashes of keys; integers only, so results are equal on every architecture.
 
-Hashes decide which server owns a key, which keys are admitted with a probability, and which of equally old rows is
-evicted first.
+`mix` is public: it decides which server owns a key, which keys are admitted with a probability, and which of equally
+old rows is evicted first. `scramble` depends on a secret: it decides where a map keeps a key.
 """
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,9 @@ _S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 _OWNER_SALT = np.uint64(0x6A09E667F3BCC909)
 _CHOICE_SALT = np.uint64(0x3C6EF372FE94F82B)  # separate, so that the choice is independent of owners and map positions
 _S11 = np.uint64(11)
+_LOW = np.uint64(0xFFFFFFFF)
+
+NUM_SECRETS = 8  # 64-bit words of a map's secret: two for each round of `scramble`
 
 
 @inlined
@@ -28,6 +33,31 @@ def mix(x: np.uint64) -> np.uint64:
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
+
+
+@inlined
+def secret_at(state: np.ndarray, at: int) -> tuple[np.uint64, ...]:
+    """The secret that a map keeps in its state from `at` on, as values that a loop holds in registers."""
+    return (
+        np.uint64(state[at]), np.uint64(state[at + 1]), np.uint64(state[at + 2]), np.uint64(state[at + 3]),
+        np.uint64(state[at + 4]), np.uint64(state[at + 5]), np.uint64(state[at + 6]), np.uint64(state[at + 7]),
+    )  # fmt: skip
+
+
+@inlined
+def scramble(key: np.uint64, secret: tuple[np.uint64, ...]) -> np.uint64:
+    """A bijection on 64 bits that only the holder of the secret can compute or invert.
+
+    Four rounds of a Feistel network over the halves of the key: half ^= (a * other half + b) >> 32, with a and b of the
+    round. Such a round is a strongly universal function: two keys that are chosen without the secret are about as
+    likely to meet in the high half as two random numbers.
+    """
+    high, low = key >> _S32, key & _LOW
+    low ^= (secret[0] * high + secret[1]) >> _S32
+    high ^= (secret[2] * low + secret[3]) >> _S32
+    low ^= (secret[4] * high + secret[5]) >> _S32
+    high ^= (secret[6] * low + secret[7]) >> _S32
+    return (high << _S32) | low
 
 
 @inlined
@@ -46,6 +76,11 @@ def owner_of(key: np.uint64, num_owners: np.uint64) -> np.uint64:
 def _choose(keys_N: np.ndarray, limit: np.uint64, chosen_N: np.ndarray) -> None:
     for i in range(len(keys_N)):
         chosen_N[i] = (mix(keys_N[i] ^ _CHOICE_SALT) >> _S11) < limit
+
+
+def new_secret() -> npt.NDArray[np.int64]:
+    """A random secret for `scramble`, in the type of a map's state."""
+    return np.frombuffer(os.urandom(8 * NUM_SECRETS), np.int64)
 
 
 def chosen(keys: npt.NDArray[np.uint64], probability: float) -> npt.NDArray[np.bool_]:

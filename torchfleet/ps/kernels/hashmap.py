@@ -8,28 +8,27 @@ decides the home bucket, `tag * num_buckets >> 32`, so that
 
 A bucket is filled from its front; a key whose home is full is stored in the next bucket that is not. Invariant: every
 bucket between a key's home and the bucket that holds it is full. So a search ends at the first bucket with an empty
-last slot.
+last slot. Spare buckets behind the last home make it a straight walk without wrap-around. There are enough of them for
+all keys of the map (tables/rows/keymap.py), so that there is room whatever the keys are.
 
 While a map grows there are two slot arrays. Home buckets of the old array below `moved` have been moved, so one
-comparison tells which array holds a key; no lookup searches both. Spare buckets behind the last home make a search a
-straight walk without wrap-around; the last of them always stays empty and so ends every search.
+comparison tells which array holds a key; no lookup searches both.
 
-The hash is salted per map, so that a client that chooses keys cannot make them collide.
+The hash depends on a secret of the map, so that a client that chooses keys cannot make them collide.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.kernels.hashing import mix
+from torchfleet.ps.kernels.hashing import scramble, secret_at
 from torchfleet.ps.kernels.intrinsics import copy_words
 from torchfleet.ps.kernels.jit import inlined, kernel
 
 MISSING = -1
-OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
 BUCKET = 8  # slots, one cache line
 BLOCK = 64  # keys whose memory is prefetched together; 64 to 256 perform alike, see benchmarks/log.md
-NUM_KEYS, NEXT_ROW, NUM_FREE, MOVED, SALT, FETCHED = range(6)  # places in a map's `state`
+NUM_KEYS, NEXT_ROW, NUM_FREE, MOVED, FETCHED, SECRET = range(6)  # places in a map's `state`; the secret is the last
 OLD, NEW = 0, 1  # places in a map's `num_buckets`
 
 _U0, _U1, _U8, _LAST = np.uint64(0), np.uint64(1), np.uint64(BUCKET), np.uint64(BUCKET - 1)
@@ -38,8 +37,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 @inlined
-def tag_of(key: np.uint64, salt: np.uint64) -> np.uint64:
-    return mix(key ^ salt) >> _S32
+def tag_of(key: np.uint64, secret: tuple[np.uint64, ...]) -> np.uint64:
+    return scramble(key, secret) >> _S32
 
 
 @inlined
@@ -104,11 +103,11 @@ def _place_missing(
 
 
 @inlined
-def _fetch(slots: np.ndarray, keys_N: np.ndarray, salt: np.uint64, num_buckets: np.uint64) -> np.uint64:
+def _fetch(slots: np.ndarray, keys_N: np.ndarray, secret: tuple[np.uint64, ...], num_buckets: np.uint64) -> np.uint64:
     """Prefetch the home buckets of these keys; the caller must use the result."""
     fetched = _U0
     for i in range(len(keys_N)):
-        fetched ^= slots[home_of(tag_of(keys_N[i], salt), num_buckets) * _U8]
+        fetched ^= slots[home_of(tag_of(keys_N[i], secret), num_buckets) * _U8]
     return fetched
 
 
@@ -126,19 +125,19 @@ def insert_missing(
 ) -> int:
     """Give a row to every key whose rows_N is MISSING; fresh_N gets the positions of keys with a new row.
 
-    Returns the number of fresh rows, or OVERFLOW. Freed rows are used first. A key that repeats gets one row. The
+    Returns the number of fresh rows. Freed rows are used first. A key that repeats gets one row. The
     caller has made room for len(keys_N) more keys in the slots and the rows.
     """
-    moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
+    moved, secret = np.uint64(state[MOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     num_fresh, fetched = 0, np.uint64(0)
     for i in range(len(keys_N)):
         if i % BLOCK == 0:
-            fetched ^= _fetch(new, keys_N[i : i + BLOCK], salt, num_new)
+            fetched ^= _fetch(new, keys_N[i : i + BLOCK], secret, num_new)
         if rows_N[i] >= 0:
             continue
         key = keys_N[i]
-        tag = tag_of(key, salt)
+        tag = tag_of(key, secret)
         in_new = home_of(tag, num_old) < moved
         if in_new:
             at = _place_missing(new, words_RW, key, tag, home_of(tag, num_new))
@@ -147,8 +146,6 @@ def insert_missing(
             at = _place_missing(old, words_RW, key, tag, home_of(tag, num_old))
             slot = old[at]
         if slot == _U0:
-            if at + _U8 >= np.uint64(len(new) if in_new else len(old)):
-                return OVERFLOW
             if state[NUM_FREE] > 0:
                 state[NUM_FREE] -= 1
                 row = np.int64(free_rows[state[NUM_FREE]])
@@ -181,21 +178,19 @@ def load(
 ) -> int:
     """find, insert_missing and scatter in one pass, for a map that is not growing and has no freed rows.
 
-    words_RW[row, 2:2 + C] = values_NC[i]; among equal keys the last one wins. Returns how many were new, or OVERFLOW.
+    words_RW[row, 2:2 + C] = values_NC[i]; among equal keys the last one wins. Returns how many were new.
     """
-    salt, num_new = np.uint64(state[SALT]), num_buckets[NEW]
+    secret, num_new = secret_at(state, SECRET), num_buckets[NEW]
     width, num_words = np.int64(words_RW.shape[1]), np.int64(values_NC.shape[1])
     num_fresh, fetched = 0, np.uint64(0)
     for start in range(0, len(keys_N), BLOCK):
         stop = min(start + BLOCK, len(keys_N))
-        fetched ^= _fetch(new, keys_N[start:stop], salt, num_new)
+        fetched ^= _fetch(new, keys_N[start:stop], secret, num_new)
         for i in range(start, stop):
             key = keys_N[i]
-            tag = tag_of(key, salt)
+            tag = tag_of(key, secret)
             at = _place_missing(new, words_RW, key, tag, home_of(tag, num_new))
             if new[at] == _U0:
-                if at + _U8 >= np.uint64(len(new)):
-                    return OVERFLOW
                 row = state[NEXT_ROW]
                 state[NEXT_ROW] += 1
                 words_RW[row, 0] = np.uint32(key & _LOW)
@@ -244,14 +239,14 @@ def erase(
     keys_N: np.ndarray,
 ) -> int:
     """Remove keys and put their rows on the free list; absent keys are ignored. Returns how many were present."""
-    moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
+    moved, secret = np.uint64(state[MOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     num_erased, fetched = 0, np.uint64(0)
     for i in range(len(keys_N)):
         if i % BLOCK == 0:
-            fetched ^= _fetch(new, keys_N[i : i + BLOCK], salt, num_new)
+            fetched ^= _fetch(new, keys_N[i : i + BLOCK], secret, num_new)
         key = keys_N[i]
-        tag = tag_of(key, salt)
+        tag = tag_of(key, secret)
         if home_of(tag, num_old) < moved:
             at = place_of(new, words_RW, key, tag, home_of(tag, num_new))
             slot = new[at]
@@ -275,24 +270,20 @@ def erase(
 def migrate(old: np.ndarray, new: np.ndarray, num_buckets: np.ndarray, state: np.ndarray, num_to_move: int) -> int:
     """Move at least `num_to_move` buckets from old to new, in order, and stop behind one that was not full.
 
-    Returns the total number of buckets moved, or OVERFLOW.
+    Returns the total number of buckets moved; if it is at least the number of old homes, no key is left in old.
     """
     num_new = num_buckets[NEW]
     bucket = state[MOVED]
-    end = len(old) // BUCKET
-    target = bucket + num_to_move
+    target = min(bucket + num_to_move, np.int64(num_buckets[OLD]))
     full = True
-    while bucket < end and (bucket < target or full):
+    while bucket < target or full:
         start = np.uint64(bucket) * _U8
         full = old[start + _LAST] != _U0
         for j in range(BUCKET):
             slot = old[start + np.uint64(j)]
             if slot == _U0:
                 break
-            at = _vacancy(new, home_of(slot >> _S32, num_new))
-            if at + _U8 >= np.uint64(len(new)):
-                return OVERFLOW
-            new[at] = slot
+            new[_vacancy(new, home_of(slot >> _S32, num_new))] = slot
         bucket += 1
     state[MOVED] = bucket
     return bucket

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchfleet.ps.kernels.hashing import secret_at
 from torchfleet.ps.kernels.hashmap import (
     BLOCK,
     FETCHED,
@@ -15,7 +16,7 @@ from torchfleet.ps.kernels.hashmap import (
     MOVED,
     NEW,
     OLD,
-    SALT,
+    SECRET,
     first_match,
     home_of,
     key_at,
@@ -41,30 +42,29 @@ def _candidates(
     """rows_B[i] = a row whose key has the tag of keys_B[i], or MISSING. The caller must use the result.
 
     A map that is not growing has separate loops: deciding for every key which of two arrays holds it takes half as long
-    again.
+    again. Tags are computed once and kept in rows_B; the home of a tag is a multiplication.
     """
-    moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
+    moved, secret = np.uint64(state[MOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     fetched = np.uint64(0)
+    for i in range(len(keys_B)):
+        rows_B[i] = np.int64(tag_of(keys_B[i], secret))
     if moved >= num_old:
         for i in range(len(keys_B)):
-            rows_B[i] = np.int64(home_of(tag_of(keys_B[i], salt), num_new))
+            fetched ^= new[home_of(np.uint64(rows_B[i]), num_new) * _U8]
         for i in range(len(keys_B)):
-            fetched ^= new[np.uint64(rows_B[i]) * _U8]
-        for i in range(len(keys_B)):
-            found = first_match(new, np.uint64(rows_B[i]), tag_of(keys_B[i], salt))
-            rows_B[i] = np.int64(found & _LOW) - 1
+            tag = np.uint64(rows_B[i])
+            rows_B[i] = np.int64(first_match(new, home_of(tag, num_new), tag) & _LOW) - 1
     else:
-        for i in range(len(keys_B)):  # a home in the old array as -1 - home
-            tag = tag_of(keys_B[i], salt)
+        for i in range(len(keys_B)):
+            tag = np.uint64(rows_B[i])
             home = home_of(tag, num_old)
-            rows_B[i] = np.int64(home_of(tag, num_new)) if home < moved else -1 - np.int64(home)
+            fetched ^= new[home_of(tag, num_new) * _U8] if home < moved else old[home * _U8]
         for i in range(len(keys_B)):
-            home = rows_B[i]
-            fetched ^= new[np.uint64(home) * _U8] if home >= 0 else old[np.uint64(-1 - home) * _U8]
-        for i in range(len(keys_B)):
-            tag, home = tag_of(keys_B[i], salt), rows_B[i]
-            found = first_match(new, np.uint64(home), tag) if home >= 0 else first_match(old, np.uint64(-1 - home), tag)
+            tag = np.uint64(rows_B[i])
+            home = home_of(tag, num_old)
+            in_new = home < moved
+            found = first_match(new, home_of(tag, num_new), tag) if in_new else first_match(old, home, tag)
             rows_B[i] = np.int64(found & _LOW) - 1
     return fetched
 
@@ -79,7 +79,7 @@ def _find_exactly(
     key: np.uint64,
 ) -> int:
     """Exact search, for the few keys that share their tag with another key of the map."""
-    tag = tag_of(key, np.uint64(state[SALT]))
+    tag = tag_of(key, secret_at(state, SECRET))
     if home_of(tag, num_buckets[OLD]) < np.uint64(state[MOVED]):
         slot = new[place_of(new, words_RW, key, tag, home_of(tag, num_buckets[NEW]))]
     else:

@@ -7,7 +7,9 @@ The high half of a key's hash decides its home bucket, the low half its tag.
 
 A bucket is filled from its front; a key that finds its home full lives in the next bucket that is not. What holds at
 all times: every bucket between a key's home and the bucket it lives in is full. So a search ends at the first bucket
-with an empty last place. Spare buckets behind the last home make it a straight walk without wrap-around.
+with an empty last place. Spare buckets behind the last home make it a straight walk without wrap-around. There are
+enough of them for all keys of the map (tables/rows/packed_map.py), so that there is room whatever the keys are. The
+hash depends on a secret of the map, so that a client that chooses keys cannot make them collide.
 
 Home buckets are in the order of the hash, `high half * num_buckets >> 32`, so with more buckets every home lies at its
 old number or above. A map therefore grows inside its own array, from the last bucket down (kernels/packed_moves.py).
@@ -23,18 +25,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.kernels.hashing import mix
+from torchfleet.ps.kernels.hashing import scramble, secret_at
 from torchfleet.ps.kernels.hashmap import key_at
 from torchfleet.ps.kernels.intrinsics import copy_words, leading_zeros, trailing_zeros
 from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.rows import fetch_rows
 
 MISSING = -1
-OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
 BUCKET = 16  # places
-SPARE_BUCKETS = 64
 BLOCK = 64  # keys whose memory is prefetched together
-NUM_KEYS, UNMOVED, SALT, FETCHED = range(4)  # places in a map's `state`
+NUM_KEYS, UNMOVED, FETCHED, SECRET = range(4)  # places in a map's `state`; the secret is the last
 OLD, NEW = 0, 1  # places in a map's `num_buckets`
 
 _U0, _U1, _U2, _U3, _U7, _U8 = (np.uint64(number) for number in (0, 1, 2, 3, 7, 8))
@@ -45,9 +45,9 @@ _ONES, _SEVENS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
 
 
 @inlined
-def hash_of(key: np.uint64, salt: np.uint64) -> np.uint64:
+def hash_of(key: np.uint64, secret: tuple[np.uint64, ...]) -> np.uint64:
     """A bijection: no two keys have the same hash, so it orders the rows of a map."""
-    return mix(key ^ salt)
+    return scramble(key, secret)
 
 
 @inlined
@@ -127,10 +127,10 @@ def search(tags: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint6
 @inlined
 def _fetch(tags: np.ndarray, keys_N: np.ndarray, num_buckets: np.ndarray, state: np.ndarray) -> np.uint64:
     """Prefetch the tags of these keys' home buckets; the caller must use the result."""
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     fetched = _U0
     for i in range(len(keys_N)):
-        fetched ^= tags[home_of(hash_of(keys_N[i], salt), num_buckets[OLD], num_buckets[NEW], unmoved) * _U2]
+        fetched ^= tags[home_of(hash_of(keys_N[i], secret), num_buckets[OLD], num_buckets[NEW], unmoved) * _U2]
     return fetched
 
 
@@ -149,17 +149,18 @@ def find(
     For each block of keys, tight loops first prefetch all tags, then the first `num_words` words of all rows, so that
     the processor has as many outstanding cache misses as it supports.
     """
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     num_missing, fetched = 0, _U0
     for start in range(0, len(keys_N), BLOCK):
         stop = min(start + BLOCK, len(keys_N))
         for i in range(start, stop):
-            rows_N[i] = np.int64(home_of(hash_of(keys_N[i], salt), num_old, num_new, unmoved))
+            hashed = hash_of(keys_N[i], secret)
+            rows_N[i] = np.int64((home_of(hashed, num_old, num_new, unmoved) << _U8) | tag_of(hashed))
         for i in range(start, stop):
-            fetched ^= tags[np.uint64(rows_N[i]) * _U2]
+            fetched ^= tags[(np.uint64(rows_N[i]) >> _U8) * _U2]
         for i in range(start, stop):
-            bucket, pattern = np.uint64(rows_N[i]), tag_of(hash_of(keys_N[i], salt)) * _ONES
+            bucket, pattern = np.uint64(rows_N[i]) >> _U8, (np.uint64(rows_N[i]) & _BYTE) * _ONES
             place = _candidate(tags, bucket, pattern)
             while place < 0 and is_full(tags, bucket):
                 bucket += _U1
@@ -168,7 +169,7 @@ def find(
         fetched ^= fetch_rows(words_RW.reshape(-1), words_RW.shape[1], rows_N[start:stop], num_words)
         for i in range(start, stop):
             if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
-                hashed = hash_of(keys_N[i], salt)  # another key of the same tag
+                hashed = hash_of(keys_N[i], secret)  # another key of the same tag
                 home = home_of(hashed, num_old, num_new, unmoved)
                 rows_N[i] = max(search(tags, words_RW, keys_N[i], tag_of(hashed), home), MISSING)
             num_missing += rows_N[i] < 0
@@ -195,12 +196,12 @@ def insert_missing(
     rows_N: np.ndarray,
     fresh_N: np.ndarray,
 ) -> int:
-    """Give a place to every key that has none; fresh_N gets the positions of these keys. Returns how many, or OVERFLOW.
+    """Give a place to every key that has none; fresh_N gets the positions of these keys. Returns how many.
 
     rows_N are the keys' places as `find` gave them. They may have moved since: each is checked, and found again. A key
     that repeats gets one place. The caller has made room for len(keys_N) more keys.
     """
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     num_fresh, fetched = 0, _U0
     for i in range(len(keys_N)):
@@ -209,13 +210,10 @@ def insert_missing(
         key, row = keys_N[i], np.uint64(rows_N[i])
         if rows_N[i] >= 0 and tag_at(tags, row) != _U0 and key_at(words_RW, row) == key:
             continue
-        hashed = hash_of(key, salt)
+        hashed = hash_of(key, secret)
         place = search(tags, words_RW, key, tag_of(hashed), home_of(hashed, num_old, num_new, unmoved))
         if place < 0:
-            bucket = np.uint64(-1 - place)
-            if bucket + _U1 >= num_new + np.uint64(SPARE_BUCKETS):
-                return OVERFLOW
-            place = _add(tags, words_RW, bucket, key, tag_of(hashed))
+            place = _add(tags, words_RW, np.uint64(-1 - place), key, tag_of(hashed))
             state[NUM_KEYS] += 1
             fresh_N[num_fresh] = i
             num_fresh += 1
@@ -235,22 +233,19 @@ def load(
 ) -> int:
     """find, insert_missing and scatter in one pass: words_RW[place, 2:2 + C] = values_NC[i].
 
-    Among equal keys the last one wins. Returns how many were new, or OVERFLOW.
+    Among equal keys the last one wins. Returns how many were new.
     """
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
     width, num_words = np.int64(words_RW.shape[1]), np.int64(values_NC.shape[1])
     num_fresh, fetched = 0, _U0
     for i in range(len(keys_N)):
         if i % BLOCK == 0:
             fetched ^= _fetch(tags, keys_N[i : i + BLOCK], num_buckets, state)
-        hashed = hash_of(keys_N[i], salt)
+        hashed = hash_of(keys_N[i], secret)
         place = search(tags, words_RW, keys_N[i], tag_of(hashed), home_of(hashed, num_old, num_new, unmoved))
         if place < 0:
-            bucket = np.uint64(-1 - place)
-            if bucket + _U1 >= num_new + np.uint64(SPARE_BUCKETS):
-                return OVERFLOW
-            place = _add(tags, words_RW, bucket, keys_N[i], tag_of(hashed))
+            place = _add(tags, words_RW, np.uint64(-1 - place), keys_N[i], tag_of(hashed))
             state[NUM_KEYS] += 1
             num_fresh += 1
         copy_words(words_RW, place * width + 2, values_NC, i * num_words, num_words)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchfleet.ps.kernels.hashing import secret_at
 from torchfleet.ps.kernels.hashmap import key_at
 from torchfleet.ps.kernels.intrinsics import copy_words
 from torchfleet.ps.kernels.jit import inlined, kernel
@@ -14,9 +15,7 @@ from torchfleet.ps.kernels.packed_buckets import (
     NEW,
     NUM_KEYS,
     OLD,
-    OVERFLOW,
-    SALT,
-    SPARE_BUCKETS,
+    SECRET,
     UNMOVED,
     hash_of,
     home_of,
@@ -30,6 +29,7 @@ from torchfleet.ps.kernels.packed_buckets import (
 
 STRETCH = 64  # buckets moved together, so that their rows stay in the cache
 CROWDED = -1
+TOO_LONG = -1  # a run of full buckets does not fit into the buffer
 
 _U0, _U1, _U2 = np.uint64(0), np.uint64(1), np.uint64(2)
 _PLACES = np.uint64(BUCKET)
@@ -70,7 +70,7 @@ def _close_hole(
     hole: np.uint64,
 ) -> None:
     """Empty the place `hole` and restore "all buckets from a key's home to its own are full"."""
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     while True:
         bucket = hole // _PLACES
         was_full = is_full(tags, bucket)
@@ -84,7 +84,7 @@ def _close_hole(
         # Keys may have overflowed a full bucket: the nearest such key moves back, and its place is the next hole.
         found, candidate = False, (bucket + _U1) * _PLACES
         while not found and tag_at(tags, candidate) != _U0:
-            hashed = hash_of(key_at(words_RW, candidate), salt)
+            hashed = hash_of(key_at(words_RW, candidate), secret)
             found = home_of(hashed, num_buckets[OLD], num_buckets[NEW], unmoved) <= bucket
             candidate += _U1
         if not found:
@@ -103,9 +103,9 @@ def erase(
     keys_N: np.ndarray,
 ) -> int:
     """Remove keys; absent keys are ignored. Returns how many were present."""
-    num_erased = 0
+    num_erased, secret = 0, secret_at(state, SECRET)
     for i in range(len(keys_N)):
-        hashed = hash_of(keys_N[i], np.uint64(state[SALT]))
+        hashed = hash_of(keys_N[i], secret)
         home = home_of(hashed, num_buckets[OLD], num_buckets[NEW], np.uint64(state[UNMOVED]))
         place = search(tags, words_RW, keys_N[i], tag_of(hashed), home)
         if place >= 0:
@@ -150,25 +150,21 @@ def _put_back(
     lifted_LW: np.ndarray,
     kept_L: np.ndarray,
     num: int,
-) -> bool:
-    """Insert the first `num` lifted rows at their new homes; False if the spare buckets are used up."""
-    width, num_new = np.uint64(words_RW.shape[1]), num_buckets[NEW]
-    end, salt = num_new + np.uint64(SPARE_BUCKETS), np.uint64(state[SALT])
+) -> None:
+    """Insert the first `num` lifted rows at their new homes."""
+    width, num_new, secret = np.uint64(words_RW.shape[1]), num_buckets[NEW], secret_at(state, SECRET)
     tag_bytes, words, lifted = tags.view(np.uint8), words_RW.reshape(-1), lifted_LW.reshape(-1)
     for i in range(np.uint64(num)):
-        hashed = hash_of(key_at(lifted_LW, i), salt)
+        hashed = hash_of(key_at(lifted_LW, i), secret)
         bucket = home_of(hashed, _U1, num_new, _U0)
         while is_full(tags, bucket):
             bucket += _U1
-        if bucket + _U1 >= end:
-            return False
         place = bucket * _PLACES + num_taken(tags, bucket)
         tag_bytes[place] = np.uint8(tag_of(hashed))
         if kept_L[i] != 0:
             _put_marks(marks, place, np.uint64(kept_L[i]))
         for j in range(width):
             words[place * width + j] = lifted[i * width + j]
-    return True
 
 
 @kernel
@@ -185,7 +181,8 @@ def migrate(
     """Move the keys of at least `num_to_move` old home buckets to their new homes, from the last bucket down.
 
     A stretch begins and ends behind a bucket that is not full, so all keys of its homes lie inside, and no others. All
-    its rows are lifted out and put back. Returns the number of old homes not moved yet, or OVERFLOW.
+    its rows are lifted out and put back. Returns the number of old homes not moved yet, or TOO_LONG with the stretch
+    that is too long for the buffers not moved: the caller makes larger ones and goes on.
     """
     target = max(state[UNMOVED] - num_to_move, 0)
     while state[UNMOVED] > target:
@@ -196,11 +193,10 @@ def migrate(
         while is_full(tags, stop - _U1):
             stop += _U1
         if (stop - start) * _PLACES > np.uint64(len(kept_L)):
-            return OVERFLOW
+            return TOO_LONG
         num = _lift(tags, marks, words_RW, start, stop, lifted_LW, kept_L)
         state[UNMOVED] = np.int64(start)
-        if not _put_back(tags, marks, words_RW, num_buckets, state, lifted_LW, kept_L, num):
-            return OVERFLOW
+        _put_back(tags, marks, words_RW, num_buckets, state, lifted_LW, kept_L, num)
     return state[UNMOVED]
 
 
@@ -220,7 +216,7 @@ def collect(
 
     `only_marked`: only rows that the current save must write.
     """
-    unmoved, salt = np.uint64(state[UNMOVED]), np.uint64(state[SALT])
+    unmoved, secret = np.uint64(state[UNMOVED]), secret_at(state, SECRET)
     bucket = home_of(first, num_buckets[OLD], num_buckets[NEW], unmoved)
     last_home = home_of(last, num_buckets[OLD], num_buckets[NEW], unmoved)
     num, is_more = 0, True
@@ -228,7 +224,7 @@ def collect(
         is_more = bucket < last_home or is_full(tags, bucket)
         taken = num_taken(tags, bucket) if not only_marked or (marks[bucket] >> _S16) != _U0 else _U0
         for place in range(bucket * _PLACES, bucket * _PLACES + taken):
-            hashed = hash_of(key_at(words_RW, place), salt)
+            hashed = hash_of(key_at(words_RW, place), secret)
             is_chosen = not only_marked or (_marks_at(marks, place) >> _S16) != _U0
             if is_chosen and first <= hashed and hashed <= last:
                 if num == len(rows_N):
@@ -249,10 +245,12 @@ def mark(marks: np.ndarray, rows_N: np.ndarray) -> None:
 
 
 @kernel
-def begin_save(marks: np.ndarray, num: int, keeps_last: bool) -> None:
+def begin_save(tags: np.ndarray, marks: np.ndarray, num_homes: np.uint64, keeps_last: bool) -> None:
     """Turn the marks of changes into those of the save that begins; `keeps_last`: keep those of the last save too."""
-    for bucket in range(num):
+    bucket = _U0
+    while bucket < num_homes or is_full(tags, bucket - _U1):  # keys behind the last home follow on full buckets
         before = np.uint64(marks[bucket])
         if before != _U0:
             after = before << _S16
             marks[bucket] = np.uint32((after | before) if keeps_last else after) & np.uint32(0xFFFF0000)
+        bucket += _U1

@@ -2,7 +2,8 @@
 
 ZeroMQ delivers whole messages, and has a single size limit for frames, before the handshake and after it. So the
 doorkeeper regularly asks the kernel how many bytes each connection has received, and shuts down a connection with too
-many; ZeroMQ then frees its buffers. Linux and tcp:// only; elsewhere nothing is watched.
+many; ZeroMQ then frees its buffers. Its connections take no resets (packet_filter.py). Linux and tcp:// only; elsewhere
+nothing is watched.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from torchfleet.ps.net.packet_filter import take_no_packets, take_no_resets
 from torchfleet.ps.net.wire import MAX_FRAME
 
 MAX_FIRST = 1 << 16  # bytes before the first message: greeting, handshake, and that message
@@ -29,6 +31,7 @@ _PATIENCE_MS = 1000  # wait for ZeroMQ's event that the socket listens
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info
 _OFFSET = 128
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger: the peer learns at once that the connection has ended
 
 
 @dataclass(slots=True)
@@ -59,11 +62,18 @@ class Doorkeeper:
         self._monitor: zmq.Socket[Any] = listening.get_monitor_socket(events)
 
     def listening(self) -> socket.socket | None:
-        """A duplicate of the listening file descriptor, or None. Call it once, after binding the socket."""
+        """A duplicate of the listening file descriptor, or None. Call it once, after binding the socket, before the
+        first request is received: it lets all connections ignore resets.
+        """
         if not self._monitor.poll(_PATIENCE_MS):
             return None
         handle = socket.socket(fileno=os.dup(recv_monitor_message(self._monitor)["value"]))
         handle.setblocking(False)
+        if self._is_watching:
+            try:
+                take_no_resets(handle)
+            except OSError as error:
+                self.news.append(f"this system cannot filter resets ({error}): a hostile client can end this server")
         return handle
 
     def note(self, frame: zmq.Frame) -> None:
@@ -104,12 +114,14 @@ class Doorkeeper:
         self._thin_out(now)
 
     def shut(self, number: int, why: str) -> None:
-        """Shut down the connection with file descriptor `number`."""
+        """Shut down the connection with file descriptor `number`: ZeroMQ reads what has arrived, and closes it."""
         door = self._doors.pop(number, None)
         if door is None:
             return
         with contextlib.suppress(OSError), _borrowed(number) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+            take_no_packets(connection)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+            connection.shutdown(socket.SHUT_RD)
         self.news.append(f"ended a connection from {door.address}: {why}")
 
     def shut_newest(self, num: int) -> None:
@@ -126,9 +138,14 @@ class Doorkeeper:
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._doors[int(event["value"])] = Door(_address(int(event["value"])), now)
+                    self._accept(int(event["value"]), now)
                 else:
                     self._doors.pop(int(event["value"]), None)
+
+    def _accept(self, number: int, now: float) -> None:
+        self._doors[number] = Door(_address(number), now)
+        with contextlib.suppress(OSError), _borrowed(number) as connection:
+            take_no_resets(connection)  # one that came before the listening socket had its filter
 
     def _thin_out(self, now: float) -> None:
         """Shut down the oldest silent connections of each address that has too many."""

@@ -1,8 +1,10 @@
 """Where a server writes saves. The folder arrives by message, so the server checks it and does not trust it.
 
-A server that was started with roots writes only below them. A server without roots writes only to a folder that the
-client has made for this save: the folder belongs to the server's own user and holds the token of the save. A client
-that cannot write to a place as that user cannot make the server write there.
+A server that was started with roots writes only below them. A server without roots writes only to a folder of this
+machine that the client has made for this save: the folder belongs to the server's own user and holds the token of the
+save. A client that cannot write to a place as that user cannot make the server write there.
+
+A server connects to a store only if a root names its scheme and its host: a message cannot make it talk to an address.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from torchfleet.base.errors import CheckpointError
+from torchfleet.base.errors import CheckpointError, RoleError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import check_reserved, reserved_for
 
 VARIABLE = "FLEET_SAVE_ROOTS"
 # Stores that only keep bytes under names. fsspec knows others, which execute what they read.
-PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "memory"})
+STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs"})
+_MEMORY = "memory"  # of this process: not reached over a network
 _LOCAL = ("file", "local")
 _MAX_LENGTH = 4096
 
@@ -39,14 +42,22 @@ class SaveFolder:
 
 def roots_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """The roots in `given`, or if it is None those in FLEET_SAVE_ROOTS, separated by commas. Local paths become
-    absolute."""
+    absolute. Raises RoleError for a store without a host or bucket."""
     texts = os.environ.get(VARIABLE, "").split(",") if given is None else given
     roots = [text.strip() for text in texts if text.strip()]
+    for root in roots:
+        protocol, mark, rest = root.partition("://")
+        if mark and protocol in STORES and not rest.partition("/")[0]:
+            raise RoleError(
+                f"--save_root, {VARIABLE}: expected a store with its host or bucket, such as {protocol}://name; found "
+                f"{root!r}, which would let a message choose what the server connects to"
+            )
     return tuple(root if "://" in root else os.path.abspath(root) for root in roots)
 
 
 def open_folder(roots: Sequence[str], dirname: str, folder: str, token: int) -> SaveFolder:
-    """The folder of a save that a message asks for. Raises CheckpointError if the server must not write to it."""
+    """The folder of a save that a message asks for. Raises CheckpointError if the server must not write to it. Blocks
+    while the store does not answer."""
     place = _checked(dirname, roots)
     if roots and not any(_is_below(place, root) for root in roots):
         raise CheckpointError(
@@ -73,11 +84,12 @@ def _checked(dirname: str, roots: Sequence[str]) -> str:
         if not os.path.isabs(path):
             raise CheckpointError(f"expected an absolute path, found {dirname!r}")
         return os.path.realpath(path)
-    known = PROTOCOLS | {root.partition("://")[0] for root in roots if "://" in root}
-    if protocol not in known:
+    if protocol not in {_MEMORY, *(root.partition("://")[0] for root in roots if "://" in root)}:
+        host = rest.partition("/")[0]
         raise CheckpointError(
-            f"expected a local folder, or one on {', '.join(sorted(known))}; found {dirname!r}. Another store must be "
-            f"named when the server is started: --save_root {protocol}://..., {VARIABLE}."
+            f"expected a local folder, or a store that this server was started with; found {dirname!r}. A server "
+            f"connects to no address that comes by message. Name it when the servers are started: --save_root "
+            f"{protocol}://{host}, or {VARIABLE}."
         )
     if ".." in rest.split("/"):
         raise CheckpointError(f"expected a URL without '..', found {dirname!r}")

@@ -12,10 +12,32 @@ from torchfleet.base.tracing.profile_folder import LOOK, ProfileFolder, ProfileR
 from torchfleet.base.tracing.span import HANDLE, HELD, Span, Value
 from torchfleet.base.tracing.span_recorder import Recorder
 from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.layers import Result, Run
 
 _HELD_NS = 50_000  # a reply that leaves within this time does not count as held
+MOST_OF_ONE = 100_000  # requests of one connection with spans, at once: half of what a recorder keeps
+_PER_SECOND = 1_000  # more of them, per second
+_MAX_SHARES = 4_096  # connections that are counted
+
+
+class Shares:
+    """What each connection has left of the spans of its requests: one that sends traced requests without end leaves
+    the others their part of a profile.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Peer, tuple[float, int]] = {}  # by connection: requests left, and when that was, in ns
+
+    def take(self, peer: Peer, now: int) -> bool:
+        """Whether one more request of this connection may have spans."""
+        left, since = self._left.get(peer, (float(MOST_OF_ONE), now))
+        left = min(left + _PER_SECOND * max(now - since, 0) / 1e9, float(MOST_OF_ONE))
+        if peer not in self._left and len(self._left) >= _MAX_SHARES:
+            self._left.clear()
+        self._left[peer] = (max(left - 1, 0.0), now)
+        return left >= 1
 
 
 class TracedRequests:
@@ -26,6 +48,7 @@ class TracedRequests:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        self._shares = Shares()
 
     def around(self, inner: Run, request: Request) -> Result:
         """As Layer.around."""
@@ -41,7 +64,10 @@ class TracedRequests:
         """Note that the reply leaves now, and return the time."""
         now = self._now()
         if self.recorder is not None:
-            self._record(self.recorder, request, now)
+            if self._shares.take(request.peer, now):
+                self._record(self.recorder, request, now)
+            else:
+                self.recorder.num_dropped += 1
         return now
 
     def _now(self) -> int:

@@ -1,32 +1,24 @@
-"""Saving this server's share of a model, in slices between requests. Background threads write to the disk."""
+"""Saving this server's share of a model, in slices between requests. save_writer.py talks to the disk or store."""
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
-from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import Part, Saved
 from torchfleet.ps.checkpoint.part_writer import PART_BYTES
-from torchfleet.ps.kernels.rows import largest
 from torchfleet.ps.net.wire import pack
-from torchfleet.ps.server.save_roots import SaveFolder, open_folder
+from torchfleet.ps.server.save_writer import FileToWrite, Opening, Writer
 from torchfleet.ps.server.state.saves import SavesMade
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.state.work_queue import LongRequest
-from torchfleet.ps.tables.settings.spec import table_number
 from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
 
 SLICE = 1 << 14  # rows copied between two requests: one to three milliseconds
-_LOOK = 0.2  # seconds
-NUM_WRITERS = 2
 
 
 class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,8 +41,10 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
     writer: Writer | None = None
     started = time.monotonic()
     try:
-        folder = open_folder(state.saves.roots, body.dirname, body.folder, body.token)
-        writer = Writer(folder)
+        opening = Opening(state.saves.roots, body.dirname, body.folder, body.token)
+        while opening.folder is None:
+            yield False
+        writer = Writer(opening.folder)
         steps, rows, now = {}, {}, state.clock.now
         if state.saves.chain.attempt != body.token:  # a save that is repeated after a restart has begun already
             begin_save(state, body)
@@ -96,26 +90,6 @@ def begin_save(state: State, body: SaveBody) -> None:
     is_committed = state.saves.chain.begin(body.token, body.parent, body.delta)
     for table in state.tables.values():
         table.begin_save(is_committed)
-
-
-@dataclass
-class FileToWrite:
-    """A part file that is not written yet."""
-
-    table: str
-    shard: int
-    number: int
-    arrays: part_file.Pieces
-    start: int
-    kind: PartKind
-    repeats: int | None = None  # rows dropped since the save of the table began
-
-    @property
-    def num_rows(self) -> int:
-        for name in ("keys", "blocks"):
-            if name in self.arrays:
-                return sum(len(piece) for piece in self.arrays[name])
-        return int(self.arrays["values"][0].shape[1])
 
 
 def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
@@ -166,62 +140,3 @@ class Filling:
             yield FileToWrite(self._table, self._shard, self._number, self._arrays, self._start, self._kind)
             self._number += 1
         self._arrays, self._size = {}, 0
-
-
-class Writer:
-    """Writes files in background threads, so that checksums and disk writes overlap. At most one file waits."""
-
-    def __init__(self, folder: SaveFolder) -> None:
-        self._folder = folder
-        self._queue: queue.Queue[FileToWrite] = queue.Queue(1)
-        self._num_under_way = 0
-        self._is_over = False
-        self.written: list[Part] = []
-        self._threads = BackgroundThreads([self._run] * NUM_WRITERS)
-        self._threads.start()
-
-    def offer(self, file: FileToWrite) -> bool:
-        """Queue a file without blocking. Returns False while another one waits. Raises the error of an earlier file."""
-        self._threads.check()
-        try:
-            self._queue.put_nowait(file)
-        except queue.Full:
-            return False
-        self._num_under_way += 1
-        return True
-
-    def is_done(self) -> bool:
-        self._threads.check()
-        return len(self.written) == self._num_under_way
-
-    def close(self) -> None:
-        """Tell the threads to end. Does not wait for them."""
-        self._is_over = True
-
-    def _run(self) -> None:
-        while self._threads.error is None and not self._is_over:
-            try:
-                file = self._queue.get(timeout=_LOOK)
-            except queue.Empty:
-                continue
-            try:
-                self.written.append(self._write(file))
-            except FleetError:
-                raise
-            except Exception as error:  # of the disk or the network; the client gets it as CheckpointError
-                raise CheckpointError(
-                    f"cannot write to {self._folder.storage.path}: {type(error).__name__}: {error}"
-                ) from error
-
-    def _write(self, file: FileToWrite) -> Part:
-        table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)
-        name = f"{table}-{table_number(file.table):08x}.{file.shard}-{file.number:05}.safetensors"
-        for kept in ("rows", "values"):
-            for piece in file.arrays.get(kept, ()):
-                if not largest(piece) < np.inf:
-                    raise CheckpointError(f"table '{file.table}' holds NaN or infinity: a model with it would not load")
-        buffers = part_file.encode_pieces(file.arrays)
-        num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._folder.write(name, buffers)
-        crc = part_file.checksum(buffers)
-        return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind, file.repeats)

@@ -217,17 +217,17 @@ class RowStore(Table):
             start = stop
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
-        """As Table.walk: `cursor` is a row number, or a hash if rows move."""
+        """As Table.walk: `cursor` is a row number, or what PackedMap.walk_from returned."""
         index = self.index
         if isinstance(index, PackedMap):
-            some, cursor = index.slice_from(cursor, num_rows)
+            keys, at, cursor = index.walk_from(cursor, num_rows)
         else:
             stop = min(cursor + num_rows, index.num_row_numbers)
-            some, cursor = np.arange(min(cursor, stop), stop), stop if stop < index.num_row_numbers else 0
-        keys, at = index.alive(some)
+            keys, at = index.alive(np.arange(min(cursor, stop), stop))
+            cursor = stop if stop < index.num_row_numbers else 0
         out = np.empty((len(keys), self.spec.dim), np.float32)
         rows.gather(index.store, *self._layout, at, out)
-        return keys, out, cursor % (1 << 64)
+        return keys, out, cursor
 
     def settle(self) -> bool:
         """As Table.settle: continues the growth of maps."""

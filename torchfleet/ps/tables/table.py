@@ -228,7 +228,8 @@ class Table(ABC):
 
     @abstractmethod
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
-        """(keys, values, next cursor) of at most `num_rows` rows. Start with cursor 0; the last call returns 0.
+        """(keys, values, next cursor) of at most `num_rows` rows, or of a few hundred if that is more. Start with
+        cursor 0; the last call returns 0.
 
         Other calls may come in between: a row that exists throughout comes exactly once. Raises TableError if the table
         has no rows by key.

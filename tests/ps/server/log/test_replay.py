@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from support.logged_work import MemorySink, Work, make_server, whole_state
+from support import twins
+from support.fleets import push_arrays
+from support.logged_work import SPECS, MemorySink, Work, make_server, whole_state
 
 from torchfleet.base.errors import LogError
+from torchfleet.ps.net.wire import Array, Command
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
@@ -39,6 +43,24 @@ def test_whoever_applies_the_same_entries_is_the_same_server(seed: int) -> None:
     assert replay.index == handler.index
     assert work.replies > 200
     assert whole_state(replay.server) == whole_state(server)
+
+
+@pytest.mark.parametrize("name", ["narrow", "wide", "counted"])
+def test_keys_that_are_made_to_collide_are_taken_whole_and_replayed(name: str) -> None:
+    """A client that knows the secret of a map gets slow rows for its keys, and no error in the middle of a push."""
+    server, _, sink, work = logged(3)
+    spec = next(spec for spec in SPECS if spec.name == name)
+    index = server.state.table(spec.number).index
+    keys = [twins.key_with_tag(0xFFFFFFFF, low, twins.secret_of(index)) for low in range(1200)]
+    num_rows = server.state.table(spec.number).num_rows
+    made = np.array(keys, np.uint64), np.ones((len(keys), spec.dim), np.float32)
+    for _ in range(2):
+        work._ask(Command.PULL, 0, Array(spec.number, made[0]))
+        work._ask(Command.PUSH, 0, *push_arrays(spec, *made), once=True)
+    if name != "counted":  # which has a capacity
+        assert server.state.table(spec.number).num_rows == num_rows + len(keys)
+    work.steps(50)
+    assert whole_state(replayed(sink.entries).server) == whole_state(server)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.messages import naming
-from support.twins import key_with_tag, keys_and_rows, salt_of
+from support.twins import key_with_tag, keys_and_rows, secret_of, set_secret
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import hashmap
-from torchfleet.ps.kernels.hashmap import BUCKET, MISSING, MOVED, NEW, OLD, SALT
+from torchfleet.ps.kernels.hashing import NUM_SECRETS
+from torchfleet.ps.kernels.hashmap import BUCKET, MISSING, MOVED, NEW, OLD
 from torchfleet.ps.tables.rows import keymap
 from torchfleet.ps.tables.rows.keymap import KeyMap
 
@@ -23,9 +24,9 @@ LARGEST = 2**64 - 1
 class Twin:
     """A KeyMap and the dict that it should be; every operation runs on both and compares."""
 
-    def __init__(self, salt: int = 77) -> None:
+    def __init__(self, seed: int = 77) -> None:
         self.index = KeyMap(1, 1 << 22)
-        self.index._state[SALT] = np.uint64(salt).view(np.int64)
+        set_secret(self.index, seed)
         self.rows: dict[int, int] = {}
         self.free: list[int] = []
         self.num_row_numbers = 0
@@ -81,29 +82,28 @@ operations = st.lists(
 
 def run(twin: Twin, operations) -> None:
     for name, drawn in operations:
-        salt = salt_of(twin.index)
-        getattr(twin, name)([key_with_tag(*key, salt) if isinstance(key, tuple) else key for key in drawn])
+        secret = secret_of(twin.index)
+        getattr(twin, name)([key_with_tag(*key, secret) if isinstance(key, tuple) else key for key in drawn])
         twin.check()
 
 
 @settings(max_examples=80)
 @given(st.integers(0, LARGEST), operations)
-def test_a_key_map_is_a_dict(salt, operations):
+def test_a_key_map_is_a_dict(seed, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4):
-        run(Twin(salt), operations)
+        run(Twin(seed), operations)
 
 
 @settings(max_examples=80)
-@given(st.integers(0, LARGEST), st.integers(1, 70), operations)
-def test_a_key_map_is_a_dict_while_it_grows(salt, num_moved, operations):
+@given(st.integers(0, LARGEST), st.integers(1, 48), operations)
+def test_a_key_map_is_a_dict_while_it_grows(seed, num_moved, operations):
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):
-        twin = Twin(salt)
+        twin = Twin(seed)
         twin.insert(list(range(360)))
         twin.insert(list(range(360, 380)))  # the 369th key asks for a larger map
         twin.index._migrate(num_moved)
         moved, end = state_of(twin.index)
-        assert twin.index._migrating
-        assert num_moved <= moved < end
+        assert num_moved <= moved < end or not twin.index._migrating  # a long run of full buckets may reach the end
         twin.check()
         run(twin, operations)
 
@@ -229,8 +229,8 @@ def test_a_key_that_came_back_to_another_row_is_live_once():
     twin.check()
 
 
-def test_two_maps_have_different_salts():
-    assert len({salt_of(KeyMap(1, 1 << 12)) for _ in range(8)}) == 8
+def test_two_maps_have_different_secrets():
+    assert len({word for _ in range(8) for word in secret_of(KeyMap(1, 1 << 12))}) == 8 * NUM_SECRETS
 
 
 def test_a_limit_below_one_row_is_an_error_that_names_both():

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.messages import naming
 from support.searches import examples
-from support.twins import key_with_tag, keys_and_rows, packed_keys_and_rows, salt_of, set_salt
+from support.twins import key_with_tag, keys_and_rows, packed_keys_and_rows, secret_of, set_secret
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import packed_moves
+from torchfleet.ps.kernels.hashing import NUM_SECRETS
 from torchfleet.ps.kernels.packed_buckets import BUCKET, MISSING, NEW, OLD, UNMOVED
 from torchfleet.ps.tables.rows import keymap, memory, packed_map
 from torchfleet.ps.tables.rows.keymap import KeyMap
@@ -33,9 +34,9 @@ def moves(per_key: int):
 class Twin:
     """A map and the dict that it should be. Each key has a number of its own in its row, which must stay with it."""
 
-    def __init__(self, kind: type, salt: int = 77) -> None:
+    def __init__(self, kind: type, seed: int = 77) -> None:
         self.index = kind(1, 1 << 22)
-        set_salt(self.index, salt)
+        set_secret(self.index, seed)
         self.numbers: dict[int, int] = {}
         self.next_number = 1
 
@@ -98,22 +99,22 @@ operations = st.lists(
 
 def run(twin: Twin, operations) -> None:
     for name, drawn in operations:
-        salt = salt_of(twin.index)
-        getattr(twin, name)([key_with_tag(*key, salt) if isinstance(key, tuple) else key for key in drawn])
+        secret = secret_of(twin.index)
+        getattr(twin, name)([key_with_tag(*key, secret) if isinstance(key, tuple) else key for key in drawn])
         twin.check()
 
 
 @pytest.mark.parametrize("kind", MAPS)
 @settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), operations)
-def test_a_map_is_a_dict(kind, salt, operations):
+def test_a_map_is_a_dict(kind, seed, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4), mock.patch.object(packed_map, "FIRST_BUCKETS", 2):
-        run(Twin(kind, salt), operations)
+        run(Twin(kind, seed), operations)
 
 
-def begin_growth(num_moved: int, salt: int = 77) -> Twin:
+def begin_growth(num_moved: int, seed: int = 77) -> Twin:
     """A packed map of some 510 keys, of whose 32 old home buckets at least so many have been moved."""
-    twin = Twin(PackedMap, salt)
+    twin = Twin(PackedMap, seed)
     limit = int(Pace(3).max_load * 32 * BUCKET)
     twin.insert(list(range(limit)))
     with mock.patch.object(packed_map, "SMALL", 1), moves(0):
@@ -127,8 +128,8 @@ def begin_growth(num_moved: int, salt: int = 77) -> Twin:
 
 @settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), st.integers(0, 32), operations)
-def test_a_packed_map_is_a_dict_while_it_grows(salt, num_moved, operations):
-    twin = begin_growth(num_moved, salt)
+def test_a_packed_map_is_a_dict_while_it_grows(seed, num_moved, operations):
+    twin = begin_growth(num_moved, seed)
     with mock.patch.object(packed_map, "SMALL", 1), moves(0):
         run(twin, operations)
     twin.index._finish_migration()
@@ -343,8 +344,10 @@ def test_a_map_takes_as_many_keys_as_it_has_rows_for():
     assert len(packed_keys_and_rows(index)) == 5000
 
 
-def test_two_maps_have_different_salts():
-    assert len({salt_of(PackedMap(1, 1 << 12)) for _ in range(8)}) == 8
+def test_two_maps_have_different_secrets():
+    maps = [PackedMap(1, 1 << 12) for _ in range(8)]
+    assert len({word for index in maps for word in secret_of(index)}) == 8 * NUM_SECRETS
+    assert len({index._walk_secret for index in maps}) == 8
 
 
 def test_a_limit_below_one_row_is_an_error_that_names_both():

@@ -11,11 +11,6 @@ from pathlib import Path
 from torchfleet.base.errors import LogError
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder and its missing parents. Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True)
-
-
 def sync_folder(path: Path) -> None:
     """Block until the names in this folder are on the disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -25,7 +25,7 @@ from pathlib import Path
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
-from torchfleet.ps.server.log.log_files import make_folder, map_file, open_file, sync_folder, sync_path
+from torchfleet.ps.server.log.log_files import map_file, open_file, sync_folder, sync_path
 from torchfleet.ps.server.log.log_records import Records
 from torchfleet.ps.server.log.log_start import START, Start, read_start, write_start
 
@@ -42,7 +42,6 @@ class LogFolder:
         """Create the folder if it is missing, and lock it. Raises LogError if it is locked or unusable."""
         self.path = Path(path)
         try:
-            make_folder(self.path)
             make_own(self.path)  # what others write would become the model
             self._lock = open_file(self.path / "lock", os.O_CREAT | os.O_RDWR)
         except (OSError, SecurityError) as error:

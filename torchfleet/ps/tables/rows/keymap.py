@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import hashmap, key_search
-from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, OLD, OVERFLOW, SALT
+from torchfleet.ps.kernels.hashing import new_secret
+from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, OLD, SECRET
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.int64]
 MAX_LOAD = 0.72
 GROWTH = 1.25
 FIRST_BUCKETS = 64
-SPARE_BUCKETS = 64
+SPARE_BUCKETS = 64  # in addition to one for each home: for the keys that arrive in old slots while they are moved
 SMALL = 1 << 14  # buckets; a smaller map doubles, and moves all buckets at once (under a millisecond)
 MOVES_PER_KEY = 2  # buckets moved per new key: the move ends when the old slots have filled up by 1/16 more
 EASY_KEYS = 1 << 16  # a map of less than a megabyte
@@ -49,8 +49,7 @@ class KeyMap:
         self._words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
         self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self.max_rows).array(np.uint32)
         self.recent = RecentPulls(self.max_rows)
-        self._state = np.zeros(hashmap.FETCHED + 1, np.int64)
-        self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
+        self._state = np.concatenate([np.zeros(SECRET, np.int64), new_secret()])
         self._num_buckets = np.ones(2, np.uint64)
         self._slots_memory = [Memory(0), Memory(0)]
         self._slots: list[npt.NDArray[np.uint64]] = [np.zeros(2 * BUCKET, np.uint64), np.zeros(0, np.uint64)]
@@ -67,11 +66,12 @@ class KeyMap:
     @property
     def num_bytes(self) -> int:
         """Bytes in use: slots, rows up to the highest ever used, the list of free rows, and recent pulls."""
-        old, new = (memory.held_bytes for memory in self._slots_memory)
+        (old, new), moved = self._num_buckets.tolist(), int(self._state[MOVED])
+        num_buckets = new
         if self._migrating:  # moved in hash order: pages behind the last moved bucket are untouched
-            new = new * int(self._state[MOVED]) * BUCKET // self._slots[OLD].size
+            num_buckets = new * moved // old + old - moved
         rows = 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
-        return old + new + rows + self.recent.num_bytes
+        return 8 * BUCKET * int(num_buckets) + rows + self.recent.num_bytes
 
     @property
     def num_free_rows(self) -> int:
@@ -113,11 +113,10 @@ class KeyMap:
         """
         self.reserve(int((rows < 0).sum()))
         fresh = np.empty(len(keys), np.int64)
-        num_fresh = hashmap.insert_missing(*self._arrays, self._free_rows, keys, rows, fresh)
-        self._expect(num_fresh)
-        self.num_keys += int(num_fresh)
+        num_fresh = int(hashmap.insert_missing(*self._arrays, self._free_rows, keys, rows, fresh))
+        self.num_keys += num_fresh
         if self._migrating:
-            self._migrate(MOVES_PER_KEY * int(num_fresh))
+            self._migrate(MOVES_PER_KEY * num_fresh)
         return fresh[:num_fresh]
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
@@ -126,9 +125,7 @@ class KeyMap:
         if self._migrating or self._state[NUM_FREE]:
             return False
         arrays = self._slots[NEW], self._num_buckets, self._state, self._words
-        num_fresh = int(hashmap.load(*arrays, keys, rows.view(np.uint32)))
-        self._expect(num_fresh)
-        self.num_keys += num_fresh
+        self.num_keys += int(hashmap.load(*arrays, keys, rows.view(np.uint32)))
         return True
 
     def erase(self, keys: Keys) -> int:
@@ -178,13 +175,18 @@ class KeyMap:
         self._finish_migration()
 
     def _open(self, num_buckets: int) -> None:
-        """Start growing: the current slots become the old ones, and an empty array receives the moved buckets."""
-        memory = Memory(8 * BUCKET * (num_buckets + SPARE_BUCKETS))
+        """Start growing: the current slots become the old ones, and an empty array receives the moved buckets.
+
+        There is a spare bucket for each home, and a home holds less than eight keys on average: all keys fit behind the
+        last home. Spare buckets that no key needs are address space only.
+        """
+        num_slots = BUCKET * (2 * num_buckets + SPARE_BUCKETS)
+        memory = Memory(8 * num_slots)
         if self._slots[NEW].size:
             self._slots[OLD], self._slots_memory[OLD] = self._slots[NEW], self._slots_memory[NEW]
             self._num_buckets[OLD] = self._num_buckets[NEW]
             self._state[MOVED] = 0
-        self._slots[NEW] = memory.array(np.uint64)[: BUCKET * (num_buckets + SPARE_BUCKETS)]
+        self._slots[NEW] = memory.array(np.uint64)[:num_slots]
         self._slots_memory[NEW] = memory
         self._num_buckets[NEW] = num_buckets
         self._grows_at = int(num_buckets * MAX_LOAD * BUCKET)
@@ -194,15 +196,14 @@ class KeyMap:
         self._arrays = self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
 
     def _migrate(self, num_buckets: int) -> None:
-        moved = hashmap.migrate(self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, num_buckets)
-        self._expect(moved)
+        moved = int(hashmap.migrate(self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, num_buckets))
         self._slots_memory[OLD].release_up_to(8 * BUCKET * moved)
-        if moved * BUCKET >= self._slots[OLD].size:
+        if moved >= int(self._num_buckets[OLD]):
             self._close_old()
 
     def _finish_migration(self) -> None:
         if self._migrating:
-            self._migrate(self._slots[OLD].size // BUCKET)
+            self._migrate(int(self._num_buckets[OLD]))
         else:
             self._close_old()
 
@@ -212,8 +213,3 @@ class KeyMap:
         self._num_buckets[OLD] = 1
         self._state[MOVED] = 1
         self._note_arrays()
-
-    @staticmethod
-    def _expect(result: int) -> None:
-        if result == OVERFLOW:
-            raise RuntimeError("a key map ran out of spare buckets: its hash no longer spreads. This is a bug.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import packed_buckets, packed_moves
-from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
+from torchfleet.ps.kernels.hashing import new_secret
+from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, OLD, SECRET, UNMOVED
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 
@@ -20,9 +21,10 @@ PEAK_LOAD = 0.955  # load of the buckets that a growth moves last; lookups slow 
 SLACK = 1.25  # keys until the next growth, as a multiple of the keys that a growth takes
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; a smaller map doubles, and grows at once (under a millisecond)
-LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
+LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets by chance, many times over
 SETTLED_BUCKETS = 1 << 9  # buckets moved per idle call: a fraction of a millisecond
-_NUM_HASHES = 1 << 64
+FEWEST_WALKED = 256  # rows of a step of a walk, on average half of them: a walk does not show the order of hashes
+_HASH_BITS = 64
 
 
 class Pace:
@@ -59,19 +61,17 @@ class PackedMap:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
         self._pace = Pace(self.width)
         self._max_buckets = max(self._pace.num_buckets(self.max_rows), FIRST_BUCKETS)
-        num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
+        # with room for all keys behind the last home; what no key needs is address space only
+        num_places = (self._max_buckets + -(-self.max_rows // BUCKET) + 1) * BUCKET
         self._memory = Memory(4 * self.width * num_places)
         self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
         words = self.store.view(np.uint32)[: num_places * self.width]
         self._words: npt.NDArray[np.uint32] = words.reshape(num_places, self.width)
         self._tags: npt.NDArray[np.uint64] = Memory(num_places).array(np.uint64)
         self._marks: npt.NDArray[np.uint32] = Memory(4 * (num_places // BUCKET)).array(np.uint32)
-        num_lifted = LIFTED_BUCKETS * BUCKET
-        self._lifted: npt.NDArray[np.uint32] = Memory(4 * self.width * num_lifted).array(np.uint32)
-        self._lifted = self._lifted[: num_lifted * self.width].reshape(num_lifted, self.width)
-        self._kept: npt.NDArray[np.uint32] = Memory(4 * num_lifted).array(np.uint32)[:num_lifted]
-        self._state = np.zeros(packed_buckets.FETCHED + 1, np.int64)
-        self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
+        self._lifted, self._kept = self._lifting_buffers(LIFTED_BUCKETS * BUCKET)
+        self._state = np.concatenate([np.zeros(SECRET, np.int64), new_secret()])
+        self._walk_secret = secrets.randbits(_HASH_BITS)
         self._num_buckets = np.full(2, FIRST_BUCKETS, np.uint64)
         self._bucket_bytes = 4 * self.width * BUCKET
         self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
@@ -89,7 +89,7 @@ class PackedMap:
         old, new = self._num_buckets.tolist()
         # rows that have not moved take no additional memory yet
         num_buckets = new - (new - old) * int(self._state[UNMOVED]) // old
-        return int(num_buckets + SPARE_BUCKETS) * (BUCKET * (4 * self.width + 1) + 4 * self._has_marks)
+        return int(num_buckets) * (BUCKET * (4 * self.width + 1) + 4 * self._has_marks)
 
     @property
     def num_free_rows(self) -> int:
@@ -124,18 +124,15 @@ class PackedMap:
         # first, so that inserted rows do not move before they are used
         self._migrate(self._pace.num_moves(num_missing))
         fresh = np.empty(len(keys), np.int64)
-        num_fresh = packed_buckets.insert_missing(*self._arrays, keys, rows, fresh)
-        self._expect(num_fresh)
-        self.num_keys += int(num_fresh)
+        num_fresh = int(packed_buckets.insert_missing(*self._arrays, keys, rows, fresh))
+        self.num_keys += num_fresh
         return fresh[:num_fresh]
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
         """Whole rows in one pass."""
         self.reserve(len(keys))
         self._migrate(self._pace.num_moves(len(keys)))
-        num_fresh = int(packed_buckets.load(*self._arrays, keys, rows.view(np.uint32)))
-        self._expect(num_fresh)
-        self.num_keys += num_fresh
+        self.num_keys += int(packed_buckets.load(*self._arrays, keys, rows.view(np.uint32)))
         return True
 
     def erase(self, keys: Keys) -> int:
@@ -153,29 +150,49 @@ class PackedMap:
         """Yield the rows in use, at most `num_rows` at a time. `only_marked`: only those that the current save must
         write.
 
-        Keys may be inserted and erased between two slices. A key that is present throughout comes exactly once: slices
-        follow the order of the hash, which no growth changes.
+        Keys may be inserted and erased between two slices. A key that is present throughout comes exactly once: a slice
+        has the keys of one block of hashes, which no growth changes.
         """
-        first = 0
-        while first < _NUM_HASHES:
-            rows, first = self.slice_from(first, num_rows, only_marked)
+        position = 0
+        while position < 1 << _HASH_BITS:
+            rows, position = self._block_from(position, num_rows, 0, only_marked)
             yield rows
 
-    def slice_from(self, first: int, num_rows: int, only_marked: bool = False) -> tuple[Rows, int]:
-        """(at most `num_rows` rows, in hash order from `first` on; the hash after the last of them)."""
-        num_hashes = (num_rows << 64) // (int(self._num_buckets[NEW]) * BUCKET)
-        return self._slice(first, max(num_hashes, 1), num_rows, only_marked)
+    def walk_from(self, cursor: int, num_rows: int) -> tuple[Keys, Rows, int]:
+        """(keys in ascending order, their rows, the next cursor; 0 behind the last). For walks of clients, which learn
+        no more of the order of hashes than which hundred keys lie together: a step has at most `num_rows` rows, or
+        about half of FEWEST_WALKED if that is more, whatever the cursor is.
+        """
+        least = self._block_bits(FEWEST_WALKED // 2)
+        found, cursor = self._block_from(cursor >> least << least, max(num_rows, FEWEST_WALKED), least, False)
+        keys, rows = self.alive(found)
+        order = np.argsort(keys)
+        return keys[order], rows[order], cursor % (1 << _HASH_BITS)
 
-    def _slice(self, first: int, num_hashes: int, num_rows: int, only_marked: bool) -> tuple[Rows, int]:
-        """(the rows of `num_hashes` hashes, or of fewer if `num_rows` would be exceeded; the hash after the last)."""
+    def _block_bits(self, num_rows: int) -> int:
+        """The bits of the largest block of hashes, a power of two, that has at most `num_rows` places on average."""
+        num_hashes = (num_rows << _HASH_BITS) // (int(self._num_buckets[NEW]) * BUCKET)
+        return min(max(num_hashes, 1).bit_length() - 1, _HASH_BITS)
+
+    def _block_from(self, position: int, num_rows: int, least: int, only_marked: bool) -> tuple[Rows, int]:
+        """(the rows of one block of hashes; the position behind it). Blocks follow each other in the order of the hash
+        with some bits flipped, by a secret of its own. A block with more than `num_rows` rows is halved, down to
+        `least` bits, and is larger if that is not enough.
+        """
+        bits = self._block_bits(num_rows)
+        if position:
+            bits = min(bits, (position & -position).bit_length() - 1)
         rows = np.empty(num_rows, np.int64)
         while True:
-            last = min(first + num_hashes, _NUM_HASHES) - 1
-            arguments = np.uint64(first), np.uint64(last), only_marked, rows
+            first = (position ^ self._walk_secret) >> bits << bits
+            arguments = np.uint64(first), np.uint64(first + (1 << bits) - 1), only_marked, rows
             num = int(packed_moves.collect(*self._arrays_with_marks(), *arguments))
             if num != packed_moves.CROWDED:
-                return rows[:num], last + 1
-            num_hashes = (num_hashes + 1) // 2  # one hash is one key
+                return rows[:num], position + (1 << bits)
+            if bits > least:
+                bits -= 1
+            else:
+                rows = np.empty(2 * len(rows), np.int64)
 
     def mark(self, rows: Rows) -> None:
         """Mark rows that changed since the last save began. Negative numbers are ignored."""
@@ -184,7 +201,7 @@ class PackedMap:
 
     def begin_save(self, keeps_last: bool) -> None:
         """Hand the marks over to the save that begins. `keeps_last`: add them to the marks of the save before it."""
-        packed_moves.begin_save(self._marks, int(self._num_buckets[NEW]) + SPARE_BUCKETS, keeps_last)
+        packed_moves.begin_save(self._tags, self._marks, self._num_buckets[NEW], keeps_last)
 
     def reserve(self, num: int) -> None:
         """Make room for `num` new keys; starts growing the map if needed."""
@@ -212,10 +229,14 @@ class PackedMap:
         return self._tags, self._marks, self._words, self._num_buckets, self._state
 
     def _migrate(self, num_buckets: int) -> None:
-        if self._migrating:
-            arrays = *self._arrays_with_marks(), self._lifted, self._kept
-            self._expect(int(packed_moves.migrate(*arrays, num_buckets)))
-            self._release_gap()
+        if not self._migrating:
+            return
+        target = max(int(self._state[UNMOVED]) - num_buckets, 0)
+        while self._migrating and int(self._state[UNMOVED]) > target:
+            num = int(self._state[UNMOVED]) - target
+            if packed_moves.migrate(*self._arrays_with_marks(), self._lifted, self._kept, num) == packed_moves.TOO_LONG:
+                self._lifted, self._kept = self._lifting_buffers(2 * len(self._kept))
+        self._release_gap()
 
     def _release_gap(self) -> None:
         """Release the memory between the remaining old homes and the first new home, where nothing is stored."""
@@ -227,7 +248,7 @@ class PackedMap:
     def _finish_migration(self) -> None:
         self._migrate(int(self._state[UNMOVED]))
 
-    @staticmethod
-    def _expect(result: int) -> None:
-        if result == OVERFLOW:
-            raise RuntimeError("a packed map ran out of room for a run of full buckets. This is a bug.")
+    def _lifting_buffers(self, num_rows: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """(words, marks) of `num_rows` rows on their way to new homes."""
+        words = Memory(4 * self.width * num_rows).array(np.uint32)[: num_rows * self.width]
+        return words.reshape(num_rows, self.width), Memory(4 * num_rows).array(np.uint32)[:num_rows]
