@@ -278,9 +278,7 @@ def _words(offset, dim, *numbers):
     return [slice(offset + i * dim, offset + (i + 1) * dim) for i in numbers]
 
 
-def row_momentum_sgd(
-    store, offset, rows, grads, lr, momentum, dampening, nesterov, low=-np.inf, high=np.inf
-) -> None:
+def row_momentum_sgd(store, offset, rows, grads, lr, momentum, dampening, nesterov, low=-np.inf, high=np.inf) -> None:
     w, u = _words(offset, grads.shape[1], 0, 1)
     old = store[rows, u]
     is_first = (old == 0) & np.signbit(old)
@@ -317,9 +315,7 @@ def row_rowwise_adagrad(store, offset, rows, grads, lr, eps, momentum, low=-np.i
     store[rows, w] = np.clip(store[rows, w] - move, F(low), F(high))
 
 
-def row_rmsprop(
-    store, offset, rows, grads, lr, alpha, eps, centered, momentum, low=-np.inf, high=np.inf
-) -> None:
+def row_rmsprop(store, offset, rows, grads, lr, alpha, eps, centered, momentum, low=-np.inf, high=np.inf) -> None:
     w, s, m, u = _words(offset, grads.shape[1], 0, 1, 2, 3 if centered else 2)
     state = [store[rows, s], store[rows, m] if centered else None, store[rows, u] if momentum else None]
     weights = store[rows, w]
@@ -380,9 +376,7 @@ def dense_scaled_momentum(weights, velocity, sums, grads, lr, eps, momentum, dec
     weights[:] = shrunk - F(lr) * velocity
 
 
-def dense_rmsprop(
-    weights, squares, means, velocity, grads, lr, alpha, eps, centered, momentum, decay, shrink
-) -> None:
+def dense_rmsprop(weights, squares, means, velocity, grads, lr, alpha, eps, centered, momentum, decay, shrink) -> None:
     shrunk, mean = weights * F(shrink), F(0)
     g = grads + F(decay) * shrunk
     squares[:] = F(alpha) * squares + F(1 - alpha) * (g * g)

@@ -92,9 +92,7 @@ def test_rows_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, p
 
 @given(RULES, DECAYS, st.lists(st.lists(SIGNED, min_size=2, max_size=2), max_size=8))
 @settings(max_examples=examples(50))
-def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(
-    rule: Rule, decays: Any, pushes: Any
-) -> None:
+def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, decays: Any, pushes: Any) -> None:
     decayed = rule if rule.name == "ftrl" else msgspec.structs.replace(rule, **decays)
     spec = TableSpec("t", "dense", size=2, rule=decayed)
     table = DenseTable(spec, BYTES)

@@ -10,13 +10,13 @@ import numpy as np
 from torchfleet.ps.kernels.jit import inlined
 
 ONE, ZERO, HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
-MOST = np.float32(2.0**100)  # bound of FTRL's numbers: far above those of any training, and finite when squared roots meet
+MOST = np.float32(
+    2.0**100
+)  # bound of FTRL's numbers: far above those of any training, and finite when squared roots meet
 
 
 @inlined
-def velocity_step(
-    u: np.float32, g: np.float32, momentum: np.float32, kept: np.float32, is_first: bool
-) -> np.float32:
+def velocity_step(u: np.float32, g: np.float32, momentum: np.float32, kept: np.float32, is_first: bool) -> np.float32:
     """u ← μ u + kept g, and u ← g at the first update. `kept` is 1 - dampening."""
     return g if is_first else momentum * u + kept * g
 

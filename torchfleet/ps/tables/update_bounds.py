@@ -104,7 +104,9 @@ def check_squares(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats) 
     for state in spec.rule.row_rule.squares:
         number = state % (spec.num_states + spec.num_row_states)
         is_of_row = number >= spec.num_states
-        first = spec.dim * (1 + number) if not is_of_row else spec.dim * (1 + spec.num_states) + number - spec.num_states
+        first = (
+            spec.dim * (1 + number) if not is_of_row else spec.dim * (1 + spec.num_states) + number - spec.num_states
+        )
         is_bad = block[:, first : first + (1 if is_of_row else spec.dim)].min(axis=1, initial=0.0) < 0
         if is_bad.any():
             row = int(np.flatnonzero(is_bad)[0])

@@ -45,7 +45,9 @@ class RowWiseAdagrad(RowRule):
 
     def check(self, rule: Rule) -> None:
         is_known = not (rule.momentum and rule.initial_accumulator)
-        expect(is_known, "rowwise_adagrad takes rule.momentum or rule.initial_accumulator; both are set: leave one at 0")
+        expect(
+            is_known, "rowwise_adagrad takes rule.momentum or rule.initial_accumulator; both are set: leave one at 0"
+        )
         expect(not rule.nesterov, "rowwise_adagrad has no rule.nesterov: leave it out")
 
     def refused_on_rows(self, rule: Rule) -> str:

@@ -67,7 +67,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             known = self.row_rule.options
             expect(name in known, f"rule.options of '{self.name}' are {tuple(known)}, found {name!r}")
             low, high = self.row_rule.ranges.get(name, (-MAX_FLOAT, MAX_FLOAT))
-            expect(low <= value <= high, f"rule.options: {name!r} of '{self.name}' must be {_span(low, high)}, found {value}")
+            expect(
+                low <= value <= high,
+                f"rule.options: {name!r} of '{self.name}' must be {_span(low, high)}, found {value}",
+            )
         self.row_rule.check(self)
 
     @property
@@ -105,7 +108,9 @@ class RowRule(ABC):
     torch_states: tuple[str, ...] = ()  # their names for the state of a parameter, in the rule's order
     counts_steps: bool = True  # whether they also keep "step"
     is_linear: bool = False  # updates are linear in the gradients: geo training may add differences instead
-    samples: tuple[Mapping[str, Any], ...] = ({},)  # fields of Rule that together use all of its kernels, to warm them up
+    samples: tuple[Mapping[str, Any], ...] = (
+        {},
+    )  # fields of Rule that together use all of its kernels, to warm them up
 
     def num_value_states(self, rule: Rule) -> int:
         """Numbers of state per value of a sparse row."""
