@@ -1,5 +1,5 @@
-"""The rules on rows, against their oracles: torch's optimizers on one small parameter per row, which is stepped when the
-row is touched; FBGEMM's formula; those of the papers on FTRL and Lion."""
+"""The rules on rows, against their oracles: torch's optimizers on one small parameter per row, stepped when the row is
+touched; FBGEMM's formula; those of the papers on FTRL and Lion."""
 
 from __future__ import annotations
 

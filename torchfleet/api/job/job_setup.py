@@ -167,8 +167,8 @@ def _tell_of_momentum(plan: Plan) -> None:
     found = [name for name, group in plan.sparse.items() if group.spec.rule.momentum]
     if found:
         tell(
-            f"fleet: momentum acts on the rows of {', '.join(map(repr, found))} in the updates that touch them, and not "
-            "in the steps between (docs/rows.md). A param group of their own with momentum=0 has none."
+            f"fleet: momentum acts on the rows of {', '.join(map(repr, found))} in the updates that touch them, and "
+            "not in the steps between (docs/rows.md). A param group of their own with momentum=0 has none."
         )
 
 
@@ -182,8 +182,8 @@ def _check_policies(plan: Plan, mode: str) -> None:
     ruled = [name for name, group in plan.sparse.items() if not group.spec.rule.row_rule.is_linear]
     if ruled and mode == "geo":
         raise StrategyError(
-            f"table '{ruled[0]}' is trained by the rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training sums "
-            "differences and works with SGD only. Leave out row_rule and optimizer=, or use another mode."
+            f"table '{ruled[0]}' is trained by the rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training "
+            "sums differences and works with SGD only. Leave out row_rule and optimizer=, or use another mode."
         )
     bounded = [name for name, group in plan.sparse.items() if group.spec.rule.has_bounds]
     if bounded and mode == "geo":

@@ -61,8 +61,8 @@ class UpdateBounds:
         return self._move(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
 
     def _allow_many(self, rate: float, step: int, grad: float) -> bool:
-        """Raise the bounds for many updates at once. Not with decay or on blocks: there a later update may add more than
-        this one.
+        """Raise the bounds for many updates at once. Not with decay or on blocks: there a later update may add more
+        than this one.
         """
         if self._is_dense or self._rule.weight_decay:
             return False

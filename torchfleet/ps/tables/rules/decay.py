@@ -1,4 +1,4 @@
-"""Shared by the rules: weight decay, coupled and decoupled, and bounds on the results of an update, velocities included."""
+"""Shared by the rules: weight decay, coupled and decoupled, and bounds on the results of an update."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from torchfleet.ps.kernels import dense_rules, sparse_rules
 from torchfleet.ps.tables.rules.decay import decay_bounds, decays, ratio, velocity_bound
 from torchfleet.ps.tables.settings.rule import Floats, RowRule, Rule, expect
 
-
 _MOST_ROOT = 256.0  # the root of the largest dim, 2^16
 
 

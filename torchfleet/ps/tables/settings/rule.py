@@ -128,7 +128,7 @@ class RowRule(ABC):
         """Those of `torch_states` that an optimizer with these settings keeps, in the rule's order."""
         return self.torch_states[: self.num_dense_states(rule)]
 
-    def check(self, rule: Rule) -> None:
+    def check(self, rule: Rule) -> None:  # noqa: B027  (a rule may leave it out)
         """Raise TableError for settings that contradict each other."""
 
     def initial_state(self, rule: Rule) -> float:

@@ -16,8 +16,8 @@ class FTRL(RowOptimizer):
     With p = -lr_power and α = lr:
         σ = ((n + g²)^p - n^p) / α;  z ← z + g - σ w;  n ← n + g²
         w ← 0 where |z| ≤ l1, else -(z - sign(z) l1) / ((β + n^p) / α + l2)
-    `l1` makes weights exactly zero. A step with lr=0 changes nothing. TensorFlow's l2_regularization_strength is half of
-    `l2`; the paper's α, β, λ1 and λ2 are `lr`, `beta`, `l1` and `l2`.
+    `l1` makes weights exactly zero. A step with lr=0 changes nothing. TensorFlow's l2_regularization_strength is half
+    of `l2`; the paper's α, β, λ1 and λ2 are `lr`, `beta`, `l1` and `l2`.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class RowOptimizer(MayLackParameters, _Stepping):
 
 
 def with_decay(group: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient with the group's weight decay, or where that is decoupled, the gradient, after `weight` has decayed."""
+    """The gradient with the group's weight decay; where it is decoupled, `weight` decays, and the gradient stays."""
     decay = group["weight_decay"]
     if decay and group["decoupled_weight_decay"]:
         weight.mul_(1.0 - group["lr"] * decay)

@@ -13,9 +13,10 @@ from torchfleet.ps.worker.optim.row_optimizer import RowOptimizer, State, with_d
 class RowWiseAdagrad(RowOptimizer):
     """Adagrad with one sum of squares per row: s ← s + mean(g²), w ← w - lr / (√s + eps) · g.
 
-    The formula of FBGEMM's EXACT_ROWWISE_ADAGRAD. With `momentum`, scaled gradients go through a velocity: u ← μ u + g /
-    (√s + eps), w ← w - lr u. `weight_decay` is added to the gradient, or with `decoupled_weight_decay` taken from the
-    weight. Parameters with dense gradients have no rows: each of their values counts as one, which is Adagrad.
+    The formula of FBGEMM's EXACT_ROWWISE_ADAGRAD. With `momentum`, scaled gradients go through a velocity:
+    u ← μ u + g / (√s + eps), w ← w - lr u. `weight_decay` is added to the gradient, or with
+    `decoupled_weight_decay` taken from the weight. Parameters with dense gradients have no rows: each of their values
+    counts as one, which is Adagrad.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ class MayLackParameters:
     def __init__(self, params: Any = None, *args: Any, **options: Any) -> None:
         if isinstance(params, (int, float)):
             raise ModelError(
-                f"fleet.optim.{type(self).__name__}: expected parameters first, found {params!r}. Give the rate by name: "
-                f"{type(self).__name__}(lr={params!r})."
+                f"fleet.optim.{type(self).__name__}: expected parameters first, found {params!r}. Give the rate by "
+                f"name: {type(self).__name__}(lr={params!r})."
             )
         given = [torch.nn.Parameter(torch.empty(0))] if params is None else params  # torch refuses an empty list
         super().__init__(given, *args, **options)
