@@ -215,7 +215,7 @@ def _add_sparse(
     num_servers: int,
 ) -> None:
     if name in plan.sparse:
-        if plan.sparse[name].group is not group:
+        if plan.sparse[name].own is None and plan.sparse[name].group is not group:
             raise ModelError(
                 f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
             )
