@@ -162,7 +162,7 @@ def test_a_scheduler_of_the_tables_own_optimizer_changes_its_rate() -> None:
     model = Layers(optimizer=fleet.optim.SGD(lr=1.0))
     scheduler = torch.optim.lr_scheduler.StepLR(model.ids.optimizer, 1, 0.5)
     with jobs.one_worker(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.0)) as part:
-        before, moves = part.rows("ids", range(40)), []
+        before, moves = start_of(part)["ids.weight"], []
         for _ in range(3):
             part.model.ids(torch.tensor([3])).sum().backward()
             part.optimizer.step()
