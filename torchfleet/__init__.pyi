@@ -8,6 +8,7 @@ from torchfleet import (
     nn as nn,
     notebook as notebook,
     online as online,
+    optim as optim,
     ray as ray,
     transformers as transformers,
     util as util,

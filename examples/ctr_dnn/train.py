@@ -3,6 +3,7 @@
 python examples/ctr_dnn/train.py                                                  local, one thread
 python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
 fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo, hybrid
+... --row_rule rowwise_adagrad                                                    another rule for rows: docs/rows.md
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
 ... --reader pipe                                                                 read through `python reader.py`
@@ -124,8 +125,9 @@ def parts(options: argparse.Namespace, name: str) -> list[str]:
 
 
 def optimizer_of(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    rows = {"row_rule": options.row_rule} if options.row_rule else {}
     groups: Iterator[Any] | list[Any] = [
-        {"params": model.embedding.parameters(), "lr": options.embedding_lr},
+        {"params": model.embedding.parameters(), "lr": options.embedding_lr, **rows},
         {"params": model.tower.parameters(), "lr": options.lr},
     ]
     return torch.optim.SGD(groups) if options.mode == "geo" else torch.optim.Adam(groups)
@@ -164,6 +166,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reading_threads", type=int, default=1, help="threads that read files")
     parser.add_argument("--lr", type=float, help="of the network (default: 5e-4 for Adam, 0.05 for geo's SGD)")
     parser.add_argument("--embedding_lr", type=float, help="(default: 2e-4 for Adam, 5 for geo's SGD)")
+    parser.add_argument(
+        "--row_rule",
+        choices=["sgd", "adagrad", "adam", "rowwise_adagrad", "ftrl", "rmsprop", "lion"],
+        help="how servers update rows, with a rate of --embedding_lr (default: adam)",
+    )
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
     parser.add_argument("--gather", type=int, help="pushes whose mean is one update, in async and half_async mode")
@@ -191,6 +198,8 @@ def parse() -> argparse.Namespace:
         parser.error("--gather is for --mode async and half_async")
     if options.mode in ("sync", "hybrid") and options.threads > 1:
         parser.error(f"--threads: in {options.mode} mode a worker makes one step at a time")
+    if options.row_rule not in (None, "sgd") and options.mode == "geo":
+        parser.error("--row_rule: geo training works with sgd only")
     if options.epochs < 1 or options.batch_size < 1:
         parser.error("--epochs and --batch_size must be at least 1")
     geo = options.mode == "geo"

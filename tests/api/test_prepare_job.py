@@ -188,7 +188,7 @@ def test_what_cannot_be_prepared_is_named(objects: Any, message: str) -> None:
 def test_a_wrong_optimizer_can_be_corrected() -> None:
     model = Model()
     with pytest.raises(FleetError):
-        fleet.prepare(model, torch.optim.RMSprop(model.parameters()), sparse=40)
+        fleet.prepare(model, torch.optim.NAdam(model.parameters()), sparse=40)
     fleet.init()
     fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sparse=40)
 

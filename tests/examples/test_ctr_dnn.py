@@ -373,3 +373,23 @@ def test_a_process_without_data_ends_with_an_error_and_does_not_hang(tmp_path: P
     status, output = ended("train.py", "--data", tmp_path / "nowhere")
     assert status == 1
     assert f"{tmp_path}/nowhere/train" in output
+
+
+# Rules for rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "lr"), [("rowwise_adagrad", "0.05"), ("ftrl", "0.05")])
+def test_another_rule_for_rows_learns_too(data: Path, rule: str, lr: str, tmp_path: Path) -> None:
+    """On the same data every rule learns what Adam learns, roughly; chance is 0.5."""
+    quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0")
+    text = run("train.py", "--data", data, *quick, "--row_rule", rule, "--embedding_lr", lr, "--save", tmp_path / "m")
+    assert test_aucs(text)[0] > 0.6
+    saved = {table.name: table.rule["name"] for table in read_manifest(Storage(str(tmp_path / "m"))).tables}
+    assert set(saved.values()) >= {rule, "adam"}
+
+
+def test_geo_refuses_a_rule_for_rows_that_it_cannot_add_up(few: Path) -> None:
+    status, text = ended("train.py", "--data", few, "--mode", "geo", "--row_rule", "ftrl")
+    assert status == 2
+    assert lines_naming(text, "--row_rule", "geo", "sgd")

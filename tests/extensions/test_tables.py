@@ -428,7 +428,7 @@ def saved_and_loaded(spec: TableSpec, folder: Path, monkeypatch: pytest.MonkeyPa
         assert sum(found["rows"] for found in client.inspect("t")) == 9
         saved = client.save(str(folder / "model"), "save-1", True, 60.0)
         parts = [part for answer in saved for part in answer.parts]
-    table = described(spec, spec.num_states, 1, 9, [])
+    table = described(spec, True, 1, 9, [])
     write_manifest(
         Storage(str(folder / "model")), Manifest("save-1", 1, "full", 2, [table], parts, num_files=len(parts))
     )

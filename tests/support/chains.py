@@ -52,7 +52,7 @@ def column(name: str, number: int) -> Any:
 
 def row(spec: TableSpec, number: int) -> dict[str, Any]:
     """A row whose every part tells `number`."""
-    width = spec.dim * (1 + spec.num_states)
+    width = spec.num_words
     values = (np.arange(width) / 8 + number).astype(np.float32)
     return {"rows": values, **{name: column(name, number)[0] for name in STATISTICS.get(spec.name, ())}}
 
@@ -108,10 +108,9 @@ class Chain:
         return self.manifest
 
     def _described(self, spec: TableSpec, number: int) -> Any:
-        states = spec.num_states
         layout = [Parameter("w", [2, 2], 0), Parameter("b", [3], 4)] if spec.kind == "dense" else []
         num = spec.size if spec.kind == "dense" else len(self.rows[spec.name])
-        found = described(spec, states, number, num, layout)
+        found = described(spec, True, number, num, layout)
         policies = {name: msgspec.to_builtins(getattr(spec, name)) for name in ("entry", "shrink")}
         return msgspec.structs.replace(found, **policies)
 

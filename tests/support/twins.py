@@ -279,14 +279,83 @@ def row_adam(store, offset, rows, grads, lr, beta1, beta2, eps, step, low=-np.in
     store[rows, w] = np.clip(store[rows, w] - rate * (means / (np.sqrt(squares) + F(eps))), F(low), F(high))
 
 
+# kernels/sparse_rules
+
+
+def _words(offset, dim, *numbers):
+    return [slice(offset + i * dim, offset + (i + 1) * dim) for i in numbers]
+
+
+def row_momentum_sgd(store, offset, rows, grads, lr, momentum, dampening, nesterov, low=-np.inf, high=np.inf) -> None:
+    w, u = _words(offset, grads.shape[1], 0, 1)
+    old = store[rows, u]
+    is_first = (old == 0) & np.signbit(old)
+    new = np.where(is_first, grads, F(momentum) * old + F(1 - dampening) * grads) + F(0)
+    store[rows, u] = new
+    move = grads + F(momentum) * new if nesterov else new
+    store[rows, w] = np.clip(store[rows, w] - F(lr) * move, F(low), F(high))
+
+
+def mean_square(grads):
+    """In eight lanes; what is over goes to the first, one after the other."""
+    dim = grads.shape[1]
+    lanes = np.zeros((len(grads), 8), F)
+    for start in range(0, dim - dim % 8, 8):
+        lanes += grads[:, start : start + 8] * grads[:, start : start + 8]
+    for d in range(dim - dim % 8, dim):
+        lanes[:, 0] += grads[:, d] * grads[:, d]
+    pairs = lanes[:, :4] + lanes[:, 4:]
+    return (((pairs[:, 0] + pairs[:, 2]) + (pairs[:, 1] + pairs[:, 3])) / F(dim))[:, None]
+
+
+def row_rowwise_adagrad(store, offset, rows, grads, lr, eps, momentum, low=-np.inf, high=np.inf) -> None:
+    dim = grads.shape[1]
+    w, u = _words(offset, dim, 0, 1)
+    s = offset + (2 * dim if momentum else dim)
+    total = store[rows, s : s + 1] + mean_square(grads)
+    store[rows, s : s + 1] = total
+    scale = np.sqrt(total) + F(eps)
+    if momentum:
+        store[rows, u] = F(momentum) * store[rows, u] + grads / scale
+        move = F(lr) * store[rows, u]
+    else:
+        move = F(lr) / scale * grads
+    store[rows, w] = np.clip(store[rows, w] - move, F(low), F(high))
+
+
+def row_rmsprop(store, offset, rows, grads, lr, alpha, eps, centered, momentum, low=-np.inf, high=np.inf) -> None:
+    w, s, m, u = _words(offset, grads.shape[1], 0, 1, 2, 3 if centered else 2)
+    state = [store[rows, s], store[rows, m] if centered else None, store[rows, u] if momentum else None]
+    weights = store[rows, w]
+    dense_rmsprop(weights, *state, grads, lr, alpha, eps, centered, momentum, 0.0, 1.0)
+    store[rows, w] = np.clip(weights, F(low), F(high))
+    for words, values in zip((s, m, u), state, strict=True):
+        if values is not None:
+            store[rows, words] = values
+
+
+def row_ftrl(store, offset, rows, grads, lr, l1, l2, beta, power, low=-np.inf, high=np.inf) -> None:
+    w, z, n = _words(offset, grads.shape[1], 0, 1, 2)
+    weights, sums, squares = store[rows, w], store[rows, z], store[rows, n]
+    dense_ftrl(weights, sums, squares, grads, lr, l1, l2, beta, power)
+    store[rows, w], store[rows, z], store[rows, n] = np.clip(weights, F(low), F(high)), sums, squares
+
+
+def row_lion(store, offset, rows, grads, lr, beta1, beta2, low=-np.inf, high=np.inf) -> None:
+    w, m = _words(offset, grads.shape[1], 0, 1)
+    weights, means = store[rows, w], store[rows, m]
+    dense_lion(weights, means, grads, lr, beta1, beta2, 0.0, 1.0)
+    store[rows, w], store[rows, m] = np.clip(weights, F(low), F(high)), means
+
+
 # kernels/dense_rules
 
 
-def dense_sgd(weights, velocity, grads, lr, momentum, nesterov, decay, shrink, step) -> None:
+def dense_sgd(weights, velocity, grads, lr, momentum, dampening, nesterov, decay, shrink, step) -> None:
     shrunk = weights * F(shrink)
     move = grads + F(decay) * shrunk
     if momentum > 0:
-        velocity[:] = move if step == 1 else F(momentum) * velocity + move
+        velocity[:] = move if step == 1 else F(momentum) * velocity + F(1 - dampening) * move
         move = move + F(momentum) * velocity if nesterov else velocity
     weights[:] = shrunk - F(lr) * move
 
@@ -305,6 +374,49 @@ def dense_adam(weights, means, squares, grads, lr, beta1, beta2, eps, decay, shr
     means += F(1 - beta1) * (g - means)
     squares[:] = F(beta2) * squares + F(1 - beta2) * (g * g)
     weights[:] = shrunk - rate * means / (np.sqrt(squares) / root + F(eps))
+
+
+def dense_scaled_momentum(weights, velocity, sums, grads, lr, eps, momentum, decay, shrink) -> None:
+    shrunk = weights * F(shrink)
+    g = grads + F(decay) * shrunk
+    sums += g * g
+    velocity[:] = F(momentum) * velocity + g / (np.sqrt(sums) + F(eps))
+    weights[:] = shrunk - F(lr) * velocity
+
+
+def dense_rmsprop(weights, squares, means, velocity, grads, lr, alpha, eps, centered, momentum, decay, shrink) -> None:
+    shrunk, mean = weights * F(shrink), F(0)
+    g = grads + F(decay) * shrunk
+    squares[:] = F(alpha) * squares + F(1 - alpha) * (g * g)
+    if centered:
+        means += F(1 - alpha) * (g - means)
+        mean = means
+    move = g / (np.sqrt(np.maximum(squares - mean * mean, F(0))) + F(eps))
+    if momentum:
+        velocity[:] = F(momentum) * velocity + move
+        move = velocity
+    weights[:] = shrunk - F(lr) * move
+
+
+def dense_ftrl(weights, sums, squares, grads, lr, l1, l2, beta, power) -> None:
+    """As in the paper. No bounds: numbers that reach 2^100 are no part of the comparisons."""
+
+    def root(n):
+        return np.sqrt(n) if power == 0.5 else n ** F(power)
+
+    before = root(squares)
+    squares += grads * grads
+    sums += grads - (root(squares) - before) * weights / F(lr)
+    over = np.abs(sums) - F(l1)
+    size = over / ((F(beta) + root(squares)) / F(lr) + F(l2))
+    weights[:] = np.where(over <= 0, F(0), -np.sign(sums) * size)
+
+
+def dense_lion(weights, means, grads, lr, beta1, beta2, decay, shrink) -> None:
+    shrunk = weights * F(shrink)
+    g = grads + F(decay) * shrunk
+    weights[:] = shrunk - F(lr) * np.sign(F(beta1) * means + F(1 - beta1) * g)
+    means[:] = F(beta2) * means + F(1 - beta2) * g
 
 
 def same_bits(a, b) -> bool:

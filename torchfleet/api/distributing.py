@@ -41,8 +41,8 @@ def distributed_optimizer(
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], strategy: Strategy | None = None
 ) -> AdoptedOptimizer | list[AdoptedOptimizer]:
-    """Return the optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the
-    collective strategies around its step.
+    """Return the optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam, RMSprop
+    and those of fleet.optim), or with the collective strategies around its step.
 
     With servers there may be several optimizers, passed as a list or in several calls, each with its own parameters:
     for example SparseAdam for the embeddings and Adam for the rest. Each makes its own steps. Geo and hybrid mode allow

@@ -309,9 +309,9 @@ def test_a_row_rule_that_is_not_known_is_named() -> None:
 
 def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters())
+        return torch.optim.NAdam(model.parameters())
 
-    with pytest.raises(ModelError, match=naming("RMSprop", "row_rule", "adagrad")):
+    with pytest.raises(ModelError, match=naming("NAdam", "row_rule", "adagrad")):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 

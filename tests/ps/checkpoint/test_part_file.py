@@ -334,8 +334,8 @@ class TestStorage:
 
 def a_manifest(save: str = "save-000003", number: int = 3, kind: str = "full") -> Manifest:
     tables = [
-        described(SPARSE, 2, 12, 3, []),
-        described(DENSE, 1, 9, 6, [Parameter("out.weight", [2, 2], 0), Parameter("scale", [], 4)]),
+        described(SPARSE, True, 12, 3, []),
+        described(DENSE, True, 9, 6, [Parameter("out.weight", [2, 2], 0), Parameter("scale", [], 4)]),
     ]
     made = [
         Part(SPARSE.name, "items_-1.0-00000.safetensors", 0, 3, 100, 2**32 - 1),
@@ -373,7 +373,7 @@ class TestManifest:
     @settings(max_examples=examples(30))
     def test_any_table_comes_back(self, rule: Rule, name: str, numbers: list[int]) -> None:
         spec = TableSpec(name, "array", dim=3, size=1 << 48, rule=rule, seed=numbers[0])
-        table = described(spec, spec.num_states, numbers[1], numbers[2] >> 15, [])
+        table = described(spec, True, numbers[1], numbers[2] >> 15, [])
         made = Manifest("save-1", 1, "full", 1, [table], [Part(name, "a.safetensors", 0, 0, 64, 0)], num_files=1)
         place = Storage("memory://any")
         write_manifest(place, made)

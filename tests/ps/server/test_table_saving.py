@@ -327,7 +327,7 @@ class Slow:
         return [*replies, *self.server.tick(time.monotonic())]
 
     def write_manifest(self, saved: Saved) -> None:
-        table = described(self.spec, self.table.num_words // self.spec.dim - 1, 0, 0, whole_layout(self.spec))
+        table = described(self.spec, self.table.num_words > self.spec.dim, 0, 0, whole_layout(self.spec))
         write_manifest(
             Storage(self._dirname), Manifest("save-1", 1, "full", 1, [table], saved.parts, num_files=len(saved.parts))
         )

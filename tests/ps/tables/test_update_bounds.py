@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,14 +27,28 @@ BYTES = 1 << 22
 MAX = float(np.finfo(np.float32).max)
 FLOATS = st.sampled_from([0.0, 1e-45, 1e-38, 1e-20, 1e-3, 1.0, 1e9, 1e15, 2e18, 1.8e19, 1e20, 1e30, 1e38, 3.4e38])
 SIGNED = st.builds(math.copysign, FLOATS, st.sampled_from([-1.0, 1.0]))
-RULES = st.builds(
-    Rule,
-    st.sampled_from(["sgd", "adagrad", "adam"]),
-    lr=st.sampled_from([0.0, 1e-3, 1.0, 1e10, 3e38]),
-    eps=st.sampled_from([1e-10, 1e-8, 1e-30, 0.0, 1e-46]),
-    beta1=st.sampled_from([0.9, 0.0, 0.999999]),
-    beta2=st.sampled_from([0.999, 0.1]),
+KINDS: list[dict[str, Any]] = [
+    *({"name": name} for name in ("sgd", "adagrad", "adam", "rowwise_adagrad", "ftrl", "rmsprop", "lion")),
+    {"name": "sgd", "momentum": 0.9},
+    {"name": "sgd", "momentum": 0.9, "nesterov": True, "options": (("dampening", 0.0),)},
+    {"name": "sgd", "momentum": 0.99999999, "options": (("dampening", 0.5),)},
+    {"name": "rowwise_adagrad", "momentum": 0.9},
+    {"name": "ftrl", "options": (("l1", 1.0), ("l2", 1e30), ("beta", 1e-6), ("lr_power", -1.0))},
+    {"name": "ftrl", "options": (("lr_power", 0.0),)},
+    {"name": "rmsprop", "momentum": 0.9},
+    {"name": "rmsprop", "options": (("alpha", 1.0),)},
+    {"name": "rmsprop", "options": (("alpha", 0.0), ("centered", 1.0))},
+    {"name": "rmsprop", "momentum": 0.5, "options": (("alpha", 0.9), ("centered", 1.0))},
+]
+SETTINGS = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.0, 1e-3, 1.0, 1e10, 3e38, 1e-40]),
+        "eps": st.sampled_from([1e-10, 1e-8, 1e-30, 0.0, 1e-46]),
+        "beta1": st.sampled_from([0.9, 0.0, 0.999999]),
+        "beta2": st.sampled_from([0.999, 0.1]),
+    }
 )
+RULES = st.builds(lambda kind, settings: Rule(**kind, **settings), st.sampled_from(KINDS), SETTINGS)
 DECAYS = st.fixed_dictionaries({"weight_decay": st.sampled_from([0.0, 0.01, 3.0]), "decoupled_decay": st.booleans()})
 
 
@@ -75,13 +90,11 @@ def test_rows_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, p
     assert np.isfinite(numbers_of(table)).all()
 
 
-@given(RULES, DECAYS, st.sampled_from([0.0, 0.9]), st.lists(st.lists(SIGNED, min_size=2, max_size=2), max_size=8))
+@given(RULES, DECAYS, st.lists(st.lists(SIGNED, min_size=2, max_size=2), max_size=8))
 @settings(max_examples=examples(50))
-def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(
-    rule: Rule, decays: Any, momentum: float, pushes: Any
-) -> None:
-    fields = {name: getattr(rule, name) for name in ("name", "lr", "eps", "beta1", "beta2")}
-    spec = TableSpec("t", "dense", size=2, rule=Rule(**fields, **decays, momentum=momentum))
+def test_blocks_take_every_push_that_leaves_them_finite_and_no_other(rule: Rule, decays: Any, pushes: Any) -> None:
+    decayed = rule if rule.name == "ftrl" else msgspec.structs.replace(rule, **decays)
+    spec = TableSpec("t", "dense", size=2, rule=decayed)
     table = DenseTable(spec, BYTES)
     table.set(0, np.array([1.0, -1.0], np.float32))
     for push in pushes:

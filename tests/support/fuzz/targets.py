@@ -70,7 +70,7 @@ def _manifest_run(folder: Path, name: str, read: Callable[[Storage], Any]) -> Ca
 
 def _manifest(folder: Path) -> Target:
     part = manifest.Part("rows", "rows-0.safetensors", 0, 3, 100, 7)
-    table = manifest.described(SPEC, 0, 5, 3, [])
+    table = manifest.described(SPEC, False, 5, 3, [])
     made = manifest.Manifest("save-000001", 1, "full", 1, [table], [part], num_files=1)
     run = _manifest_run(folder, "ps", manifest.read_manifest)
     modules = [manifest, manifest_file]

@@ -42,10 +42,9 @@ def save(
         held.release()
     tables = []
     for spec in specs:
-        states = spec.num_states if with_state else 0
         step = max(server.steps[spec.name] for server in saved)
         rows = sum(server.rows[spec.name] for server in saved)
-        tables.append(described(spec, states, step, rows, whole_layout(spec)))
+        tables.append(described(spec, with_state, step, rows, whole_layout(spec)))
     parts = [part for server in saved for part in server.parts]
     kind = "full" if with_state else "inference"
     manifest = Manifest(held.folder, held.number, kind, client.num_servers, tables, parts, num_files=len(parts))

@@ -1,7 +1,7 @@
 """The copy of hybrid mode's network on the servers: for saves, for other modes, and for workers that restart.
 
 It always has the values. It has the optimizer's state where the table's rule names torch's state
-(RowRule.torch_states): the moments of Adam and AdamW, the sums of Adagrad, the momentum of SGD. So training can
+(RowRule.state_names): the moments of Adam and AdamW, the sums of Adagrad, the momentum of SGD. So training can
 continue in another mode and return without a difference.
 """
 
@@ -63,11 +63,11 @@ class KeptNetwork:
             self.put(client)
 
     def _block(self, group: DenseGroup) -> tuple[Floats, int]:
-        rule, num_states = group.spec.rule, group.spec.num_states
+        rule = group.spec.rule
         rows = [group.values()]
         step = self._num_steps(group) if self._has_all_state(group) else 0
         first = rule.row_rule.initial_state(rule)
-        for name in rule.row_rule.torch_states[:num_states]:
+        for name in rule.row_rule.state_names(rule):
             parts = [self._state(parameter, name, first if not step else None) for parameter in group.parameters]
             rows.append(torch.cat([part.reshape(-1) for part in parts]).cpu().numpy())
         return np.stack(rows), step
@@ -95,7 +95,7 @@ class KeptNetwork:
             if row_rule.counts_steps:
                 on_device = group.group.get("fused") or group.group.get("capturable")
                 state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
-            for name, row in zip(row_rule.torch_states, states, strict=False):
+            for name, row in zip(row_rule.state_names(group.spec.rule), states, strict=True):
                 values = torch.from_numpy(row[place.start : place.start + place.size].copy())
                 state[name] = values.view(parameter.shape).to(parameter.device)
             self._optimizer.inner.state[parameter] = state

@@ -11,6 +11,7 @@ import torch
 from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.base.strategy.transpiler_config import DistributeTranspilerConfig
+from torchfleet.ps.worker.optim.without_parameters import lacks_parameters
 
 Strategy = DistributedStrategy | DistributeTranspilerConfig
 
@@ -44,6 +45,11 @@ def check_optimizer(given: Any) -> None:
         raise ModelError(
             "fleet.distributed_optimizer: expected a torch.optim.Optimizer made of model.parameters(), found "
             f"{given!r:.200}{_hint(given)}"
+        )
+    if lacks_parameters(given):
+        raise ModelError(
+            f"fleet.distributed_optimizer: {type(given).__name__} was made without parameters, which is for "
+            "SparseEmbedding(optimizer=...). Give it model.parameters()."
         )
     for number, group in enumerate(given.param_groups):
         rate = group.get("lr", 0.0)

@@ -107,6 +107,7 @@ class JobSetup:
         _check_policies(plan, strategy.mode)
         if self.info.role == WORKER and self.info.worker_index == 0:
             _tell_of_decay(plan)
+            _tell_of_momentum(plan)
         return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
@@ -161,6 +162,16 @@ def _tell_of_decay(plan: Plan) -> None:
         )
 
 
+def _tell_of_momentum(plan: Plan) -> None:
+    """Tell the user of rows with momentum, which acts differently from that of plain torch."""
+    found = [name for name, group in plan.sparse.items() if group.spec.rule.momentum]
+    if found:
+        tell(
+            f"fleet: momentum acts on the rows of {', '.join(map(repr, found))} in the updates that touch them, and "
+            "not in the steps between (docs/rows.md). A param group of their own with momentum=0 has none."
+        )
+
+
 def _check_policies(plan: Plan, mode: str) -> None:
     """Raise an error for policies that geo mode cannot apply. Admission and statistics happen where rows are looked up,
     which in geo mode is not on the servers.
@@ -171,8 +182,8 @@ def _check_policies(plan: Plan, mode: str) -> None:
     ruled = [name for name, group in plan.sparse.items() if not group.spec.rule.row_rule.is_linear]
     if ruled and mode == "geo":
         raise StrategyError(
-            f"table '{ruled[0]}' has row_rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training sums "
-            "differences and works with SGD only. Leave row_rule out, or use another mode."
+            f"table '{ruled[0]}' is trained by the rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training "
+            "sums differences and works with SGD only. Leave out row_rule and optimizer=, or use another mode."
         )
     bounded = [name for name, group in plan.sparse.items() if group.spec.rule.has_bounds]
     if bounded and mode == "geo":

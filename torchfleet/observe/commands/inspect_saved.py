@@ -149,6 +149,7 @@ def _describe_table(manifest: Manifest, table: Table) -> dict[str, Any]:
         "rule": table.rule,
         "step": table.step,
         "num_states": table.num_states,
+        "num_row_states": table.num_row_states,
         "files": len(parts),
         "entry": table.entry,
         "shrink": table.shrink,
@@ -169,7 +170,7 @@ def _print(found: dict[str, Any]) -> None:
     is_full = found["kind"] == "full"
     lines = []
     for table in found["tables"]:
-        rule = table["rule"]["name"] if table["num_states"] or is_full else "-"
+        rule = table["rule"]["name"] if table["num_states"] or table["num_row_states"] or is_full else "-"
         lines.append([{**table, "rule": rule}[name] for name in names])
     headings = ["table", "kind", "dim", "rows", "bytes", "optimizer", "steps", "files"]
     print_table(headings, lines, ("table", "kind", "optimizer"))

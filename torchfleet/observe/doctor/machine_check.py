@@ -186,7 +186,7 @@ def row_bytes(dim: int, rule: str) -> int:
     """
     from torchfleet.ps.tables.settings.spec import Rule, TableSpec  # compiled kernels are loaded with it
 
-    return 4 * (2 + dim * (1 + TableSpec("rows", dim=dim, rule=Rule(rule)).num_states)) + 18
+    return 4 * (2 + TableSpec("rows", dim=dim, rule=Rule(rule)).num_words) + 18
 
 
 def check_fit(

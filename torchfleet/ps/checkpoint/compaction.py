@@ -84,7 +84,7 @@ def _made(source: Storage, manifest: Manifest, target: Storage, folder: str, sho
 
 
 def _no_rows(table: Table) -> part_file.Arrays:
-    return {"rows": np.empty((0, table.dim * (1 + table.num_states)), np.float32)}
+    return {"rows": np.empty((0, table.num_words), np.float32)}
 
 
 def _replace(target: Storage, made: Manifest, compacted: list[Link] | None) -> Manifest:

@@ -42,7 +42,7 @@ def export_table(
     manifest = read_manifest(storage)
     saved = manifest.table(table)
     names = statistics_of(manifest, table) if with_statistics else ()
-    width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
+    width = saved.num_words if with_state else saved.dim
     rows = (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
     write = _write_parquet if file_format == "parquet" else _write_text
     folder, name = split_place(path)

@@ -80,10 +80,11 @@ def _specs_of(tables: Sequence[Table]) -> dict[str, TableSpec]:
             spec = table.spec()
         except (TableError, msgspec.ValidationError) as error:
             raise _Wrong(f"table '{table.name:.200}': {error}") from None
-        if table.num_states not in (0, spec.num_states):
+        if (table.num_states, table.num_row_states) not in ((0, 0), (spec.num_states, spec.num_row_states)):
             raise _Wrong(
-                f"table '{table.name}': expected {spec.num_states} numbers of state per value, or none; found "
-                f"num_states={table.num_states}"
+                f"table '{table.name}': expected {spec.num_states} numbers of state per value and "
+                f"{spec.num_row_states} per row, or none; found num_states={table.num_states}, "
+                f"num_row_states={table.num_row_states}"
             )
         most = 1 << 32 if "tick" in spec.shrink.names else 1 << 63  # rows store the step in 32 bits
         if not 0 <= table.step < most:
@@ -100,7 +101,7 @@ def _check_files(manifest: Manifest, link: Link) -> None:
     """Each file belongs to one of the save's servers, and is listed once."""
     row_bytes, files = {}, set()
     for table in manifest.tables:
-        row_bytes[table.name] = 4 * table.dim * (1 + table.num_states)
+        row_bytes[table.name] = 4 * table.num_words
     for part in link.parts:
         if not _FILE.fullmatch(part.file):
             raise _Wrong(f"expected the name of a part file, found {part.file!r:.300}")

@@ -75,7 +75,7 @@ class Saved(msgspec.Struct):
     is_time_set: bool = False  # set by the job; otherwise the wall clock
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A saved table: its description and progress."""
 
     name: str
@@ -91,6 +91,18 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: list[Parameter] = []
     entry: dict[str, Any] = {}
     shrink: dict[str, Any] = {}
+    num_row_states: int = 0  # words of optimizer state per row, behind those of its values
+
+    @property
+    def num_words(self) -> int:
+        """Words of a row: its values and all of their state."""
+        return self.dim * (1 + self.num_states) + self.num_row_states
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What the rule keeps, as RowRule.state_names."""
+        rule = self.spec().rule
+        return rule.row_rule.state_names(rule)
 
     @property
     def is_dense(self) -> bool:
@@ -150,10 +162,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [part for part in self.parts if part.table == table]
 
 
-def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
+def described(spec: TableSpec, with_state: bool, step: int, rows: int, parameters: list[Parameter]) -> Table:
     """A table's entry in the manifest. Infinite bounds, which JSON cannot represent, are left out."""
+    num_states, num_row_states = (spec.num_states, spec.num_row_states) if with_state else (0, 0)
     rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _LEFT_OUT}
     first = msgspec.structs.asdict(spec.initializer)
     policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
     described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters
-    return Table(*described, *policies)
+    return Table(*described, *policies, num_row_states)

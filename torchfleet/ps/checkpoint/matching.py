@@ -51,7 +51,7 @@ class Rows:
         self._place = storage, manifest, table
         saved, spec = manifest.table(table), manifest.table(table).spec()
         self.dim = 0 if of_candidates else saved.dim
-        self.num_words = self.dim * (1 + saved.num_states)
+        self.num_words = 0 if of_candidates else saved.num_words
         self.names = candidate_columns(spec) if of_candidates else statistics_of(manifest, table)
         kind: PartKind = "candidates" if of_candidates else "rows"
         self.most = sum(part.rows for link in manifest.links() for part in link.parts_of(table, kind))

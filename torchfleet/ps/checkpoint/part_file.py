@@ -126,7 +126,7 @@ def check_arrays(saved: Table, part: Part, arrays: Arrays) -> None:
     elif saved.is_dense:
         expected = {"values": (np.dtype("<f4"), (1 + saved.num_states, num))}
     elif part.kind == "rows":
-        expected["rows"] = np.dtype("<f4"), (num, saved.dim * (1 + saved.num_states))
+        expected["rows"] = np.dtype("<f4"), (num, saved.num_words)
     known = expected if saved.is_dense or part.kind == "sketch" else {**expected, **_columns(num)}
     if not set(expected) <= set(arrays) <= set(known):
         raise TableError(f"expected {', '.join(expected)}, found {', '.join(arrays) or 'nothing'}")

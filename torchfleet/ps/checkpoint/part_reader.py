@@ -87,7 +87,7 @@ def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bo
     """
     spec, saved = table.spec, manifest.table(table.spec.name)
     _check_match(storage, saved, spec)
-    is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
+    is_whole = saved.num_words == table.num_words and _same_rule(saved, spec)
     if not is_whole and not quiet:
         _tell_of_new_state(saved, spec)
     table.step = saved.step if is_whole else 0
@@ -220,8 +220,9 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
     """Report that state is not loaded. Tables that are not trained (prediction, fixed parameters) have none."""
     if not spec.rule.lr or spec.name != saved.name:
         return
+    num = saved.num_words - saved.dim
     print(
-        f"table '{spec.name}': saved by {saved.rule['name']} with {saved.num_states} numbers of state per value, and "
+        f"table '{spec.name}': saved by {saved.rule['name']} with {num} numbers of state per row of {saved.dim}, and "
         f"now trained by {spec.rule.name}: values are loaded, the optimizer's state starts anew",
         file=sys.stderr,
         flush=True,
@@ -252,4 +253,5 @@ def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
 
 
 def _same_rule(saved: Table, spec: TableSpec) -> bool:
-    return bool(saved.rule["name"] == spec.rule.name)
+    """Whether the saved state, as far as there is any, has the meaning that it has for this table."""
+    return saved.rule["name"] == spec.rule.name and saved.state_names == spec.rule.row_rule.state_names(spec.rule)

@@ -129,8 +129,8 @@ def shrink(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, dim: 
 
 
 @inlined
-def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
-    """A separate loop, for tables with bounds: inside an update it would take as long as the update."""
+def bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
+    """Bound the values of a row, in a loop of its own: inside an update it would take as long as the update."""
     if low > -np.inf or high < np.inf:
         for d in range(dim):
             store[w + d] = min(max(store[w + d], low), high)
@@ -159,7 +159,7 @@ def sgd(
             w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
             for d in range(dim):
                 store[w + d] -= rate * grads[at + d]
-            _bound(store, w, dim, low, high)
+            bound(store, w, dim, low, high)
     return fetched
 
 
@@ -191,7 +191,7 @@ def adagrad(
                 total = store[s + d] + g * g
                 store[s + d] = total
                 store[w + d] -= rate * (g / (np.sqrt(total) + eps))
-            _bound(store, w, dim, low, high)
+            bound(store, w, dim, low, high)
     return fetched
 
 
@@ -232,5 +232,5 @@ def adam(
                 square = store[v + d] + (g * g - store[v + d]) * one_less2
                 store[m + d], store[v + d] = mean, square
                 store[w + d] -= rate * (mean / (np.sqrt(square) + eps))
-            _bound(store, w, dim, low, high)
+            bound(store, w, dim, low, high)
     return fetched

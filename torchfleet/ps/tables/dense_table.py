@@ -109,7 +109,8 @@ class DenseTable(Table):
 
     def _check_state(self, block: Floats) -> float:
         """The largest magnitude in rows of values and state."""
-        if any(block[1 + state].min(initial=0.0) < 0 for state in self.spec.rule.row_rule.squares if len(block) > 1):
+        squares = self.spec.rule.row_rule.squares if len(block) > 1 else ()
+        if any(block[1:][state].min(initial=0.0) < 0 for state in squares):
             raise TableError(f"dense table '{self.spec.name}': a negative sum of squares in the state of its elements")
         return self._check_finite(block)
 

@@ -15,13 +15,18 @@ from torchfleet.ps.tables.table import Table
 
 def _sparse_samples() -> Iterator[TableSpec]:
     """Samples that cover all kernels: narrow packed rows under every rule, wide rows, decays, and policies."""
-    for rule in map(Rule, RULES):
+    for rule in _sample_rules():
         yield TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0))
         yield TableSpec("warm", dim=16, rule=rule)
     for is_decoupled in (False, True):
         yield TableSpec("warm", dim=2, rule=Rule(weight_decay=0.1, decoupled_decay=is_decoupled))
     entry = AdmissionEntry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
     yield TableSpec("warm", dim=2, entry=entry, shrink=Shrink(delete_after_unseen_days=1, max_rows=100))
+
+
+def _sample_rules() -> list[Rule]:
+    """Settings that together use all kernels of all rules."""
+    return [Rule(name, **settings) for name, row_rule in RULES.items() for settings in row_rule.samples]
 
 
 def _array_samples() -> Iterator[TableSpec]:
@@ -45,4 +50,5 @@ def samples(name: str) -> list[TableSpec]:
     if kind.samples is not None:
         return list(kind.samples())
     size = 1000 if kind.has_size else 0
-    return [TableSpec("warm", name, dim=1 if kind.is_dense else 2, size=size, rule=Rule(rule)) for rule in RULES]
+    dim = 1 if kind.is_dense else 2
+    return [TableSpec("warm", name, dim=dim, size=size, rule=rule) for rule in _sample_rules()]

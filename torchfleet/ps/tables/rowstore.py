@@ -45,7 +45,7 @@ class RowStore(Table):
         super().__init__(spec)
         self.num_evicted = 0
         self.clock = clock or Clock()
-        num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
+        num_words, names = spec.num_words, row_columns(spec)
         self.index: KeyMap | KeyRange | PackedMap
         if spec.has_size:
             self.index = KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)

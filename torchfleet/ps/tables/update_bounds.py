@@ -29,7 +29,8 @@ class UpdateBounds:
 
     def __init__(self, spec: TableSpec) -> None:
         self._rule, self._is_dense = spec.rule, spec.is_dense
-        self._held = [spec.initializer.largest, *[spec.rule.row_rule.initial_state(spec.rule)] * spec.num_states]
+        first = spec.rule.row_rule.initial_state(spec.rule)
+        self._held = [spec.initializer.largest, *[first] * (spec.num_states + spec.num_row_states)]
         # updates that the bounds already allow, up to this rate and gradient
         self._num_ahead, self._rate, self._grad = 0, 0.0, 0.0
 
@@ -60,8 +61,8 @@ class UpdateBounds:
         return self._move(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
 
     def _allow_many(self, rate: float, step: int, grad: float) -> bool:
-        """Raise the bounds for many updates at once. Not with decay or on blocks (momentum): there a later update may
-        add more than this one.
+        """Raise the bounds for many updates at once. Not with decay or on blocks: there a later update may add more
+        than this one.
         """
         if self._is_dense or self._rule.weight_decay:
             return False
@@ -101,7 +102,12 @@ def check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, nu
 def check_squares(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats) -> None:
     """Raise TableError if a sum of squares in the state of these rows is negative, which has no square root."""
     for state in spec.rule.row_rule.squares:
-        is_bad = block[:, spec.dim * (1 + state) : spec.dim * (2 + state)].min(axis=1, initial=0.0) < 0
+        number = state % (spec.num_states + spec.num_row_states)
+        is_of_row = number >= spec.num_states
+        first = (
+            spec.dim * (1 + number) if not is_of_row else spec.dim * (1 + spec.num_states) + number - spec.num_states
+        )
+        is_bad = block[:, first : first + (1 if is_of_row else spec.dim)].min(axis=1, initial=0.0) < 0
         if is_bad.any():
             row = int(np.flatnonzero(is_bad)[0])
             raise TableError(

@@ -32,6 +32,8 @@ class DistributedOptimizer(AdoptedOptimizer):
         for group in plan.sparse.values():  # the servers hold the state of rows; Adagrad creates state at construction
             for module in group.modules:
                 optimizer.state.pop(module.weight, None)
+            if group.own is not None:
+                group.own._opt_called = True  # type: ignore[attr-defined]  # a scheduler of it would miss its steps
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"

@@ -138,14 +138,15 @@ def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
 
 def _shape(table: Table) -> tuple[Any, ...]:
     """The properties of a table that must be the same in a save and its deltas."""
-    return table.kind, table.dim, table.size, table.rule["name"], table.num_states, table.entry, table.shrink
+    state = table.num_states, table.num_row_states, table.state_names
+    return table.kind, table.dim, table.size, table.rule["name"], state, table.entry, table.shrink
 
 
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
     tables, layouts = [], plan.layouts
     for spec in plan.specs:
-        states, step, rows = (spec.num_states if with_state else 0), 0, 0
+        step, rows = 0, 0
         for server in saved:
             step, rows = max(step, server.steps[spec.name]), rows + server.rows[spec.name]
-        tables.append(described(spec, states, step, rows, layouts.get(spec.name, [])))
+        tables.append(described(spec, with_state, step, rows, layouts.get(spec.name, [])))
     return tables

@@ -109,8 +109,8 @@ def test_a_normal_initializer_needs_a_deviation(name):
         ({"kind": "dense", "size": 5, "rule": Rule(low=0.0)}, "rule.low/high"),
         ({"kind": "dense", "size": 5, "rule": Rule(high=0.0)}, "rule.low/high"),
         ({"kind": "dense", "size": 5, "initializer": Initializer("constant", 1.0)}, "zeros"),
-        ({"rule": Rule(momentum=0.5)}, "rule.momentum 't'"),
-        ({"kind": "array", "size": 5, "rule": Rule(momentum=0.5)}, "rule.momentum"),
+        ({"rule": Rule("adam", momentum=0.5)}, "rule.momentum 't'"),
+        ({"kind": "array", "size": 5, "rule": Rule("adagrad", momentum=0.5)}, "rule.momentum"),
     ],
 )
 def test_a_contradiction_is_refused_and_named(fields, match):

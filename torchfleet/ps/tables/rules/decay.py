@@ -42,3 +42,11 @@ def decay_bounds(rule: Rule, rate: float, grad: float, value: float) -> tuple[fl
 def ratio(rule: Rule, above: float) -> float:
     """An upper bound of `above` / (√s + eps) for any s."""
     return above / rule.eps if rule.eps > _TINY else math.inf
+
+
+def velocity_bound(rule: Rule, held: float, added: float) -> float | None:
+    """A bound on a velocity u ← μ u + a with |a| ≤ `added` that all later updates keep, too; None if μ is so close to 1
+    that rounding decides.
+    """
+    one_less = 1.0 - rule.momentum
+    return max(held, 2 * added / one_less) if one_less > 1e-5 else None

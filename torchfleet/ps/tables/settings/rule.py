@@ -33,10 +33,10 @@ def expect(condition: bool, text: str) -> None:
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
 
-    `momentum` and `nesterov` act where the rule supports them: SGD on dense tables only, because a sparse row is not
-    updated at every step. `weight_decay` acts on the rows that an update touches, and on all of a dense table. `low`
-    and `high` bound sparse weights after each update. `options` are (name, value) pairs of settings that only this rule
-    has; the rule declares their defaults.
+    `momentum` and `nesterov` act where the rule supports them. On rows every rule is lazy: an update changes the values
+    and the state of the rows that it touches, and of no others. So does `weight_decay`, which on a dense table acts on
+    all of it. `low` and `high` bound sparse weights after each update. `options` are (name, value) pairs of settings
+    that only this rule has; the rule declares their defaults and ranges.
     """
 
     name: str = "sgd"
@@ -66,7 +66,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         for name, value in self.options:
             known = self.row_rule.options
             expect(name in known, f"rule.options of '{self.name}' are {tuple(known)}, found {name!r}")
-            expect(abs(value) <= MAX_FLOAT, f"rule.options {name!r} must be a finite float32, found {value}")
+            low, high = self.row_rule.ranges.get(name, (-MAX_FLOAT, MAX_FLOAT))
+            expect(
+                low <= value <= high,
+                f"rule.options: {name!r} of '{self.name}' must be {_span(low, high)}, found {value}",
+            )
+        self.row_rule.check(self)
 
     @property
     def has_bounds(self) -> bool:
@@ -82,6 +87,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return dict(self.options).get(name, self.row_rule.options[name])
 
 
+def _span(low: float, high: float) -> str:
+    """A range for display."""
+    return "a finite float32" if low == -MAX_FLOAT else f"a number from {low:g} to {high:g}"
+
+
 class RowRule(ABC):
     """How one optimizer updates values: its formula, the state that it keeps per value, and the torch optimizer that it
     implements.
@@ -89,18 +99,37 @@ class RowRule(ABC):
     A rule object has no state of its own; `rule` holds the settings of a table.
     """
 
-    num_states: int  # numbers of state per value of a sparse row
-    squares: tuple[int, ...] = ()  # which of them are sums of squares, never negative
+    num_states: int  # numbers of state per value
+    squares: tuple[int, ...] = ()  # which of them are sums of squares, never negative; -1 is the last
     options: Mapping[str, float] = {}  # settings that only this rule has, with their defaults: Rule.options
+    ranges: Mapping[str, tuple[float, float]] = {}  # the least and the largest value of an option, if it has a range
     row_settings: Mapping[str, Any] = {}  # fields of Rule for rows whose param group gives only this rule's name
     optimizers: tuple[str, ...] = ()  # full names of the optimizer classes that it implements: "torch.optim.sgd.SGD"
     torch_states: tuple[str, ...] = ()  # their names for the state of a parameter, in the rule's order
     counts_steps: bool = True  # whether they also keep "step"
     is_linear: bool = False  # updates are linear in the gradients: geo training may add differences instead
+    samples: tuple[Mapping[str, Any], ...] = (
+        {},
+    )  # fields of Rule that together use all of its kernels, to warm them up
+
+    def num_value_states(self, rule: Rule) -> int:
+        """Numbers of state per value of a sparse row."""
+        return self.num_states
+
+    def num_row_states(self, rule: Rule) -> int:
+        """Numbers of state of a sparse row as a whole, behind those of its values."""
+        return 0
 
     def num_dense_states(self, rule: Rule) -> int:
         """Numbers of state per value of a dense block."""
-        return self.num_states
+        return self.num_value_states(rule)
+
+    def state_names(self, rule: Rule) -> tuple[str, ...]:
+        """Those of `torch_states` that an optimizer with these settings keeps, in the rule's order."""
+        return self.torch_states[: self.num_dense_states(rule)]
+
+    def check(self, rule: Rule) -> None:  # noqa: B027  (a rule may leave it out)
+        """Raise TableError for settings that contradict each other."""
 
     def initial_state(self, rule: Rule) -> float:
         """The initial state of a new row or block."""
@@ -120,7 +149,7 @@ class RowRule(ABC):
         return None
 
     def refused_on_rows(self, rule: Rule) -> str:
-        """The name of a field of `rule` that cannot act on rows, which are not updated at every step; "" if all can."""
+        """The name of a field of `rule` that this rule cannot apply to rows; "" if it can apply all."""
         return "momentum" if rule.momentum else ""
 
     def settings(self, optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +165,7 @@ class RowRule(ABC):
     ) -> None:
         """Update the distinct rows numbered `at` by one gradient each; layout is (width, offset) of the store.
 
-        A row is `width` numbers of the store. Its values start at `offset`, followed by their state.
+        A row is `width` numbers of the store. Its values start at `offset`, followed by their state and the row's own.
         """
 
     @abstractmethod

@@ -134,7 +134,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             expect(self.initializer == ZEROS, "a dense table starts as zeros: set it with set_dense")
         else:
             refused = self.rule.row_rule.refused_on_rows(self.rule)
-            expect(not refused, f"rule.{refused} is for dense tables; '{self.name}' is sparse")
+            expect(not refused, f"rule.{refused} is not for rows of '{self.rule.name}'; '{self.name}' is sparse")
 
     def _check_policies(self) -> None:
         if self.has_size:
@@ -182,9 +182,19 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     @functools.cached_property
     def num_states(self) -> int:
-        """Numbers of optimizer state behind each value."""
+        """Numbers of optimizer state per value."""
         row_rule = self.rule.row_rule
-        return row_rule.num_dense_states(self.rule) if self.is_dense else row_rule.num_states
+        return row_rule.num_dense_states(self.rule) if self.is_dense else row_rule.num_value_states(self.rule)
+
+    @functools.cached_property
+    def num_row_states(self) -> int:
+        """Numbers of optimizer state per sparse row, behind those of its values."""
+        return 0 if self.is_dense else self.rule.row_rule.num_row_states(self.rule)
+
+    @property
+    def num_words(self) -> int:
+        """Numbers of a row: its values and all of their state."""
+        return self.dim * (1 + self.num_states) + self.num_row_states
 
     @property
     def num_elements(self) -> int:

@@ -48,7 +48,7 @@ class KnownTable:
     def shard_rows(self, keys: npt.ArrayLike, values: Floats) -> Pairs:
         """Split rows to assign: values, or values and state."""
         shards, rows, spec = self.shard_keys(keys), _rows(values), self.spec
-        widths = (spec.dim, spec.dim * (1 + spec.num_states))
+        widths = (spec.dim, spec.num_words)
         if len(rows) != shards.num_keys or rows.shape[1] not in widths:
             raise TableError(
                 f"table '{spec.name}' expects {shards.num_keys} rows of {widths[0]} values (or {widths[1]} with "

@@ -43,7 +43,17 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             assert module.name is not None
             found.setdefault(module.name, []).append(module)
     for name, modules in found.items():
-        for field in ("dim", "kind", "initializer", "seed", "num_embeddings", "entry", "shrink", "weight_bounds"):
+        for field in (
+            "dim",
+            "kind",
+            "initializer",
+            "seed",
+            "num_embeddings",
+            "entry",
+            "shrink",
+            "weight_bounds",
+            "optimizer",
+        ):
             values = {getattr(module, field) for module in modules}
             if len(values) > 1:
                 raise ModelError(

@@ -18,6 +18,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     check_settings,
     checked_bounds,
     checked_kind,
+    checked_optimizer,
     checked_policies,
 )
 from torchfleet.ps.worker.lookup.initializers import Uniform
@@ -68,6 +69,10 @@ class SparseEmbedding(EmbeddingState):
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
     are left out): docs/states.md.
 
+    `optimizer` is a rule of its own for the table, such as fleet.optim.FTRL(lr=0.05, l1=1.0), made without parameters:
+    it takes the place of the one that fleet.distributed_optimizer gets, rate included. A scheduler for its rate is made
+    of it: docs/rows.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -92,6 +97,7 @@ class SparseEmbedding(EmbeddingState):
         weight_bounds: tuple[float, float] | None = None,
         state: str | None = None,
         kind: str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -100,6 +106,7 @@ class SparseEmbedding(EmbeddingState):
         self.num_embeddings, self.kind = num_embeddings, checked_kind(kind, num_embeddings)
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
+        self.optimizer = checked_optimizer(optimizer, name)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed

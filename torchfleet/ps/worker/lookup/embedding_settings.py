@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from torchfleet.base.errors import ModelError, TableError
+from torchfleet.base.errors import FleetError, ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
 from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
+from torchfleet.ps.worker.lookup.optimizer_rules import rule_of
+from torchfleet.ps.worker.optim.without_parameters import lacks_parameters
 
 Bounds = tuple[float, float]
 NO_BOUNDS: Bounds = (-math.inf, math.inf)
@@ -71,6 +74,24 @@ def checked_kind(kind: Any, num_embeddings: int | None) -> str | None:
         size = "with num_embeddings" if has_size else "without num_embeddings"
         raise ModelError(f"SparseEmbedding(kind=...): expected one of {fits} {size}, found {kind!r}")
     return kind  # type: ignore[no-any-return]
+
+
+def checked_optimizer(optimizer: Any, name: str | None) -> torch.optim.Optimizer | None:
+    """An optimizer without parameters, whose options a rule of the servers takes; None for None."""
+    if optimizer is None:
+        return None
+    table = f"SparseEmbedding(optimizer=...){f' of table {name!r}' if name else ''}"
+    if not isinstance(optimizer, torch.optim.Optimizer) or not lacks_parameters(optimizer):
+        found = f"{type(optimizer).__name__} with parameters" if hasattr(optimizer, "param_groups") else repr(optimizer)
+        raise ModelError(
+            f"{table}: expected an optimizer of fleet.optim without parameters, such as fleet.optim.FTRL(lr=0.05), "
+            f"found {found:.200}"
+        )
+    try:
+        rule_of(optimizer, optimizer.param_groups[0])
+    except FleetError as error:
+        raise ModelError(f"{table}: {error}") from None
+    return optimizer
 
 
 def checked_bounds(bounds: Any) -> Bounds:

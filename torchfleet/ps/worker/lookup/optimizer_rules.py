@@ -34,7 +34,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
 
 def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
     """The rule of a group's rows: the optimizer's own, or the one named by the group's "row_rule", with the weight
-    decay of the group's "row_weight_decay".
+    decay of the group's "row_weight_decay", which with "row_decoupled_decay" is apart from the gradients.
     """
     name = group.get("row_rule")
     if name is not None and name not in RULES:
@@ -43,7 +43,11 @@ def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule
     decay = group.get("row_weight_decay", rule.weight_decay)
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= MAX_FLOAT:
         raise ModelError(f"a param group has row_weight_decay={decay!r}; expected a number >= 0")
-    return msgspec.structs.replace(rule, lr=float(group["lr"]), weight_decay=float(decay))
+    is_decoupled = group.get("row_decoupled_decay", rule.decoupled_decay)
+    if not isinstance(is_decoupled, bool):
+        raise ModelError(f"a param group has row_decoupled_decay={is_decoupled!r}; expected True or False")
+    changes = {"lr": float(group["lr"]), "weight_decay": float(decay), "decoupled_decay": is_decoupled}
+    return msgspec.structs.replace(rule, **changes)
 
 
 def needs_row_decay(rule: Rule, group: dict[str, Any], is_apart: bool) -> bool:
@@ -68,13 +72,14 @@ def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rul
         rule = rule_of(optimizer, group)
     except ModelError:
         return Rule(lr=float(group["lr"]))
-    is_known = rule.row_rule.num_dense_states(rule) <= len(rule.row_rule.torch_states)
+    is_known = rule.row_rule.num_dense_states(rule) == len(rule.row_rule.state_names(rule))
     return rule if is_known else Rule(lr=rule.lr)
 
 
 def rule_text(rule: Rule) -> str:
     """A rule for display: its name, the nonzero options, and the bounds of weights if there are any."""
     shown = {name: f"{getattr(rule, name):g}" for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
+    shown |= {name: f"{value:g}" for name, value in rule.options}
     if rule.has_bounds:
         shown["bounds"] = f"({rule.low:g}, {rule.high:g})"
     return f"{rule.name}({', '.join(f'{name}={text}' for name, text in shown.items())})"

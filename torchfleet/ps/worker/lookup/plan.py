@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.base.errors import ModelError
+from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
@@ -25,6 +25,7 @@ class SparseGroup:
     spec: TableSpec
     modules: list[SparseEmbedding]
     group: dict[str, Any]
+    own: torch.optim.Optimizer | None = None  # SparseEmbedding(optimizer=...), whose group this is
 
 
 @dataclass
@@ -61,10 +62,12 @@ class Plan:
         groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
         for group in groups:
             options = _options(group.group)
-            if not group.group.get("params") or self._checked.get(group.spec.name) == options:
+            own = group.own if isinstance(group, SparseGroup) else None
+            is_trained = own is not None or bool(group.group.get("params"))
+            if not is_trained or self._checked.get(group.spec.name) == options:
                 continue
             kept = group.spec.rule  # the rate may change; bounds belong to the table, not the optimizer
-            asked = (rule_of if group.spec.is_dense else row_rule_of)(optimizer, group.group)
+            asked = (rule_of if group.spec.is_dense else row_rule_of)(own or optimizer, group.group)
             now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
             if now != kept:
                 raise ModelError(
@@ -212,12 +215,18 @@ def _add_sparse(
     num_servers: int,
 ) -> None:
     if name in plan.sparse:
-        if plan.sparse[name].group is not group:
+        if plan.sparse[name].own is None and plan.sparse[name].group is not group:
             raise ModelError(
                 f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
             )
         return
-    rule = row_rule_of(optimizer, group)
+    own = embeddings[name][0].optimizer
+    if own is not None and any(module.weight.requires_grad for module in embeddings[name]):
+        rule = _named(name, own, own.param_groups[0])
+        plan.sparse[name] = _sparse_group(name, embeddings[name], rule, own.param_groups[0], num_servers)
+        plan.sparse[name].own = own
+        return
+    rule = _named(name, optimizer, group)
     is_apart = all(id(parameter) in owners for parameter in group["params"])
     refused = rule.row_rule.refused_on_rows(rule) or ("weight_decay" if needs_row_decay(rule, group, is_apart) else "")
     if refused:
@@ -228,6 +237,14 @@ def _add_sparse(
             f"[{{'params': dense}}, {{'params': sparse, '{refused}': 0}}].{decay if refused == 'weight_decay' else ''}"
         )
     plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
+
+
+def _named(table: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    """`row_rule_of`, with errors about settings that name the table."""
+    try:
+        return row_rule_of(optimizer, group)
+    except TableError as error:
+        raise ModelError(f"table '{table}': {error}") from None
 
 
 def _sparse_group(

@@ -1,0 +1,68 @@
+"""One number's step by a rule: the formulas that the kernels of rows and of dense blocks share.
+
+All arguments are float32: `w` a weight, `g` its gradient, the others its state and the rule's settings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.ps.kernels.jit import inlined
+
+ONE, ZERO, HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
+MOST = np.float32(
+    2.0**100
+)  # bound of FTRL's numbers: far above those of any training, and finite when squared roots meet
+
+
+@inlined
+def velocity_step(u: np.float32, g: np.float32, momentum: np.float32, kept: np.float32, is_first: bool) -> np.float32:
+    """u ← μ u + kept g, and u ← g at the first update. `kept` is 1 - dampening."""
+    return g if is_first else momentum * u + kept * g
+
+
+@inlined
+def rmsprop_scale(s: np.float32, mean: np.float32, eps: np.float32) -> np.float32:
+    """√(s - m²) + eps. Rounding may make the difference negative, which has no root: it counts as 0."""
+    return np.sqrt(max(s - mean * mean, ZERO)) + eps
+
+
+@inlined
+def ftrl_root(n: np.float32, power: np.float32) -> np.float32:
+    """n^power, where power is -lr_power."""
+    return np.sqrt(n) if power == HALF else n**power
+
+
+@inlined
+def ftrl_step(
+    w: np.float32,
+    z: np.float32,
+    n: np.float32,
+    g: np.float32,
+    rate: np.float32,
+    l1: np.float32,
+    l2: np.float32,
+    beta: np.float32,
+    power: np.float32,
+) -> tuple[np.float32, np.float32, np.float32]:
+    """(w, z, n) after
+    σ = ((n + g²)^p - n^p) / α;  z ← z + g - σ w;  n ← n + g²;
+    w ← 0 where |z| ≤ l1, else -(z - sign(z) l1) / ((β + n^p) / α + l2)
+    """
+    total = min(n + g * g, MOST)
+    root = ftrl_root(total, power)
+    moved = z + (g - (root - ftrl_root(n, power)) * w / rate)
+    moved = min(max(moved, -MOST), MOST)
+    over = abs(moved) - l1
+    size = min(over / ((beta + root) / rate + l2), MOST)
+    weight = ZERO if over <= ZERO else (-size if moved > ZERO else size)
+    return weight, moved, total
+
+
+@inlined
+def lion_step(
+    w: np.float32, m: np.float32, g: np.float32, rate: np.float32, beta1: np.float32, one_less1: np.float32
+) -> np.float32:
+    """w - lr sign(β1 m + (1 - β1) g)"""
+    c = beta1 * m + one_less1 * g
+    return w - rate if c > ZERO else (w + rate if c < ZERO else w)
