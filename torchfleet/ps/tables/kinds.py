@@ -11,6 +11,7 @@ from torchfleet.ps.tables.settings.rule import RULES, Rule
 from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import Table
+from torchfleet.ps.tables.tiered_table import TieredTable
 
 
 def _sparse_samples() -> Iterator[TableSpec]:
@@ -29,6 +30,7 @@ def _array_samples() -> Iterator[TableSpec]:
 
 
 KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
+KINDS["tiered"] = TableKind(TieredTable, has_size=False, is_tiered=True, samples=tuple)
 KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
