@@ -1,8 +1,7 @@
 """The map of a table on two tiers: from the hash of a key to the place of its row, in eight bytes.
 
 A slot holds 28 bits of the key's hash, the tag, and 36 bits of a place; 0 is an empty slot. Keys themselves are not in
-the map: two keys may have equal tags, and whoever follows a place compares the key that it finds there. The map consists
-of 1024 sub-maps by the first bits of the hash, which grow one by one and in small steps, so that no request waits for
+the map: two keys may have equal tags, so the caller compares the key that it finds at a place. The map consists of 1024 sub-maps by the first bits of the hash, which grow one by one and in small steps, so that no request waits for
 the whole map and its load stays high. A sub-map is a ring of buckets of 16 slots. A key's home bucket is computed from
 its tag alone, so that a sub-map can grow without its keys. over_SB counts, for each bucket, the entries that a full
 bucket has passed on to the next: a search ends at a bucket that has passed on none.
@@ -150,9 +149,7 @@ def replace(
             for s in range(bucket * _BUCKET, bucket * _BUCKET + _BUCKET):
                 if slots_SP[sub, s] == wanted:
                     found = True
-                    slots_SP[sub, s] = (
-                        _ZERO if new_N[i] < 0 else tag << _PLACE_BITS | (np.uint64(new_N[i]) + _ONE)
-                    )
+                    slots_SP[sub, s] = _ZERO if new_N[i] < 0 else tag << _PLACE_BITS | (np.uint64(new_N[i]) + _ONE)
             if found or over_SB[sub, bucket] == 0:
                 break
             bucket += _ONE
@@ -200,8 +197,10 @@ def _take_back(over_SB: np.ndarray, sub: np.uint64, size: np.uint64, home: np.ui
 
 
 @kernel
-def grow(slots_SP: np.ndarray, over_SB: np.ndarray, sizes_S: np.ndarray, sub: int, size: int, kept_P: np.ndarray) -> int:
-    """Spread the entries of one sub-map over `size` buckets. kept_P: room for all of its slots. Returns their number."""
+def grow(
+    slots_SP: np.ndarray, over_SB: np.ndarray, sizes_S: np.ndarray, sub: int, size: int, kept_P: np.ndarray
+) -> int:
+    """Spread the entries of one sub-map over `size` buckets; kept_P has room for all its slots. Returns how many."""
     sub, num = np.uint64(sub), 0
     for s in range(sizes_S[sub] * _BUCKET):
         slot = slots_SP[sub, s]

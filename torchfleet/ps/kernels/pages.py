@@ -18,9 +18,7 @@ _S29, _S32, _ONE = np.uint64(29), np.uint64(32), np.uint64(1)
 
 
 @kernel
-def fill(
-    page_words: np.ndarray, words_per_page: int, per_page: int, start: int, records_NW: np.ndarray
-) -> None:
+def fill(page_words: np.ndarray, words_per_page: int, per_page: int, start: int, records_NW: np.ndarray) -> None:
     """Write records into the pages of a block, from its record number `start` on."""
     width = np.uint64(records_NW.shape[1])
     flat = records_NW.reshape(-1)

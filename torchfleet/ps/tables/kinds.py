@@ -9,6 +9,7 @@ from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.rule import RULES, Rule
 from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, default_storage
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.tiered_table import TieredTable
@@ -25,12 +26,17 @@ def _sparse_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", dim=2, entry=entry, shrink=Shrink(delete_after_unseen_days=1, max_rows=100))
 
 
+def _rows_table(spec: TableSpec, max_bytes: int, clock: Clock) -> SparseTable:
+    """In memory, or in memory and on disk, as the table's description or the server's own settings say."""
+    storage = spec.storage if spec.storage != IN_MEMORY else default_storage()
+    return TieredTable(spec, max_bytes, clock, storage) if storage.memory else SparseTable(spec, max_bytes, clock)
+
+
 def _array_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", "array", dim=2, size=1000)
 
 
-KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
-KINDS["tiered"] = TableKind(TieredTable, has_size=False, is_tiered=True, samples=tuple)
+KINDS["sparse"] = TableKind(_rows_table, has_size=False, samples=_sparse_samples)
 KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 

@@ -137,7 +137,9 @@ class RowStore(Table):
         """`assign` for many rows that `check_values` accepted, after `reserve`; several times as fast."""
         self.check_keys(keys)
         self.bounds.note(rows.largest(values))
-        whole = values if self.statistics is None else self._with_columns(values, self._complete(columns or {}, len(keys)))
+        whole = (
+            values if self.statistics is None else self._with_columns(values, self._complete(columns or {}, len(keys)))
+        )
         has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
         if has_room and self.index.load(keys, whole):
             return

@@ -20,7 +20,7 @@ from torchfleet.ps.tables.rowstore import CHUNK
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
-from torchfleet.ps.tables.settings.storage import checked_folder, table_roots
+from torchfleet.ps.tables.settings.storage import TierStorage, checked_folder, table_roots
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD
@@ -29,12 +29,13 @@ from torchfleet.ps.tables.tiers.tracking import TieredTracking
 
 
 class TieredTable(SparseTable):
-    """Kind `tiered`."""
+    """Kind `sparse` with a storage."""
 
     index: KeyMap
 
-    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
-        super().__init__(spec, min(spec.storage.memory, max_bytes), clock)
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None, storage: TierStorage) -> None:
+        memory = min(storage.memory, max_bytes)
+        super().__init__(spec, memory, clock)
         if self._capacity is not None:
             raise TableError(
                 f"table '{spec.name}' has rows on disk: shrink by delete_after_unseen_days, ttl_days or where, not by "
@@ -42,12 +43,12 @@ class TieredTable(SparseTable):
             )
         if self.statistics is not None and "delta" in self.statistics.names:
             raise TableError(f"table '{spec.name}' has rows on disk: its shrink cannot look at delta")
-        folder = checked_folder(spec.storage.path, table_roots())
+        folder = checked_folder(storage.path, table_roots())
         cold = ColdRows(self.index.width - self.index.offset, folder)
-        self.tiers = Tiers(spec.name, self.index, min(spec.storage.memory, max_bytes), cold)
+        self.tiers = Tiers(spec.name, self.index, memory, cold)
         if self.tiers.max_hot < FEWEST_ROWS:
             raise TableError(
-                f"table '{spec.name}': {spec.storage.memory:,} bytes hold {max(0, self.tiers.max_hot):,} rows of "
+                f"table '{spec.name}': {memory:,} bytes hold {max(0, self.tiers.max_hot):,} rows of "
                 f"{4 * self.index.width:,} bytes; expected room for {FEWEST_ROWS:,}. Give it more memory."
             )
 

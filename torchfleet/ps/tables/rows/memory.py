@@ -81,7 +81,9 @@ class Memory:
         # The first page stays small, so that a small table is small. Huge pages save a third of a lookup's time.
         if num_bytes > 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # advice: a kernel without huge pages answers with EINVAL
-                self._map.madvise(mmap.MADV_NOHUGEPAGE if is_sparse else mmap.MADV_HUGEPAGE, 0 if is_sparse else HUGE_PAGE)
+                self._map.madvise(
+                    mmap.MADV_NOHUGEPAGE if is_sparse else mmap.MADV_HUGEPAGE, 0 if is_sparse else HUGE_PAGE
+                )
         self._released = 0
 
     def array(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -82,7 +82,6 @@ class TableKind:
     make: Callable[[TableSpec, int, Clock], Any]  # (spec, max_bytes, clock) → a tables.table.Table
     has_size: bool  # ids below a declared size, owned by servers round-robin; otherwise any 64-bit key, by its hash
     is_dense: bool = False  # one flat block; otherwise rows by key
-    is_tiered: bool = False  # rows in memory and on disk: TableSpec.storage
     samples: Callable[[], Iterable[TableSpec]] | None = None  # tables that use all of its kernels, to warm them up
 
 
@@ -127,8 +126,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
         expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
-        is_tiered = self.storage != IN_MEMORY
-        expect(is_tiered == kind.is_tiered, f"kind='{self.kind}' and storage={self.storage} do not fit")
+        is_kept = self.storage == IN_MEMORY or not (kind.has_size or kind.is_dense)
+        expect(is_kept, f"storage is for tables of any id; '{self.name}' has a declared size")
         if kind.has_size:
             expect(1 <= self.size <= MAX_SIZE, f"kind='{self.kind}' needs a size of 1 to 2^48, found {self.size}")
         else:

@@ -7,6 +7,7 @@ import os
 import msgspec
 
 from torchfleet.base.errors import TableError
+from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 FEWEST_BYTES = 64 << 20
 MAX_PATH = 4096
@@ -30,7 +31,41 @@ class TierStorage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 IN_MEMORY = TierStorage()
-VARIABLE = "FLEET_TABLE_PATH"
+
+
+def Tiered(memory: str | int, path: str | os.PathLike[str]) -> TierStorage:
+    """Rows in memory and on disk, for SparseEmbedding(storage=...).
+
+    `memory`: on each server, such as "8GB": for the rows used last and a directory of nine bytes a row. `path`: a folder
+    on a disk of each server; relative paths begin at the present folder. It is made if its parent exists.
+    """
+    num_bytes = (
+        memory if isinstance(memory, int) and not isinstance(memory, bool) else parse_bytes(str(memory), "memory")
+    )
+    return TierStorage(num_bytes, os.path.abspath(path))
+
+
+MEMORY, VARIABLE = "FLEET_TABLE_MEMORY", "FLEET_TABLE_PATH"
+
+
+def default_storage() -> TierStorage:
+    """The storage of tables whose description names none: that of --table_memory and --table_path, else memory."""
+    text, roots = os.environ.get(MEMORY), table_roots()
+    if not text:
+        return IN_MEMORY
+    if not roots:
+        raise TableError(f"{MEMORY} (--table_memory) needs a folder for cold rows: {VARIABLE} (--table_path)")
+    return TierStorage(parse_bytes(text, MEMORY), roots[0])
+
+
+def tier_variables(memory: str | None, path: str | None) -> dict[str, str]:
+    """Return the variables with the memory of each table and the folder for the other rows. Raises TableError."""
+    if memory is not None and path is None:
+        raise TableError("--table_memory needs --table_path DIR, a folder for the rows that do not fit")
+    if path is not None and ("," in path or not path.strip()):
+        raise TableError(f"--table_path: expected a folder without a comma, found {path!r}")
+    found = {} if path is None else {VARIABLE: os.path.abspath(path)}
+    return found if memory is None else {**found, MEMORY: str(parse_bytes(memory, "--table_memory"))}
 
 
 def table_roots() -> tuple[str, ...]:
@@ -49,11 +84,15 @@ def checked_folder(path: str, roots: tuple[str, ...]) -> str:
     if not roots and not os.path.isabs(path):
         raise TableError(f"expected an absolute path for cold rows, or a server with --table_path; found {path!r}")
     try:
+        if not os.path.lexists(place) and (roots or os.stat(os.path.dirname(place)).st_uid == os.getuid()):
+            os.makedirs(place, mode=0o700, exist_ok=True)
         found = os.stat(place)
     except OSError as error:
-        raise TableError(f"the folder {place} for cold rows cannot be used: {error.strerror}. Make it first.") from None
+        raise TableError(f"the folder {place} for cold rows cannot be used: {error.strerror}") from None
     if not os.path.isdir(place):
         raise TableError(f"expected a folder for cold rows, found {place}, which is none")
     if not roots and found.st_uid != os.getuid():
-        raise TableError(f"the folder {place} for cold rows belongs to another user; name it with --table_path to use it")
+        raise TableError(
+            f"the folder {place} for cold rows belongs to another user; name it with --table_path to use it"
+        )
     return place

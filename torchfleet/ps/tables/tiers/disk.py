@@ -29,7 +29,8 @@ _NUMBERS = {  # of the system calls: io_setup, io_destroy, io_getevents, io_subm
 _READ, _WRITE = 0, 1
 _REQUEST = np.dtype(  # struct iocb
     [("data", "u8"), ("key", "u4"), ("flags", "i4"), ("command", "u2"), ("priority", "i2"), ("file", "u4"),
-     ("buffer", "u8"), ("length", "u8"), ("offset", "i8"), ("reserved", "u8"), ("more_flags", "u4"), ("event_file", "u4")]
+     ("buffer", "u8"), ("length", "u8"), ("offset", "i8"), ("reserved", "u8"), ("more_flags", "u4"),
+     ("event_file", "u4")]
 )  # fmt: skip
 _EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")])  # struct io_event
 
@@ -111,7 +112,7 @@ class _AsynchronousDisk(Disk):
         self._under_way: dict[int, tuple[npt.NDArray[Any], Bytes]] = {}  # writes: request and block
 
     def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
-        requests, pointers = self._requests(_READ, offsets, blocks_NB)
+        requests, pointers = self._requests(_READ, offsets, blocks_NB)  # the kernel reads them until they end
         results = np.empty(len(offsets), np.int64)
         num_submitted = num_ended = 0
         while num_ended < len(offsets):
@@ -121,6 +122,7 @@ class _AsynchronousDisk(Disk):
             events = self._reads.events(1)
             results[events["data"].astype(np.int64)] = events["result"]
             num_ended += len(events)
+        del requests
         return results
 
     def begin_write(self, number: int, offset: int, block: Bytes) -> None:
@@ -164,7 +166,7 @@ class _ThreadedDisk(Disk):
         self._under_way[number] = self._threads.submit(self._write, offset, block)
 
     def end_writes(self, fewest: int) -> list[tuple[int, int]]:
-        ended = []
+        ended: list[tuple[int, int]] = []
         for number, future in list(self._under_way.items()):
             if len(ended) < fewest or future.done():
                 ended.append((number, future.result()))
@@ -176,12 +178,12 @@ class _ThreadedDisk(Disk):
 
     def _read(self, offset: int, block: Bytes) -> int:
         try:
-            return os.preadv(self._file, [memoryview(block)], offset)
+            return os.preadv(self._file, [block], offset)
         except OSError as error:
             return -(error.errno or errno.EIO)
 
     def _write(self, offset: int, block: Bytes) -> int:
         try:
-            return os.pwritev(self._file, [memoryview(block)], offset)
+            return os.pwritev(self._file, [block], offset)
         except OSError as error:
             return -(error.errno or errno.EIO)

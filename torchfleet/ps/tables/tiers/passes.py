@@ -34,7 +34,8 @@ class Pass:
 
     @property
     def bit(self) -> np.uint32:
-        return np.uint32(1 << self.lane)
+        bit: np.uint32 = np.uint32(1 << self.lane)
+        return bit
 
     def has_come(self, ordinals: Ordinals, bits: Bits) -> npt.NDArray[np.bool_]:
         """Which of these records have come."""
@@ -92,6 +93,6 @@ class Passes:
 
     def take_hot(self, one: Pass, rows: Rows) -> Rows:
         """Those of these rows that have not come; now they have."""
-        fresh = rows[self._bits[rows] & one.bit == 0]
+        fresh: Rows = rows[self._bits[rows] & one.bit == 0]
         self._bits[fresh] |= one.bit
         return fresh

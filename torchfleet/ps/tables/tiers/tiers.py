@@ -68,8 +68,8 @@ class Tiers:
             num = len(keys)
         elif (num := len(unique(keys)[0])) > self.max_hot:
             raise TableError(
-                f"table '{self._name}': one request needs {num:,} rows, and there is memory for {self.max_hot:,} of its "
-                f"{self.directory.num_keys:,} rows beside the directory of all. Give it more memory, or smaller batches."
+                f"table '{self._name}': one request needs {num:,} rows, and memory holds {self.max_hot:,} of its "
+                f"{self.directory.num_keys:,} rows beside their directory. Give it more memory, or smaller batches."
             )
         if self.directory.num_keys + num > self.directory.max_keys:
             raise TableError(
@@ -109,7 +109,7 @@ class Tiers:
         return at
 
     def look_up(self, keys: Keys) -> tuple[Places, Words]:
-        """(places of those of these keys whose rows are on disk, -1 for others; their records, in the order of keys)."""
+        """(places of the keys whose rows are on disk, -1 for others; their records, in the order of the keys)."""
         out, found = np.full(len(keys), -1, np.int64), []
         skips, pending = np.zeros(len(keys), np.int64), np.arange(len(keys))
         while len(pending):
@@ -269,7 +269,9 @@ class Tiers:
         """Yield (keys, words) of all rows that changed in interval `since` or later, in slices."""
         one = self._passes.begin(self.cold.next_ordinal, self._index.num_row_numbers)
         if one is None:
-            raise TableError(f"table '{self._name}' is being saved or read as a whole too many times at once; try later")
+            raise TableError(
+                f"table '{self._name}' is being saved or read as a whole too many times at once; try later"
+            )
         try:
             yield from self._scan(one, since)
             yield from self._hot_rows(one, num_rows, since)
@@ -316,8 +318,8 @@ class Tiers:
         return np.concatenate([keys[at >= 0], keys[there]]), words
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Words, int]:
-        """(keys, words, next cursor) of at most `num_rows` rows; 0 is the first and the last cursor. Each slice is sorted
-        by place, so that it tells nothing of the hashes in it.
+        """(keys, words, next cursor) of at most `num_rows` rows; 0 is the first and the last cursor. Each slice is
+        sorted by place, so that it tells nothing of the hashes in it.
         """
         places, behind = self.directory.places_from(cursor, min(num_rows, WALKED))
         hot = np.sort(places[places < self._index.max_rows])

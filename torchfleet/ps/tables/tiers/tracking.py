@@ -1,5 +1,6 @@
-"""The rows of a table on two tiers that changed since the last save. Each row has the number of the interval between two
-saves in which it changed last; a row on disk keeps it in its record.
+"""The rows of a table on two tiers that changed since the last save.
+
+Each row has the number of the interval between two saves in which it changed last; on disk it is in the row's record.
 """
 
 from __future__ import annotations

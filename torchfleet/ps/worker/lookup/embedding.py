@@ -11,6 +11,7 @@ import torch
 from torchfleet.base.errors import ModelError, WrongIds
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
+from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.embedding_settings import (
@@ -19,6 +20,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     checked_bounds,
     checked_kind,
     checked_policies,
+    checked_storage,
 )
 from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
@@ -68,6 +70,9 @@ class SparseEmbedding(EmbeddingState):
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
     are left out): docs/states.md.
 
+    `storage=fleet.Tiered(memory="8GB", path=DIR)`: each server keeps the rows used last in that much memory and the
+    others in a file in that folder: docs/tiered.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -92,6 +97,7 @@ class SparseEmbedding(EmbeddingState):
         weight_bounds: tuple[float, float] | None = None,
         state: str | None = None,
         kind: str | None = None,
+        storage: TierStorage | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -100,6 +106,7 @@ class SparseEmbedding(EmbeddingState):
         self.num_embeddings, self.kind = num_embeddings, checked_kind(kind, num_embeddings)
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
+        self.storage = checked_storage(storage, num_embeddings)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed

@@ -11,6 +11,7 @@ import numpy as np
 from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
 from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 
 Bounds = tuple[float, float]
 NO_BOUNDS: Bounds = (-math.inf, math.inf)
@@ -71,6 +72,19 @@ def checked_kind(kind: Any, num_embeddings: int | None) -> str | None:
         size = "with num_embeddings" if has_size else "without num_embeddings"
         raise ModelError(f"SparseEmbedding(kind=...): expected one of {fits} {size}, found {kind!r}")
     return kind  # type: ignore[no-any-return]
+
+
+def checked_storage(storage: Any, num_embeddings: int | None) -> TierStorage:
+    """Where the rows are; in memory for None."""
+    if storage is None:
+        return IN_MEMORY
+    if not isinstance(storage, TierStorage):
+        raise ModelError(
+            f'SparseEmbedding(storage=...): expected fleet.Tiered(memory="8GB", path=...), found {storage!r}'
+        )
+    if num_embeddings is not None:
+        raise ModelError("SparseEmbedding: storage is for ids without end; leave num_embeddings out")
+    return storage
 
 
 def checked_bounds(bounds: Any) -> Bounds:
