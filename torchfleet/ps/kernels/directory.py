@@ -1,10 +1,11 @@
 """The map of a table on two tiers: from the hash of a key to the place of its row, in eight bytes.
 
 A slot holds 28 bits of the key's hash, the tag, and 36 bits of a place; 0 is an empty slot. Keys themselves are not in
-the map: two keys may have equal tags, so the caller compares the key that it finds at a place. The map consists of 1024 sub-maps by the first bits of the hash, which grow one by one and in small steps, so that no request waits for
-the whole map and its load stays high. A sub-map is a ring of buckets of 16 slots. A key's home bucket is computed from
-its tag alone, so that a sub-map can grow without its keys. over_SB counts, for each bucket, the entries that a full
-bucket has passed on to the next: a search ends at a bucket that has passed on none.
+the map: two keys may have equal tags, so the caller compares the key that it finds at a place. The map consists of 1024
+sub-maps by the first bits of the hash, which grow one by one and in small steps, so that no request waits for the whole
+map and its load stays high. A sub-map is a ring of buckets of 16 slots. A key's home bucket is computed from its tag
+alone, so that a sub-map can grow without its keys. over_SB counts, for each bucket, the entries that a full bucket has
+passed on to the next: a search ends at a bucket that has passed on none.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from torchfleet.ps.kernels import rows
 from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.row_statistics import Columns, split_columns
 from torchfleet.ps.tables.rows.tracking import AnyTracking
-from torchfleet.ps.tables.rowstore import CHUNK
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
@@ -61,6 +60,11 @@ class TieredTable(SparseTable):
     @property
     def num_rows(self) -> int:
         return self.tiers.directory.num_keys
+
+    @property
+    def _part(self) -> int:
+        """Keys of a request without a bound that are handled at once."""
+        return max(1, self.tiers.max_hot // 4)
 
     # Requests: rows are brought into memory first
 
@@ -126,7 +130,7 @@ class TieredTable(SparseTable):
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As RowStore.assign; more keys than memory holds are assigned in parts."""
         self.check_values(keys, values)
-        step = max(CHUNK, self.tiers.max_hot // 4)
+        step = self._part
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
             self.tiers.check_batch(keys[some])
@@ -136,7 +140,7 @@ class TieredTable(SparseTable):
 
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As RowStore.load: new rows fill memory first, then the disk."""
-        step = max(CHUNK, self.tiers.max_hot // 4)
+        step = self._part
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
             own = {name: column[some] for name, column in self._complete(columns or {}, len(keys)).items()}
@@ -155,7 +159,7 @@ class TieredTable(SparseTable):
 
     def erase(self, keys: Keys) -> int:
         """As Table.erase."""
-        num, step = 0, max(CHUNK, self.tiers.max_hot // 4)
+        num, step = 0, self._part
         for start in range(0, len(keys), step):
             some = np.unique(keys[start : start + step])
             self.tiers.check_batch(some)
@@ -188,7 +192,7 @@ class TieredTable(SparseTable):
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
         """As RowStore.slices: rows on disk are brought into memory, a slice at a time."""
-        step = max(1, min(num_rows, self.tiers.max_hot // 4))
+        step = min(num_rows, self._part)
         for keys, _ in self.tiers.all_rows(step, 0):
             for start in range(0, len(keys), step):
                 at = self.tiers.bring(keys[start : start + step])

@@ -36,8 +36,8 @@ IN_MEMORY = TierStorage()
 def Tiered(memory: str | int, path: str | os.PathLike[str]) -> TierStorage:
     """Rows in memory and on disk, for SparseEmbedding(storage=...).
 
-    `memory`: on each server, such as "8GB": for the rows used last and a directory of nine bytes a row. `path`: a folder
-    on a disk of each server; relative paths begin at the present folder. It is made if its parent exists.
+    `memory`: on each server, such as "8GB": for the rows used last, and nine bytes for each row. `path`: a folder on a
+    disk of each server; relative paths begin at the present folder. It is made if its parent exists.
     """
     num_bytes = (
         memory if isinstance(memory, int) and not isinstance(memory, bool) else parse_bytes(str(memory), "memory")
