@@ -9,7 +9,7 @@ from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.rule import RULES, Rule
 from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
-from torchfleet.ps.tables.settings.storage import IN_MEMORY, default_storage
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.tiered_table import TieredTable
@@ -26,24 +26,26 @@ def _sparse_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", dim=2, entry=entry, shrink=Shrink(delete_after_unseen_days=1, max_rows=100))
 
 
-def _rows_table(spec: TableSpec, max_bytes: int, clock: Clock) -> SparseTable:
-    """In memory, or in memory and on disk, as the table's description or the server's own settings say."""
-    storage = spec.storage if spec.storage != IN_MEMORY else default_storage()
-    return TieredTable(spec, max_bytes, clock, storage) if storage.memory else SparseTable(spec, max_bytes, clock)
-
-
 def _array_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", "array", dim=2, size=1000)
 
 
-KINDS["sparse"] = TableKind(_rows_table, has_size=False, samples=_sparse_samples)
+KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
 KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
 
-def make_table(spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> Table:
-    """An empty table for this description. Raises TableError if its memory cannot be reserved."""
-    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock or Clock())
+def make_table(
+    spec: TableSpec, max_bytes: int, clock: Clock | None = None, default_storage: TierStorage = IN_MEMORY
+) -> Table:
+    """An empty table for this description. Raises TableError if its memory cannot be reserved. `default_storage`: where
+    rows of any id are if the description does not say.
+    """
+    clock = clock or Clock()
+    storage = default_storage if spec.storage == IN_MEMORY else spec.storage
+    if spec.kind == "sparse" and storage.memory:
+        return TieredTable(spec, max_bytes, clock, storage)
+    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock)
     return table
 
 

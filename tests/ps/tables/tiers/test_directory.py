@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.tiers.directory import Directory
 
@@ -39,7 +40,7 @@ def test_every_key_is_found_and_few_others_are():
 
 
 def test_a_row_takes_at_most_ten_bytes():
-    directory, keys, _ = filled(300_000)
+    directory, _, _ = filled(300_000)
     assert directory.num_keys == 300_000
     assert directory.num_bytes / directory.num_keys <= 10
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables import tiered_table
 from torchfleet.ps.tables.kinds import make_table

@@ -43,6 +43,7 @@ class ColdRows:
         self._free: list[int] = []
         self._next_number = 1  # of a page
         self._unwritten: dict[int, Words] = {}  # by block of the file
+        self._failed: dict[int, int] = {}  # by block of the file that could not be written: why
         self._spare: list[Words] = []  # blocks to fill again
         self._block = -1  # that is being filled
         self._filled = 0  # records in it
@@ -59,6 +60,8 @@ class ColdRows:
         or has failed.
         """
         self._end_writes(0)
+        if self._failed:
+            self._write_again()
         room = 0 if self._block < 0 else (self._segment_end - self._block) * self.layout.per_block - self._filled
         room += len(self._free) * self.per_segment
         while room < num:
@@ -116,15 +119,25 @@ class ColdRows:
             words = self._unwritten[self._block]
             self.layout.seal(words, int(self._numbers[self._block]))
             self._disk.begin_write(self._block, self._block * self.layout.block_bytes, words.view(np.uint8))
-            self._end_writes(max(0, len(self._unwritten) - MOST_UNWRITTEN))
+            self._end_writes(max(0, len(self._unwritten) - len(self._failed) - MOST_UNWRITTEN))
 
     def _end_writes(self, fewest: int) -> None:
+        """Let go of blocks that are on disk. A block that could not be written stays in memory, until `reserve`."""
         for block, result in self._disk.end_writes(fewest):
-            if result != self.layout.block_bytes:  # it stays in memory, and is written again
-                self._disk.begin_write(block, block * self.layout.block_bytes, self._unwritten[block].view(np.uint8))
-                raise self._error(-result if result < 0 else errno.EIO, "cannot be written")
+            if result != self.layout.block_bytes:
+                self._failed[block] = -result if result < 0 else errno.EIO
+                continue
             self._spare.append(self._unwritten.pop(block))
             self._free_if_empty(block // self._blocks_per_segment)
+
+    def _write_again(self) -> None:
+        """Write the blocks that could not be written. Raises TableError if one of them still cannot be."""
+        failed, self._failed = self._failed, {}
+        for block in failed:
+            self._disk.begin_write(block, block * self.layout.block_bytes, self._unwritten[block].view(np.uint8))
+        self._end_writes(len(failed))
+        if self._failed:
+            raise self._error(next(iter(self._failed.values())), "cannot be written")
 
     def read(self, slots: Slots) -> Words:
         """The records in these slots. Raises TableError if the disk does not return what was written."""

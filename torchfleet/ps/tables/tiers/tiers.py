@@ -248,6 +248,10 @@ class Tiers:
                 return False
         if not self.cold.has(block):
             return True
+        try:
+            self.cold.reserve(self.cold.layout.per_block)
+        except TableError:  # the disk is full: a request that needs room says so
+            return False
         slots, records = self.cold.scan_block(block)
         keys = keys_of(records)
         alive = self.directory.holds(keys, slots + self._index.max_rows)
@@ -257,7 +261,6 @@ class Tiers:
     def _move(self, keys: Keys, slots: Slots, records: Words) -> None:
         if not len(keys):
             return
-        self.cold.reserve(len(keys))
         records[:, KEY_WORDS + 1] = self._passes.moved(keys, self.cold.ordinals(slots), records[:, KEY_WORDS + 1])
         new = self.cold.append(records, int(records[:, KEY_WORDS].max()))
         self.directory.move(keys, slots + self._index.max_rows, new + self._index.max_rows)
