@@ -100,5 +100,6 @@ from torchfleet.ps.tables.settings.policy import (
     Shrink as Shrink,
     WindowCountEntry as WindowCountEntry,
 )
+from torchfleet.ps.tables.settings.storage import Tiered as Tiered
 
 __version__: str

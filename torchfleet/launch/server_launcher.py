@@ -39,6 +39,7 @@ from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
 from torchfleet.ps.net.keys import is_private
 from torchfleet.ps.net.replica_channels import SEPARATOR
+from torchfleet.ps.tables.settings.storage import tier_variables
 from torchfleet.ps.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
@@ -63,6 +64,17 @@ class ServerLauncher:
             "--max_table_bytes",
             metavar="SIZE",
             help="largest size of one table on a server, such as 8GB (default: all memory of the machine or container)",
+        )
+        group.add_argument(
+            "--table_memory",
+            metavar="SIZE",
+            help="keep the rows used last of each table in this much memory of its server, such as 8GB, and the others "
+            "on disk; needs --table_path",
+        )
+        group.add_argument(
+            "--table_path",
+            metavar="DIR",
+            help="folder on a fast local disk of every server, for the rows that do not fit --table_memory",
         )
         group.add_argument(
             "--save_root",
@@ -174,7 +186,8 @@ def _tasks(
 
 def server_bounds(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables that limit the servers: table sizes, timeouts and save folders. Raises RoleError."""
-    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root)}
+    tiers = tier_variables(options.table_memory, options.table_path)
+    return {**limits(options.max_table_bytes, options.orphan_timeout), **tiers, **roots(options.save_root)}
 
 
 def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_run import Place, ServerRun
+from torchfleet.ps.tables.settings.storage import tier_variables
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 
@@ -37,6 +38,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SIZE",
         help="largest size of one table, such as 8GB (default: FLEET_MAX_TABLE_BYTES, else all memory of the machine "
         "or container)",
+    )
+    parser.add_argument(
+        "--table_memory",
+        metavar="SIZE",
+        help="keep the rows used last of each table in this much memory, such as 8GB, and the others on disk; needs "
+        "--table_path (default: FLEET_TABLE_MEMORY, else all rows are in memory)",
+    )
+    parser.add_argument(
+        "--table_path",
+        metavar="DIR",
+        help="folder on a fast local disk for the rows that do not fit --table_memory (default: FLEET_TABLE_PATH)",
     )
     parser.add_argument(
         "--save_root",
@@ -113,6 +125,7 @@ def _begin(options: argparse.Namespace) -> ServerRun:
     """Make the server. It listens and is ready to serve."""
     given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
     loss = loss_of(given, options.num_workers)
+    os.environ.update(tier_variables(options.table_memory, options.table_path))
     server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
     run = ServerRun(server, Place(), partial(_durability, options) if options.durability == "log" else None)
     run.end_on(signal.SIGTERM, signal.SIGINT)

@@ -20,7 +20,9 @@ from torchfleet.ps.tables.rows.memory import keep_freed_memory
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import KINDS, TableSpec
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, default_storage
 from torchfleet.ps.tables.table import OneSlice, Table
+from torchfleet.ps.tables.tiers.warm import warm_up_tiers
 
 _BYTES, _ROWS, _DIM = 1 << 22, 1000, 64  # of the tables that are used
 COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
@@ -56,6 +58,8 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
             _train(table)
             if are_copied and not table.spec.is_dense:
                 _keep(table)
+        if not specs or default_storage().memory or any(spec.storage.memory for spec in specs):
+            warm_up_tiers()
         if not specs:
             for table in (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind)):
                 _train(table)
@@ -104,7 +108,8 @@ def _without_collector() -> Iterator[None]:
 
 def _small(spec: TableSpec) -> TableSpec:
     """A table that uses the same kernels."""
-    return replace(spec, dim=min(spec.dim, _DIM), size=_ROWS if spec.size else 0, shard=0, num_shards=1)
+    few = {"dim": min(spec.dim, _DIM), "size": _ROWS if spec.size else 0, "storage": IN_MEMORY}
+    return replace(spec, shard=0, num_shards=1, **few)
 
 
 def _train(table: Table) -> None:

@@ -9,8 +9,10 @@ from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.rule import RULES, Rule
 from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import Table
+from torchfleet.ps.tables.tiered_table import TieredTable
 
 
 def _sparse_samples() -> Iterator[TableSpec]:
@@ -38,9 +40,17 @@ KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
 
-def make_table(spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> Table:
-    """An empty table for this description. Raises TableError if its memory cannot be reserved."""
-    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock or Clock())
+def make_table(
+    spec: TableSpec, max_bytes: int, clock: Clock | None = None, default_storage: TierStorage = IN_MEMORY
+) -> Table:
+    """An empty table for this description. Raises TableError if its memory cannot be reserved. `default_storage`: where
+    rows of any id are if the description does not say.
+    """
+    clock = clock or Clock()
+    storage = default_storage if spec.storage == IN_MEMORY else spec.storage
+    if spec.kind == "sparse" and storage.memory:
+        return TieredTable(spec, max_bytes, clock, storage)
+    table: Table = KINDS[spec.kind].make(spec, max_bytes, clock)
     return table
 
 

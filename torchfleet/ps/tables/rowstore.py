@@ -20,7 +20,7 @@ from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.keyrange import KeyRange
 from torchfleet.ps.tables.rows.packed_map import PackedMap
 from torchfleet.ps.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
-from torchfleet.ps.tables.rows.tracking import PackedTracking, Tracking
+from torchfleet.ps.tables.rows.tracking import AnyTracking, PackedTracking, Tracking
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
@@ -46,13 +46,7 @@ class RowStore(Table):
         self.num_evicted = 0
         self.clock = clock or Clock()
         num_words, names = spec.num_words, row_columns(spec)
-        self.index: KeyMap | KeyRange | PackedMap
-        if spec.has_size:
-            self.index = KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
-        elif not names and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
-            self.index = PackedMap(num_words, max_bytes)
-        else:  # policies need row numbers that do not change while rows come and go
-            self.index = KeyMap(num_words + len(names), max_bytes)
+        self.index = self._make_index(num_words, len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
         self._row_words = num_words
         self._stream = _stream(spec.seed, spec.name)
@@ -64,9 +58,18 @@ class RowStore(Table):
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
         self._is_open = self.admission is None and self._capacity is None  # every key gets a row while there is memory
-        self.tracking: Tracking | PackedTracking | None = None
+        self.tracking: AnyTracking | None = None
         self.bounds = UpdateBounds(spec)
         self.num_waiting = 0  # keys that may get a row when a sync step ends
+
+    def _make_index(self, num_words: int, num_columns: int, max_bytes: int) -> KeyMap | KeyRange | PackedMap:
+        spec = self.spec
+        if spec.has_size:
+            return KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
+        if not num_columns and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
+            return PackedMap(num_words, max_bytes)
+        # policies need row numbers that do not change while rows come and go
+        return KeyMap(num_words + num_columns, max_bytes)
 
     def find(self, keys: Keys) -> Rows:
         """Row numbers of any number of keys, in a new array; -1 for a key without a row."""
@@ -134,10 +137,9 @@ class RowStore(Table):
         """`assign` for many rows that `check_values` accepted, after `reserve`; several times as fast."""
         self.check_keys(keys)
         self.bounds.note(rows.largest(values))
-        whole = values
-        if self.statistics is not None:
-            block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
-            whole = np.concatenate([values, block], axis=1)
+        whole = (
+            values if self.statistics is None else self._with_columns(values, self._complete(columns or {}, len(keys)))
+        )
         has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
         if has_room and self.index.load(keys, whole):
             return
@@ -147,6 +149,10 @@ class RowStore(Table):
             self.assign(keys, values, self._complete(columns or {}, len(keys)))
         finally:
             self._capacity = capacity
+
+    def _with_columns(self, values: Floats, columns: Columns) -> Floats:
+        assert self.statistics is not None
+        return np.concatenate([values, join_columns(self.statistics.names, columns, len(values))], axis=1)
 
     def _complete(self, columns: Columns, num: int) -> Columns:
         """Fill in times that were not kept when the table was saved: its rows count as seen and created now."""
@@ -237,11 +243,14 @@ class RowStore(Table):
     def begin_save(self, is_committed: bool) -> None:
         """As Table.begin_save."""
         if self.tracking is None:
-            index = self.index
-            self.tracking = PackedTracking(index) if isinstance(index, PackedMap) else Tracking(index.max_rows)
+            self.tracking = self._make_tracking()
         self.tracking.begin(is_committed)
         if self.admission is not None:
             self.admission.begin_save(is_committed)
+
+    def _make_tracking(self) -> AnyTracking:
+        index = self.index
+        return PackedTracking(index) if isinstance(index, PackedMap) else Tracking(index.max_rows)
 
     def begin_noting(self) -> None:
         """As Table.begin_noting."""
@@ -304,7 +313,11 @@ class RowStore(Table):
             self._initialise(self.index.store, keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
+        self._note_new(keys[fresh], at[fresh])
         self._mark(at[fresh])
+
+    def _note_new(self, keys: Keys, at: Rows) -> None:
+        """Called when these distinct keys have got rows."""
 
     def _initialise(self, store: Floats, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
         first, rule = self.spec.initializer, self.spec.rule
@@ -327,6 +340,11 @@ class RowStore(Table):
         if create:
             self._initialise(store.reshape(-1), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
         return store.reshape(-1), np.flatnonzero((at >= 0) | create)
+
+    def mark_all(self) -> None:
+        """Mark all rows as changed."""
+        for some in self.slices(1 << 16):
+            self._mark(self.index.alive(some)[1])
 
     def _mark(self, at: Rows) -> None:
         if self.tracking is not None:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from torchfleet.ps.tables.policies.admission import Admission, Candidates
-from torchfleet.ps.tables.rows.tracking import PackedTracking, Tracking
+from torchfleet.ps.tables.rows.tracking import AnyTracking, Tracking
 from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 
-SLICE = 1 << 16  # rows marked at a time
 SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # blocks in one slice: as many as a part file holds
 
 
@@ -95,8 +94,7 @@ def _note_all(table: RowStore, notes: Mapping[str, Any]) -> None:
     assert table.tracking is not None
     for keys in notes["tracking"]:
         table.tracking.note_gone(np.frombuffer(keys, np.uint64))
-    for rows in table.slices(SLICE):
-        table.tracking.mark(table.index.alive(rows)[1])
+    table.mark_all()
     candidates = table.admission.candidates if table.admission is not None else None
     if candidates is not None and candidates.tracking is not None:
         _note_candidates(candidates, candidates.tracking, notes["candidates"] or ())
@@ -108,6 +106,6 @@ def _note_candidates(candidates: Candidates, tracking: Tracking, gone: tuple[byt
     tracking.mark(candidates.index.alive(np.arange(candidates.index.num_row_numbers))[1])
 
 
-def _gone(tracking: Tracking | PackedTracking | None) -> list[bytes] | None:
+def _gone(tracking: AnyTracking | None) -> list[bytes] | None:
     """Keys that lost their rows: those that the current save must write, and those since it began."""
     return None if tracking is None else [keys.tobytes() for keys in (tracking.gone, tracking.gone_since)]

@@ -21,6 +21,7 @@ from torchfleet.ps.server.state.work_queue import WorkQueue
 from torchfleet.ps.tables.kinds import make_table
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.spec import TableSpec, differences
+from torchfleet.ps.tables.settings.storage import default_storage
 from torchfleet.ps.tables.table import Table
 
 
@@ -90,14 +91,16 @@ class State:
         if existing is None:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-            self.tables[spec.number] = make_table(spec, self.max_table_bytes, self.clock)
+            self.tables[spec.number] = self._made(spec)
 
     def remake_tables(self) -> None:
         """Make all tables anew, empty, and return to the machine's clock."""
         self.clock = Clock()
-        self.tables = {
-            number: make_table(table.spec, self.max_table_bytes, self.clock) for number, table in self.tables.items()
-        }
+        specs, self.tables = [table.spec for table in self.tables.values()], {}  # the memory of the old ones first
+        self.tables = {spec.number: self._made(spec) for spec in specs}
+
+    def _made(self, spec: TableSpec) -> Table:
+        return make_table(spec, self.max_table_bytes, self.clock, default_storage())
 
     def table(self, number: int) -> Table:
         """The table with this number in messages. Raises TableError if there is none."""

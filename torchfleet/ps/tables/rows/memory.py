@@ -68,7 +68,8 @@ def keep_freed_memory() -> None:
 class Memory:
     """A private, zeroed, lazily allocated range of memory."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, is_sparse: bool = False) -> None:
+        """`is_sparse`: many small parts of it are touched, far apart; a huge page for each would waste memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         try:
             self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
@@ -80,7 +81,9 @@ class Memory:
         # The first page stays small, so that a small table is small. Huge pages save a third of a lookup's time.
         if num_bytes > 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # advice: a kernel without huge pages answers with EINVAL
-                self._map.madvise(mmap.MADV_HUGEPAGE, HUGE_PAGE)
+                self._map.madvise(
+                    mmap.MADV_NOHUGEPAGE if is_sparse else mmap.MADV_HUGEPAGE, 0 if is_sparse else HUGE_PAGE
+                )
         self._released = 0
 
     def array(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

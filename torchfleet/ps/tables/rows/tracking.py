@@ -5,6 +5,8 @@ There are two generations. A save writes one of them; changes made during the sa
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,28 @@ from torchfleet.ps.tables.rows.packed_map import PackedMap
 _COMPACT_AT = 1 << 16  # keys
 
 
-class _Gone:
+class AnyTracking(Protocol):
+    """What every kind of table needs of its tracking."""
+
+    def mark(self, rows: Rows) -> None:
+        """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
+
+    def note_gone(self, keys: Keys) -> None:
+        """Record that these keys lost their rows. Keys are copied."""
+
+    def begin(self, is_committed: bool) -> None:
+        """Begin a save, which must write everything that changed since the previous save began."""
+
+    @property
+    def gone(self) -> Keys:
+        """Distinct keys that the current save must write as deleted."""
+
+    @property
+    def gone_since(self) -> Keys:
+        """As `gone`, for the next save, so far."""
+
+
+class Gone:
     """Keys that lost their rows between two saves."""
 
     def __init__(self) -> None:
@@ -55,7 +78,7 @@ class _Generation:
         num_pages = -(-max_rows // PAGE_ROWS)
         self.words: npt.NDArray[np.uint64] = Memory(8 * PAGE_WORDS * num_pages).array(np.uint64)
         self.pages: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
-        self.gone = _Gone()
+        self.gone = Gone()
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +155,7 @@ class PackedTracking:
 
     def __init__(self, index: PackedMap) -> None:
         self._index = index
-        self._current, self._under_way = _Gone(), _Gone()
+        self._current, self._under_way = Gone(), Gone()
 
     def mark(self, rows: Rows) -> None:
         """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
@@ -150,7 +173,7 @@ class PackedTracking:
             self._under_way = self._current
         else:
             self._under_way.note(self._current.distinct())
-        self._current = _Gone()
+        self._current = Gone()
 
     @property
     def gone(self) -> Keys:

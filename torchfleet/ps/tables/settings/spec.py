@@ -19,6 +19,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Floats, RowRule, Rule, expect
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 
 __all__ = [  # includes the names of settings/rule.py: a table's description contains its rule
     "KINDS",
@@ -115,6 +116,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     num_shards: int = msgspec.field(default=1, name="num_parts")
     entry: AdmissionEntry = EVERY_KEY
     shrink: Shrink = NO_SHRINK
+    storage: TierStorage = IN_MEMORY
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
@@ -124,6 +126,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
         expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
+        is_kept = self.storage == IN_MEMORY or not (kind.has_size or kind.is_dense)
+        expect(is_kept, f"storage is for tables of any id; '{self.name}' has a declared size")
         if kind.has_size:
             expect(1 <= self.size <= MAX_SIZE, f"kind='{self.kind}' needs a size of 1 to 2^48, found {self.size}")
         else:
@@ -163,6 +167,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             num_shards=1,
             entry=EVERY_KEY,
             shrink=NO_SHRINK,
+            storage=IN_MEMORY,
         )
 
     @functools.cached_property

@@ -11,6 +11,7 @@ import torch
 from torchfleet.base.errors import ModelError, WrongIds
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
+from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.embedding_settings import (
@@ -20,6 +21,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     checked_kind,
     checked_optimizer,
     checked_policies,
+    checked_storage,
 )
 from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
@@ -73,6 +75,9 @@ class SparseEmbedding(EmbeddingState):
     it takes the place of the one that fleet.distributed_optimizer gets, rate included. A scheduler for its rate is made
     of it: docs/rows.md.
 
+    `storage=fleet.Tiered(memory="8GB", path=DIR)`: each server keeps the rows used last in that much memory and the
+    others in a file in that folder: docs/tiered.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -98,6 +103,7 @@ class SparseEmbedding(EmbeddingState):
         state: str | None = None,
         kind: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        storage: TierStorage | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -107,6 +113,7 @@ class SparseEmbedding(EmbeddingState):
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
         self.optimizer = checked_optimizer(optimizer, name)
+        self.storage = checked_storage(storage, num_embeddings)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed

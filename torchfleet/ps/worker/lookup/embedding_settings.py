@@ -12,6 +12,7 @@ import torch
 from torchfleet.base.errors import FleetError, ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
 from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 from torchfleet.ps.worker.lookup.optimizer_rules import rule_of
 from torchfleet.ps.worker.optim.without_parameters import lacks_parameters
 
@@ -92,6 +93,19 @@ def checked_optimizer(optimizer: Any, name: str | None) -> torch.optim.Optimizer
     except FleetError as error:
         raise ModelError(f"{table}: {error}") from None
     return optimizer
+
+
+def checked_storage(storage: Any, num_embeddings: int | None) -> TierStorage:
+    """Where the rows are; in memory for None."""
+    if storage is None:
+        return IN_MEMORY
+    if not isinstance(storage, TierStorage):
+        raise ModelError(
+            f'SparseEmbedding(storage=...): expected fleet.Tiered(memory="8GB", path=...), found {storage!r}'
+        )
+    if num_embeddings is not None:
+        raise ModelError("SparseEmbedding: storage is for ids without end; leave num_embeddings out")
+    return storage
 
 
 def checked_bounds(bounds: Any) -> Bounds:

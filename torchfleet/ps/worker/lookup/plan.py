@@ -261,6 +261,7 @@ def _sparse_group(
         num_shards=num_servers,
         entry=first.entry,
         shrink=first.shrink,
+        storage=first.storage,
     )
     return SparseGroup(spec, modules, group)
 

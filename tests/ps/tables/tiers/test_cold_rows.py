@@ -1,0 +1,158 @@
+"""Rows on disk: what was written is read, and anything else is an error that names the folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.tables.tiers import cold_rows, disk, pages
+from torchfleet.ps.tables.tiers.cold_rows import ColdRows
+from torchfleet.ps.tables.tiers.pages import Layout
+
+WORDS = 20
+SEGMENT = 1 << 18
+
+
+@pytest.fixture(params=["asynchronous", "threads"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "threads":
+        monkeypatch.setattr(disk, "_NUMBERS", {})
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "BLOCK_BYTES", 1 << 14)
+
+
+def records(num: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 32, (num, WORDS + pages.RECORD_HEAD), np.uint32)
+
+
+def appended(cold: ColdRows, rows: np.ndarray) -> np.ndarray:
+    cold.reserve(len(rows))
+    return cold.append(rows, 0)
+
+
+@pytest.mark.parametrize("words", [1, 20, 300, 5000])
+def test_a_page_wastes_little(words: int):
+    layout = Layout(words)
+    assert layout.page_bytes % pages.SECTOR == 0
+    assert layout.per_page * layout.record_words * 4 >= 0.85 * layout.page_bytes or layout.page_bytes > 1 << 16
+
+
+@pytest.mark.usefixtures("way")
+def test_records_are_read_as_they_were_written(tmp_path: Path):
+    cold, rows = ColdRows(WORDS, str(tmp_path), SEGMENT), records(20_000)
+    slots = np.concatenate([appended(cold, rows[start : start + 333]) for start in range(0, 20_000, 333)])
+    order = np.random.default_rng(1).permutation(20_000)
+    assert np.array_equal(cold.read(slots[order]), rows[order])
+    assert np.all(np.diff(cold.ordinals(slots)) > 0)
+    met, cursor = [], 0
+    while cursor < cold.next_ordinal:
+        _, some, cursor = cold.scan(cursor)
+        met.append(some)
+    assert np.array_equal(np.concatenate(met), rows)
+    cold.close()
+    assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_segments_whose_rows_have_moved_are_written_again(tmp_path: Path):
+    cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
+    for seed in range(30):
+        slots = appended(cold, records(3000, seed))
+        assert np.array_equal(cold.read(slots), records(3000, seed))
+        cold.release(slots)
+    assert cold.num_bytes <= 6 * SEGMENT
+    assert cold.num_live == 0
+
+
+def own_file(folder: Path) -> int:
+    """The descriptor of the file without a name below the folder."""
+    names = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    return next(fd for fd, name in names.items() if name.startswith(str(folder)))
+
+
+def _is_link(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_what_was_cut_or_changed_on_disk_is_an_error(tmp_path: Path):
+    """A thousand cuts and flips: a read returns what was written, or is an error that names the folder."""
+    cold, rows = ColdRows(WORDS, str(tmp_path), SEGMENT), records(8000)
+    slots = appended(cold, rows)
+    while len(cold._unwritten) > 1:
+        cold._end_writes(1)
+    file, dice = own_file(tmp_path), np.random.default_rng(2)
+    plain = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    on_disk = slots[slots // cold.layout.per_block < slots[-1] // cold.layout.per_block]
+    num_errors = 0
+    for _ in range(1000):
+        at = int(dice.integers(0, int(on_disk[-1] // cold.layout.per_page) * cold.layout.page_bytes))
+        before = os.pread(plain, 1, at)
+        os.pwrite(plain, bytes([before[0] ^ (1 << int(dice.integers(0, 8)))]), at)
+        page = at // cold.layout.page_bytes
+        some = np.arange(page * cold.layout.per_page, (page + 1) * cold.layout.per_page)
+        with pytest.raises(TableError, match=str(tmp_path)):
+            cold.read(some)
+        num_errors += 1
+        os.pwrite(plain, before, at)
+    assert num_errors == 1000
+    assert np.array_equal(cold.read(slots), rows)
+    os.truncate(plain, cold.layout.block_bytes)
+    with pytest.raises(TableError, match=str(tmp_path)):
+        cold.read(on_disk)
+    os.close(plain)
+
+
+def test_a_full_disk_is_an_error_and_freed_space_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
+    slots = appended(cold, records(1000))
+    is_full, allocate = [True], cold_rows._allocate
+
+    def refuse(*arguments: int) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "full")
+        allocate(*arguments)
+
+    monkeypatch.setattr(cold_rows, "_allocate", refuse)
+    with pytest.raises(TableError, match=str(tmp_path)):
+        cold.reserve(100_000)
+    assert np.array_equal(cold.read(slots), records(1000))
+    is_full[0] = False
+    more = appended(cold, records(50_000, 3))
+    assert np.array_equal(cold.read(more), records(50_000, 3))
+    assert np.array_equal(cold.read(slots), records(1000))
+
+
+@pytest.mark.usefixtures("way")
+def test_a_write_that_fails_stays_in_memory_and_is_tried_again(tmp_path: Path):
+    cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
+    is_failing, end_writes = [True], cold._disk.end_writes
+    cold._disk.end_writes = lambda fewest: [  # type: ignore[method-assign]
+        (block, -errno.EIO if is_failing[0] else result) for block, result in end_writes(fewest)
+    ]
+    rows = records(30_000)
+    slots = appended(cold, rows[:20_000])
+    assert np.array_equal(cold.read(slots), rows[:20_000])
+    cold._end_writes(5)
+    with pytest.raises(TableError, match=str(tmp_path)):
+        cold.reserve(1)
+    assert np.array_equal(cold.read(slots), rows[:20_000])
+    is_failing[0] = False
+    more = appended(cold, rows[20_000:])
+    assert np.array_equal(cold.read(np.concatenate([slots, more])), rows)
+
+
+@pytest.mark.parametrize("what", ["missing", "file"])
+def test_a_folder_that_cannot_be_used_is_named(what: str, tmp_path: Path):
+    place = tmp_path / "place"
+    if what == "file":
+        place.write_text("")
+    with pytest.raises(TableError, match=str(place)):
+        ColdRows(WORDS, str(place))

@@ -1,0 +1,209 @@
+"""A table on two tiers beside one in memory: the same requests, the same answers, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.tables import tiered_table
+from torchfleet.ps.tables.kinds import make_table
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.settings.storage import TierStorage
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.tables.table import OneSlice
+from torchfleet.ps.tables.tiered_table import TieredTable
+from torchfleet.ps.tables.tiers import cold_rows, pages, tiers
+
+DIM = 5
+MEMORY = 64 << 20
+PLAIN = TableSpec("t", dim=DIM, rule=Rule("adagrad", lr=0.1), initializer=Initializer("normal", 0.0, 1.0))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """700 rows in memory; small blocks and segments, so that all of it is met by small tables."""
+    monkeypatch.setattr(tiers.Tiers, "max_hot", property(lambda _: 700))
+    monkeypatch.setattr(tiered_table, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(tiers, "SWEEP", 64)
+    monkeypatch.setattr(pages, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(cold_rows.ColdRows.__init__, "__defaults__", (1 << 17,))
+
+
+def pair(folder: Path, spec: TableSpec = PLAIN) -> tuple[SparseTable, TieredTable]:
+    tiered = msgspec.structs.replace(spec, storage=TierStorage(MEMORY, str(folder)))
+    plain, made = make_table(spec, 1 << 30), make_table(tiered, 1 << 30)
+    assert isinstance(plain, SparseTable)
+    assert isinstance(made, TieredTable)
+    return plain, made
+
+
+def some_keys(dice: np.random.Generator, num_keys: int = 5000) -> np.ndarray:
+    drawn = dice.zipf(1.2, dice.integers(1, 200)) % num_keys
+    return drawn.astype(np.uint64) * np.uint64(2654435761)
+
+
+def rows_of(table: SparseTable, num: int = 1 << 16) -> dict[int, bytes]:
+    """All rows with their state and statistics; a key that comes twice fails."""
+    found: dict[int, bytes] = {}
+    for keys, values, columns in table.chunks(num):
+        parts = [np.ascontiguousarray(values)] + [columns[name] for name in sorted(columns)]
+        for i, key in enumerate(keys.tolist()):
+            assert key not in found
+            found[key] = b"".join(part[i].tobytes() for part in parts)
+    return found
+
+
+def step(dice: np.random.Generator, both: tuple[SparseTable, TieredTable]) -> set[int]:
+    """One random request to both; returns the keys that it erased."""
+    what, keys = dice.integers(0, 10), some_keys(dice)
+    if what < 4:
+        first, second = (table.look_up(keys) for table in both)
+        assert np.array_equal(first, second)
+    elif what < 7:
+        grads = dice.normal(size=(len(keys), DIM)).astype(np.float32)
+        for table in both:
+            table.push(keys, grads)
+    elif what == 7:
+        first, second = (table.look_up(keys, create=False) for table in both)
+        assert np.array_equal(first, second)
+    elif what == 8:
+        first, second = (table.erase(keys[:3]) for table in both)
+        assert first == second
+        return set(keys[:3].tolist())
+    else:
+        both[1].settle()
+    assert both[0].num_rows == both[1].num_rows
+    return set()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_have_the_answers_of_a_table_in_memory(seed: int, tmp_path: Path):
+    dice, both = np.random.default_rng(seed), pair(tmp_path)
+    for _ in range(400):
+        step(dice, both)
+    assert rows_of(both[0]) == rows_of(both[1])
+    stats = both[1].stats()
+    assert stats["hot_rows"] + stats["cold_rows"] == stats["rows"] == both[0].num_rows
+    assert stats["hot_rows"] <= 700
+    assert stats["rows_read"] > 2000
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_that_exists_throughout_a_pass_comes_once(seed: int, tmp_path: Path):
+    dice, both = np.random.default_rng(seed), pair(tmp_path)
+    for _ in range(200):
+        step(dice, both)
+    passes: list[tuple[Any, set[int], list[int], set[int]]] = []
+    num_done = 0
+    for _ in range(300):
+        if len(passes) < 3:
+            passes.append((both[1].chunks(50), set(rows_of(both[0])), [], set()))
+        erased = step(dice, both)
+        for one in list(passes):
+            one[3].update(erased)
+            slice_ = next(one[0], None) if dice.random() < 0.5 else ()
+            if slice_ is None:
+                met = [key for key in one[2] if key not in one[3]]
+                assert len(met) == len(set(met))
+                assert one[1] - one[3] <= set(met)
+                passes.remove(one)
+                num_done += 1
+            elif slice_:
+                one[2].extend(slice_[0].tolist())
+    assert num_done > 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_full_and_delta_saves_restore_the_table(tmp_path: Path):
+    dice, both = np.random.default_rng(5), pair(tmp_path)
+    restored = pair(tmp_path)[1]
+    for mode in ("full", "delta", "delta"):
+        for _ in range(150):
+            step(dice, both)
+        both[1].begin_save(is_committed=True)
+        num_rows = 0
+        for saved in both[1].save_slices(mode, 300):  # type: ignore[arg-type]
+            restored.restore(OneSlice(saved))
+            num_rows += len(saved.arrays["keys"]) if saved.kind == "rows" else 0
+        assert rows_of(restored) == rows_of(both[0])
+        assert mode == "full" or num_rows < both[0].num_rows
+
+
+@pytest.mark.usefixtures("tiny")
+def test_statistics_and_admission_are_those_of_a_table_in_memory(tmp_path: Path):
+    entry, shrink = AdmissionEntry(count=2), Shrink(delete_after_unseen_days=1.0)
+    dice, both = np.random.default_rng(6), pair(tmp_path, msgspec.structs.replace(PLAIN, entry=entry, shrink=shrink))
+    for number in range(300):
+        for table in both:
+            table.clock.set(1_700_000_000 + 600 * number)
+        step(dice, both)
+        if number % 100 == 99:
+            first, second = (list(table.shrink(shrink))[-1] for table in both)
+            assert first == second
+    assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_walk_gives_every_row_once(tmp_path: Path):
+    dice, both = np.random.default_rng(7), pair(tmp_path)
+    for _ in range(200):
+        step(dice, both)
+    met, cursor = {}, 0
+    while True:
+        keys, values, cursor = both[1].walk(cursor, 37)
+        for key, row in zip(keys.tolist(), values, strict=True):
+            assert key not in met
+            met[key] = row.tobytes()
+        if not cursor:
+            break
+    assert met == {key: row[: 4 * DIM] for key, row in rows_of(both[0]).items()}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_more_rows_than_memory_holds_are_loaded_onto_the_disk(tmp_path: Path):
+    both = pair(tmp_path)
+    keys = np.arange(1, 20_001, dtype=np.uint64)
+    values = np.random.default_rng(8).random((20_000, 2 * DIM), np.float32)
+    for table in both:
+        table.load(keys, values)
+    assert both[1].stats()["hot_rows"] <= 700
+    assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_one_request_for_more_rows_than_memory_holds_is_an_error(tmp_path: Path):
+    table = pair(tmp_path)[1]
+    with pytest.raises(TableError, match="'t'"):
+        table.look_up(np.arange(1, 6000, dtype=np.uint64))
+    assert table.num_rows == 0
+
+
+@pytest.mark.usefixtures("tiny")
+def test_ticks_start_again_before_they_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiers, "MAX_TICK", 64)
+    dice, both = np.random.default_rng(9), pair(tmp_path)
+    for _ in range(400):
+        step(dice, both)
+    assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.parametrize(
+    "shrink", [Shrink(max_rows=100), Shrink(where="delta < 1 and unseen_days > 1")], ids=["max_rows", "delta"]
+)
+def test_policies_that_need_all_rows_in_memory_are_refused(shrink: Shrink, tmp_path: Path):
+    entry = AdmissionEntry(show="show", click="click")
+    with pytest.raises(TableError, match="'t'"):
+        pair(tmp_path, msgspec.structs.replace(PLAIN, shrink=shrink, entry=entry))
+
+
+def test_memory_that_holds_hardly_a_row_is_refused(tmp_path: Path):
+    with pytest.raises(TableError, match="'t'"):
+        pair(tmp_path, msgspec.structs.replace(PLAIN, dim=1 << 14))

@@ -1,0 +1,243 @@
+"""A table of rows by key that is larger than memory: the rows used last are in memory, all others on disk.
+
+Every request has the result that it would have on a table in memory: before it touches rows, those that are on disk are
+brought into memory. Only the methods that look at all rows differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import rows
+from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.row_statistics import Columns, split_columns
+from torchfleet.ps.tables.rows.tracking import AnyTracking
+from torchfleet.ps.tables.settings.clock import Clock
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec
+from torchfleet.ps.tables.settings.storage import TierStorage, checked_folder, table_roots
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.tables.tiers.cold_rows import ColdRows
+from torchfleet.ps.tables.tiers.pages import RECORD_HEAD
+from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
+from torchfleet.ps.tables.tiers.tracking import TieredTracking
+
+
+class TieredTable(SparseTable):
+    """Kind `sparse` with a storage."""
+
+    index: KeyMap
+
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None, storage: TierStorage) -> None:
+        memory = min(storage.memory, max_bytes)
+        super().__init__(spec, memory, clock)
+        if self._capacity is not None:
+            raise TableError(
+                f"table '{spec.name}' has rows on disk: shrink by delete_after_unseen_days, ttl_days or where, not by "
+                "max_rows or max_bytes"
+            )
+        if self.statistics is not None and "delta" in self.statistics.names:
+            raise TableError(f"table '{spec.name}' has rows on disk: its shrink cannot look at delta")
+        folder = checked_folder(storage.path, table_roots())
+        cold = ColdRows(self.index.width - self.index.offset, folder)
+        self.tiers = Tiers(spec.name, self.index, memory, cold)
+        if self.tiers.max_hot < FEWEST_ROWS:
+            raise TableError(
+                f"table '{spec.name}': {memory:,} bytes hold {max(0, self.tiers.max_hot):,} rows of "
+                f"{4 * self.index.width:,} bytes; expected room for {FEWEST_ROWS:,}. Give it more memory."
+            )
+
+    def _make_index(self, num_words: int, num_columns: int, max_bytes: int) -> KeyMap:
+        return KeyMap(num_words + num_columns, max_bytes)
+
+    def _make_tracking(self) -> AnyTracking:
+        return TieredTracking(self.tiers)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tiers.directory.num_keys
+
+    @property
+    def _part(self) -> int:
+        """Keys of a request without a bound that are handled at once."""
+        return max(1, self.tiers.max_hot // 4)
+
+    # Requests: rows are brought into memory first
+
+    def check_keys(self, keys: Keys, create: bool = False) -> None:
+        """As RowStore.check_keys."""
+        self.tiers.check_batch(keys)
+        if create and self.admission is not None:
+            self.admission.check_room(min(len(keys), self.admission.num_free + 1))
+
+    def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
+        """As Table.pull. A pull that creates no rows leaves the rows where they are."""
+        if create:
+            self.tiers.bring(keys, self.spec.dim)
+            return super().pull(keys, create, worker)
+        return self._peek(keys)
+
+    def _peek(self, keys: Keys) -> Floats:
+        out = np.zeros((len(keys), self.spec.dim), np.float32)
+        at = self.find(keys)
+        rows.gather(self.index.store, *self._layout, at, out)
+        cold = np.flatnonzero(at < 0)
+        distinct, inverse = np.unique(keys[cold], return_inverse=True)
+        places, records = self.tiers.look_up(distinct)
+        values = np.zeros((len(distinct), self.spec.dim), np.float32)
+        values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, : self.spec.dim]
+        out[cold] = values[inverse]
+        return out
+
+    def admit_waiting(self) -> None:
+        """As Table.admit_waiting."""
+        for pulls in self._waiting.values():
+            for keys in pulls:
+                self.tiers.check_batch(keys)
+        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
+        for _, pulls in sorted(waiting.items()):
+            for keys in pulls:
+                self.tiers.bring(keys)
+                self.appear(keys)
+
+    def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """As Table.check_push."""
+        self.tiers.check_batch(keys)
+        self.tiers.bring(keys, self._row_words)
+        super().check_push(keys, grads, lr)
+
+    def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """As Table.update."""
+        self.tiers.bring(keys, self._row_words)
+        super().update(keys, grads, lr)
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.check_add."""
+        self.tiers.check_batch(keys)
+        self.tiers.bring(keys)
+        super().check_add(keys, deltas)
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.add."""
+        self.tiers.check_batch(keys)
+        self.tiers.bring(keys)
+        super().add(keys, deltas)
+
+    def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
+        """As RowStore.assign; more keys than memory holds are assigned in parts."""
+        self.check_values(keys, values)
+        step = self._part
+        for start in range(0, len(keys), step):
+            some = slice(start, start + step)
+            self.tiers.check_batch(keys[some])
+            self.tiers.bring(keys[some])
+            own = None if columns is None else {name: column[some] for name, column in columns.items()}
+            super().assign(keys[some], values[some], own)
+
+    def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
+        """As RowStore.load: new rows fill memory first, then the disk."""
+        step = self._part
+        for start in range(0, len(keys), step):
+            some = slice(start, start + step)
+            own = {name: column[some] for name, column in self._complete(columns or {}, len(keys)).items()}
+            self._load(keys[some], values[some], own)
+
+    def _load(self, keys: Keys, values: Floats, columns: Columns) -> None:
+        is_new = len(self.absent(keys)) == len(keys)
+        has_room = self.index.num_keys + len(keys) <= self.tiers.max_hot
+        if not is_new or has_room or values.shape[1] != self._row_words:
+            self.assign(keys, values, columns)
+            return
+        self.check_keys(keys)
+        self.bounds.note(rows.largest(values))
+        words = values if self.statistics is None else self._with_columns(values, columns)
+        self.tiers.add_cold(keys, np.ascontiguousarray(words).view(np.uint32))
+
+    def erase(self, keys: Keys) -> int:
+        """As Table.erase."""
+        num, step = 0, self._part
+        for start in range(0, len(keys), step):
+            some = np.unique(keys[start : start + step])
+            self.tiers.check_batch(some)
+            at = self.tiers.bring(some)
+            num += self.drop(some[at >= 0], at[at >= 0])
+        return num
+
+    def drop(self, keys: Keys, at: Rows) -> int:
+        """As RowStore.drop."""
+        self.tiers.note_gone(keys, at)
+        return super().drop(keys, at)
+
+    def absent(self, keys: Keys) -> Keys:
+        """As RowStore.absent; reads rows on disk, which stay there."""
+        missing = keys[self.find(keys) < 0]
+        return missing[self.tiers.look_up(missing)[0] < 0]
+
+    def _note_new(self, keys: Keys, at: Rows) -> None:
+        self.tiers.note_new(keys, at)
+
+    # All rows
+
+    def chunks(
+        self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
+    ) -> Iterator[tuple[Keys, Floats, Columns]]:
+        """As RowStore.chunks."""
+        is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
+        for keys, words in self.tiers.all_rows(num_rows, self.tracking.since if is_delta else 0):  # type: ignore[union-attr]
+            yield keys, self._values(words), self._columns(words)
+
+    def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
+        """As RowStore.slices: rows on disk are brought into memory, a slice at a time."""
+        step = min(num_rows, self._part)
+        for keys, _ in self.tiers.all_rows(step, 0):
+            for start in range(0, len(keys), step):
+                at = self.tiers.bring(keys[start : start + step])
+                yield np.sort(at[at >= 0])
+
+    def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As Table.walk."""
+        keys, words, behind = self.tiers.walk(cursor, num_rows)
+        return keys, np.ascontiguousarray(self._values(words)[:, : self.spec.dim]), behind
+
+    def mark_all(self) -> None:
+        """As RowStore.mark_all."""
+        assert isinstance(self.tracking, TieredTracking)
+        self.tracking.mark_all()
+
+    def check_shrink(self, policy: Shrink) -> None:
+        """As Table.check_shrink."""
+        super().check_shrink(policy)
+        if policy.max_rows is not None or policy.max_bytes is not None:
+            raise TableError(f"table '{self.spec.name}' has rows on disk: it cannot be shrunk to max_rows or max_bytes")
+
+    def settle(self) -> bool:
+        """As Table.settle."""
+        return super().settle() or self.tiers.settle()
+
+    def stats(self) -> dict[str, Any]:
+        tiers = self.tiers
+        return {
+            **super().stats(),
+            "rows": tiers.directory.num_keys,
+            "bytes": tiers.num_bytes,
+            "hot_rows": self.index.num_keys,
+            "cold_rows": tiers.cold.num_live,
+            "disk_bytes": tiers.cold.num_bytes,
+            "disk_is_direct": tiers.cold.is_direct,
+            "rows_read": tiers.num_read,
+            "rows_written": tiers.num_written,
+        }
+
+    def _values(self, words: Any) -> Floats:
+        """Values and state of rows, from their words."""
+        values: Floats = np.ascontiguousarray(words[:, : self._row_words]).view(np.float32)
+        return values
+
+    def _columns(self, words: Any) -> Columns:
+        if self.statistics is None:
+            return {}
+        return split_columns(self.statistics.names, np.ascontiguousarray(words[:, self._row_words :]).view(np.float32))

@@ -1,0 +1,96 @@
+"""How rows lie in the file of a table on two tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import pages as kernels
+from torchfleet.ps.kernels.pages import HEADER_WORDS
+from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys
+
+MARK_WORDS = 2  # of a record: the save that changed it last, the pass that yielded it last
+RECORD_HEAD = KEY_WORDS + MARK_WORDS
+SECTOR = 4096  # bytes that the disk reads at once
+MOST_WASTE = 0.1  # share of a page that may stay empty
+BLOCK_BYTES = 1 << 18  # written at once
+
+Words = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of records, pages and blocks for rows of `row_words` words."""
+
+    row_words: int
+
+    @property
+    def record_words(self) -> int:
+        return RECORD_HEAD + self.row_words
+
+    @property
+    def page_bytes(self) -> int:
+        """The smallest page that holds records without much waste."""
+        page = SECTOR
+        while True:
+            room = page // 4 - HEADER_WORDS
+            used = room // self.record_words * self.record_words
+            if used >= (1 - MOST_WASTE) * room:
+                return page
+            page += SECTOR
+
+    @property
+    def per_page(self) -> int:
+        return (self.page_bytes // 4 - HEADER_WORDS) // self.record_words
+
+    @property
+    def pages_per_block(self) -> int:
+        return max(1, BLOCK_BYTES // self.page_bytes)
+
+    @property
+    def per_block(self) -> int:
+        """Records of a block."""
+        return self.per_page * self.pages_per_block
+
+    @property
+    def block_bytes(self) -> int:
+        return self.page_bytes * self.pages_per_block
+
+    def fill(self, block: Words, start: int, records: Words) -> None:
+        """Write records into a block, from its record number `start` on."""
+        kernels.fill(block, self.page_bytes // 4, self.per_page, start, records)
+
+    def take(self, pages: Words, page_of: Any, slot_of: Any) -> Words:
+        """Records by page, counted from the first of `pages`, and slot."""
+        out = np.empty((len(page_of), self.record_words), np.uint32)
+        kernels.take(pages.reshape(-1), self.page_bytes // 4, self.per_page, page_of, slot_of, out)
+        return out
+
+    def seal(self, block: Words, first_number: int) -> None:
+        """Write the numbers and checksums of a block's pages."""
+        pages = block.view(np.uint64).reshape(-1, self.page_bytes // 8)
+        pages[:, 1] = first_number + np.arange(len(pages))
+        sums = np.empty(len(pages), np.uint64)
+        kernels.checksums(pages, sums)
+        pages[:, 0] = sums
+
+    def check(self, pages: Words, numbers: npt.NDArray[np.int64], place: str) -> None:
+        """Raise TableError unless these are the pages with these numbers, as they were written."""
+        words = pages.view(np.uint64).reshape(-1, self.page_bytes // 8)
+        sums = np.empty(len(words), np.uint64)
+        kernels.checksums(words, sums)
+        wrong = np.flatnonzero((sums != words[:, 0]) | (words[:, 1] != numbers.astype(np.uint64)))
+        if len(wrong):
+            raise TableError(
+                f"{place}: {len(wrong)} of {len(words)} pages are not as they were written, page {numbers[wrong[0]]} "
+                "among them. The disk has lost or changed rows: start again from the last save, on another disk."
+            )
+
+
+def keys_of(records: Words) -> Keys:
+    """The keys of records, in a new array."""
+    return np.ascontiguousarray(records[:, :KEY_WORDS]).view(np.uint64).reshape(-1)

@@ -1,0 +1,30 @@
+"""Uses the kernels of tables on two tiers once, without a file."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.ps.kernels.statistics import oldest
+from torchfleet.ps.tables.tiers.directory import Directory
+from torchfleet.ps.tables.tiers.pages import Layout
+
+
+def warm_up_tiers() -> None:
+    """Compile the kernels, or load them from the cache."""
+    keys, places = np.arange(100, dtype=np.uint64), np.arange(1000, 1100)
+    directory = Directory(100_000, 1000)
+    directory.insert(keys, places)
+    many = np.arange(1000, 61_000, dtype=np.uint64)
+    directory.insert(many, many.astype(np.int64) + 1000)  # its sub-maps grow
+    directory.find_cold(keys, np.zeros(100, np.int64))
+    directory.holds(keys, places)
+    directory.places_from(0, 100)
+    directory.move(keys, places, np.arange(100))
+    directory.remove(keys, np.arange(100))
+    layout = Layout(4)
+    block = np.zeros(layout.block_bytes // 4, np.uint32)
+    layout.fill(block, 0, np.ones((100, layout.record_words), np.uint32))
+    layout.seal(block, 1)
+    layout.check(block, 1 + np.arange(layout.pages_per_block), "")
+    layout.take(block, np.zeros(3, np.int64), np.arange(3))
+    oldest(np.zeros(8, np.uint32), 1, 0, 0, 8, np.uint32(0), 8, np.empty(8, np.int64))
