@@ -108,6 +108,7 @@ def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
     assert sorted(settings()["hooks"]) == sorted(f"docs/hooks/{file.name}" for file in (DOCS / "hooks").glob("*.py"))
 
 
+@pytest.mark.slow
 @with_lightning
 @with_all_packages
 def test_the_reference_has_every_public_name() -> None:

@@ -86,6 +86,7 @@ def run(twin: Twin, operations) -> None:
         twin.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, LARGEST), operations)
 def test_a_key_map_is_a_dict(salt, operations):
@@ -93,6 +94,7 @@ def test_a_key_map_is_a_dict(salt, operations):
         run(Twin(salt), operations)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, LARGEST), st.integers(1, 70), operations)
 def test_a_key_map_is_a_dict_while_it_grows(salt, num_moved, operations):
