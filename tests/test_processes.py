@@ -12,6 +12,8 @@ import pytest
 from support import processes
 from support.jobs import wait_until
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 COMMANDS = {
     "output": "import sys; print(sys.argv); print('wrong', file=sys.stderr)",
     "status": "import sys; sys.exit(7)",
@@ -27,7 +29,6 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_prints_and_ends_as_a_new_process_does(name: str) -> None:
     command = [sys.executable, "-c", COMMANDS[name], "some", "arguments"]
@@ -38,7 +39,6 @@ def test_it_prints_and_ends_as_a_new_process_does(name: str) -> None:
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
 
 
-@pytest.mark.slow
 def test_scripts_and_modules_find_what_lies_beside_them(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     (tmp_path / "script.py").write_text("import beside, sys\nprint(beside.NAME, __name__, __file__, sys.argv[1:])\n")
@@ -73,7 +73,6 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     wait_until(lambda: not psutil.pid_exists(started), "what it had started has ended", 10)
 
 
-@pytest.mark.slow
 def test_a_nursery_that_has_imported_more_is_used_where_it_is_asked_for() -> None:
     command = [sys.executable, "-c", "import sys; print('mailbox' in sys.modules)"]
     with processes.preloaded("mailbox"):

@@ -134,6 +134,7 @@ def test_every_function_of_fleet_says_what_it_does_and_what_its_arguments_are() 
     assert missing == {}
 
 
+@pytest.mark.slow
 @with_lightning
 @with_all_packages
 @pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.name)

@@ -33,6 +33,8 @@ from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 PATIENT = Patience(timeout=WAIT, retries=2)
 MEGABYTE = 1 << 20
 JOINED = {"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
@@ -98,7 +100,6 @@ def scraped(port: int) -> str:
 
 
 class TestStart:
-    @pytest.mark.slow
     def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
         needs("prometheus_client")
         (metrics,) = free_ports(1)
@@ -113,14 +114,12 @@ class TestStart:
                 asked = 'torchfleet_server_requests_total{command="ping",index="0",role="server"} 1.0'
                 wait_until(lambda: asked in scraped(metrics), "the request among the metrics")
 
-    @pytest.mark.slow
     def test_it_listens_on_a_path(self, tmp_path: Path) -> None:
         with ForkedServer(f"ipc://{tmp_path}/s") as server:
             assert server.endpoint == f"ipc://{tmp_path}/s"
             with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
                 client.ping()
 
-    @pytest.mark.slow
     def test_a_port_in_use_is_a_clear_error(self) -> None:
         with ForkedServer() as first:
             command = [sys.executable, "-m", "torchfleet.server", "--endpoint", first.endpoint]
@@ -131,7 +130,6 @@ class TestStart:
             with closing(Client.connect([first.endpoint], patience=PATIENT)) as client:
                 client.ping()
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         "endpoint", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:http", "ipc:///no/such/place/s"]
     )
@@ -142,7 +140,6 @@ class TestStart:
         assert endpoint in ended.stderr
         assert "Traceback" not in ended.stderr
 
-    @pytest.mark.slow
     def test_starting_one_that_fails_raises_and_leaves_no_process(self) -> None:
         with pytest.raises(FleetError, match=naming("status 2")):
             ServerProcess("tcp://127.0.0.1")
@@ -153,7 +150,6 @@ class TestStart:
             ServerProcess(timeout=0.01)
         assert {child.pid for child in psutil.Process().children()} == before
 
-    @pytest.mark.slow
     def test_a_bare_server_imports_no_torch(self) -> None:
         code = "import torchfleet.ps.server.main, sys; assert 'torch' not in sys.modules"
         ended = run("-c", code)
@@ -165,7 +161,6 @@ class TestStart:
         assert options.endpoint == "tcp://127.0.0.1:0"
         assert (options.key_dir, options.insecure, options.num_workers) == (None, False, 0)
 
-    @pytest.mark.slow
     def test_no_request_has_to_wait_for_a_compiler(self) -> None:
         """Requests as they come out of a socket, small and therefore unaligned, use kernels that are there already."""
         ended = run("-c", REQUESTS_AFTER_WARM_UP)
@@ -178,7 +173,6 @@ class TestEnd:
         with ForkedServer() as server:
             yield server
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
     def test_a_signal_ends_it_with_status_0(self, server: ServerProcess, number: signal.Signals) -> None:
         with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
@@ -186,7 +180,6 @@ class TestEnd:
             os.kill(server.pid, number)
             assert server.wait(WAIT) == 0
 
-    @pytest.mark.slow
     def test_a_signal_ends_it_in_the_middle_of_traffic(self, server: ServerProcess) -> None:
         with closing(Client.connect([server.endpoint], patience=Patience(1.0, 1))) as client:
             client.create_table(TableSpec("t", dim=4))
@@ -197,13 +190,11 @@ class TestEnd:
                     break
             assert server.wait(WAIT) == 0
 
-    @pytest.mark.slow
     def test_stop_ends_it_with_status_0_and_is_answered(self, server: ServerProcess) -> None:
         with closing(Client.connect([server.endpoint], role=Role.LAUNCHER, patience=PATIENT)) as client:
             client.stop_servers()
             assert server.wait(WAIT) == 0
 
-    @pytest.mark.slow
     def test_it_ends_when_all_workers_have_left(self) -> None:
         with ForkedServer("tcp://127.0.0.1:0", "--num_workers", "2") as server:
             for worker in (0, 1):
@@ -213,7 +204,6 @@ class TestEnd:
                     client.leave()
             assert server.wait(WAIT) == 0
 
-    @pytest.mark.slow
     def test_closing_it_ends_it_and_closing_again_does_no_harm(self, server: ServerProcess) -> None:
         server.close()
         assert server.returncode == 0
@@ -229,7 +219,6 @@ class TestEnd:
             client.ping()
 
 
-@pytest.mark.slow
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
     with ForkedServer() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
@@ -266,7 +255,6 @@ class TestBounds:
             client.pull("wide", self.KEYS).result()
             yield client
 
-    @pytest.mark.slow
     def test_a_client_that_never_reads_does_not_fill_the_memory(self, server: ServerProcess, client: Client) -> None:
         process = psutil.Process(server.pid)
         before = process.memory_info().rss
@@ -289,7 +277,6 @@ class TestBounds:
             assert client.stats()[0]["requests"] >= 600, "the server was to take all requests"
         assert (most - before) / MEGABYTE < 150, "64 replies may wait for a client, and not more"
 
-    @pytest.mark.slow
     def test_many_clients_that_come_and_go_leave_nothing_behind(self, server: ServerProcess, client: Client) -> None:
         process = psutil.Process(server.pid)
 
@@ -324,7 +311,6 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
 """
 
 
-@pytest.mark.slow
 def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
     """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
     spec = TableSpec("t", dim=64)
@@ -337,7 +323,6 @@ def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_
         client.ping()
 
 
-@pytest.mark.slow
 def test_it_ends_when_the_workers_that_were_there_are_gone() -> None:
     options = ("--num_workers", "2", "--orphan_timeout", "1")
     with ForkedServer("tcp://127.0.0.1:0", *options) as server:
