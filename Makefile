@@ -70,7 +70,7 @@ test-long: setup
 test-install: setup
 	$(RUN) -m pytest -m install -n 0
 
-# Without whole fleets and ranks, applications, and tests of more than two seconds: three quarters of the tests.
+# Without whole fleets and ranks, applications, tests that start processes, and those of more than a second: seven of ten tests.
 FLEETS := integration examples launch benchmarks collective ecosystem apps
 quick: setup
 	$(KERNELS)

@@ -75,6 +75,7 @@ def test_the_script_and_the_tables_name_what_torchfleet_has(page: Path) -> None:
     assert [name for span in spans for name in re.findall(r"\bfleet\.([\w.]+)", span) if not exists(name)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_script_runs_in_one_process(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script(page))
@@ -83,6 +84,7 @@ def test_the_script_runs_in_one_process(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_script_runs_with_servers_and_workers(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

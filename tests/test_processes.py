@@ -12,6 +12,8 @@ import pytest
 from support import processes
 from support.jobs import wait_until
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 COMMANDS = {
     "output": "import sys; print(sys.argv); print('wrong', file=sys.stderr)",
     "status": "import sys; sys.exit(7)",

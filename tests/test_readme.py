@@ -34,6 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_a_block_of_python_runs_as_it_is(number: int, tmp_path: Path) -> None:
     (tmp_path / "pasted.py").write_text(SCRIPTS[number])

@@ -108,6 +108,7 @@ def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
     assert sorted(settings()["hooks"]) == sorted(f"docs/hooks/{file.name}" for file in (DOCS / "hooks").glob("*.py"))
 
 
+@pytest.mark.slow
 @with_lightning
 @with_all_packages
 def test_the_reference_has_every_public_name() -> None:
@@ -145,6 +146,7 @@ def test_every_function_of_fleet_says_what_it_does_and_what_its_arguments_are() 
     assert missing == {}
 
 
+@pytest.mark.slow
 @with_lightning
 @with_all_packages
 @pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.name)

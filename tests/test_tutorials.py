@@ -17,6 +17,8 @@ from support.paths import ROOT
 from support.scripts.launching import clean_environment
 from support.wheel_contents import copy_sources
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 TUTORIALS = ROOT / "docs" / "tutorials"
 # What a page's commands print, and how large it has to be at least, each time that they print it.
 FIGURES = {
@@ -45,7 +47,6 @@ def assert_figures(page: str, printed: str) -> None:
     assert min(found) > least, found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", FIGURES)
 def test_a_page_can_be_followed(page: str, folder: Path) -> None:
@@ -59,7 +60,6 @@ def test_the_index_lists_every_page_and_each_is_followed() -> None:
     assert set(listed) == written == {*FIGURES, "cluster"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_of_clusters_writes_what_they_take(folder: Path) -> None:
     kubernetes_validate = imported("kubernetes_validate")

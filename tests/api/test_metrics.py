@@ -58,6 +58,7 @@ def sigmoid(logits: Floats) -> Floats:
 # Against scikit-learn and numpy
 
 
+@pytest.mark.slow
 def test_the_area_is_that_of_all_predictions_put_together() -> None:
     meter = AUC()
     batches = [batch(seed, num) for seed, num in enumerate([1000, 1, 37, 5000, 256])]

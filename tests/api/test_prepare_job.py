@@ -44,6 +44,7 @@ def predicted_by_torch() -> torch.Tensor:
     return parts[0](IDS).detach()
 
 
+@pytest.mark.slow
 def test_one_server_and_two_workers_equal_plain_torch(tmp_path: Path) -> None:
     """The script calls no stop_worker and asks nobody for a role. The servers' log tells what they did."""
     saved = str(tmp_path / "model")
@@ -63,6 +64,7 @@ def test_one_server_and_two_workers_equal_plain_torch(tmp_path: Path) -> None:
     assert [text for text in expected if text not in said] == []
 
 
+@pytest.mark.slow
 def test_a_script_in_one_process_stops_its_worker_at_the_end(tmp_path: Path) -> None:
     saved = str(tmp_path / "model")
     output = jobs.command([SCRIPT, "--batch_size", "16", "--model", saved], 60)
@@ -92,6 +94,7 @@ def end_by_itself(mode: str, folder: Path) -> None:
     assert found == pytest.approx(applied, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["geo", "async"])
 def test_a_script_that_ends_by_itself_loses_no_push(mode: str, tmp_path: Path) -> None:
     end_by_itself(mode, tmp_path)
@@ -113,6 +116,7 @@ def on_a_rank() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_plain_torch(ranks: Ranks) -> None:
     for found in ranks.run(on_a_rank, 2):
         assert found["length"] == 5

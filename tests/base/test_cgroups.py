@@ -128,6 +128,7 @@ def _handed_down(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_a_process_in_a_real_group_finds_its_limit() -> None:
     parent = own_group()
     if parent is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ from torch.nn import functional as F
 
 import torchfleet as fleet
 
+pytestmark = pytest.mark.xdist_group("combinations")  # what several tests compare with is trained once
+
 STEPS, ROWS, DIM, CLASSES = 8, 6, 12, 5
+
+Trained = Callable[..., list[dict[str, Any]]]
 
 
 class Block(torch.nn.Module):
@@ -72,6 +78,20 @@ def train(optimizer: str = "momentum", replicas: int = 0, **fields: Any) -> dict
     return {"losses": losses, "parameters": whole}
 
 
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks) -> Trained:
+    """`train` on so many ranks, with these arguments; once for all tests."""
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def run(size: int, **arguments: Any) -> list[dict[str, Any]]:
+        key = json.dumps([size, arguments], sort_keys=True)
+        if key not in found:
+            found[key] = ranks.run(train, size, **arguments)
+        return found[key]
+
+    return run
+
+
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]], atol: float) -> None:
     """Every parameter that any rank has; between them they have all."""
     whole = expected[0]["parameters"]
@@ -90,49 +110,49 @@ RECOMPUTE = {"recompute": True, "recompute_configs": {"checkpoints": ["0", "1", 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("amp", [AMP, FP16], ids=["bfloat16", "float16"])
-def test_amp_recompute_sharding_equals_amp(ranks: Ranks, stage: int, amp: dict[str, Any]) -> None:
+def test_amp_recompute_sharding_equals_amp(trained: Trained, stage: int, amp: dict[str, Any]) -> None:
     """1e-5: the same half precision products, but gradients are summed in another order and Adam divides by √v."""
-    expected = ranks.run(train, 2, optimizer="adam", **amp)
+    expected = trained(2, optimizer="adam", **amp)
     sharding = {"sharding": True, "sharding_configs": {"stage": stage}}
-    found = ranks.run(train, 2, optimizer="adam", **amp, **RECOMPUTE, **sharding)
+    found = trained(2, optimizer="adam", **amp, **RECOMPUTE, **sharding)
     assert_close(found, expected, 1e-4 if stage > 1 else 1e-6)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
 @pytest.mark.parametrize("amp", [AMP, FP16], ids=["bfloat16", "float16"])
-def test_lamb_amp_gradient_merge(ranks: Ranks, amp: dict[str, Any]) -> None:
+def test_lamb_amp_gradient_merge(trained: Trained, amp: dict[str, Any]) -> None:
     """Merged over two batches, the first and last four of eight are four steps."""
     merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
-    found = ranks.run(train, 2, optimizer="adam", lamb=True, **amp, **merge)
-    plain = ranks.run(train, 2, optimizer="adam", lamb=True, **merge)
+    found = trained(2, optimizer="adam", lamb=True, **amp, **merge)
+    plain = trained(2, optimizer="adam", lamb=True, **merge)
     assert_close(found, plain, 0.02)  # bfloat16 has eight bits
     assert_close(found[1:], found[:1], 0)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_localsgd_amp(ranks: Ranks, k: int) -> None:
-    found = ranks.run(train, 2, localsgd=True, localsgd_configs={"k_steps": k}, **AMP)
-    expected = ranks.run(train, 2, **AMP)
+def test_localsgd_amp(trained: Trained, k: int) -> None:
+    found = trained(2, localsgd=True, localsgd_configs={"k_steps": k}, **AMP)
+    expected = trained(2, **AMP)
     assert_close(found, expected, 1e-5 if k == 1 else 0.2)
     assert_close(found[1:], found[:1], 0)
 
 
-def test_adaptive_localsgd_amp(ranks: Ranks) -> None:
-    found = ranks.run(train, 2, adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 2}, **AMP)
+def test_adaptive_localsgd_amp(trained: Trained) -> None:
+    found = trained(2, adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 2}, **AMP)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
-def test_dgc_momentum_small_parameters_travel_whole(ranks: Ranks) -> None:
-    assert_close(ranks.run(train, 2, dgc=True), ranks.run(train, 2), 1e-6)
+def test_dgc_momentum_small_parameters_travel_whole(trained: Trained) -> None:
+    assert_close(trained(2, dgc=True), trained(2), 1e-6)
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "F-then-B"])
 @pytest.mark.parametrize("amp", [{}, AMP, FP16], ids=["float32", "bfloat16", "float16"])
-def test_pipeline_recompute_amp_equals_one_rank(ranks: Ranks, mode: str, amp: dict[str, Any]) -> None:
-    expected = ranks.run(train, 1, **amp)
+def test_pipeline_recompute_amp_equals_one_rank(trained: Trained, mode: str, amp: dict[str, Any]) -> None:
+    expected = trained(1, **amp)
     pipeline = {"pipeline": True, "pipeline_configs": {"accumulate_steps": 3, "schedule_mode": mode}}
-    found = ranks.run(train, 2, replicas=1, **pipeline, **RECOMPUTE, **amp)
+    found = trained(2, replicas=1, **pipeline, **RECOMPUTE, **amp)
     # In half precision a gradient of a micro-batch is rounded before it is added
     assert_close(found, expected, 2e-2 if amp else 1e-6)
     assert found[1]["losses"] == pytest.approx(expected[0]["losses"], abs=2e-2 if amp else 1e-5)
@@ -140,44 +160,44 @@ def test_pipeline_recompute_amp_equals_one_rank(ranks: Ranks, mode: str, amp: di
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_hybrid_sharding_equals_data_parallelism(ranks: Ranks, stage: int) -> None:
+def test_hybrid_sharding_equals_data_parallelism(trained: Trained, stage: int) -> None:
     hybrid = {"stage": stage, "sharding_degree": 2, "hybrid_dp": True}
-    found = ranks.run(train, 4, optimizer="momentum", sharding=True, sharding_configs=hybrid)
-    assert_close(found, ranks.run(train, 4, optimizer="momentum"), 1e-6)
+    found = trained(4, optimizer="momentum", sharding=True, sharding_configs=hybrid)
+    assert_close(found, trained(4, optimizer="momentum"), 1e-6)
 
 
-def test_pipeline_beside_data_parallelism(ranks: Ranks) -> None:
+def test_pipeline_beside_data_parallelism(trained: Trained) -> None:
     fields = {"pipeline": True, "pipeline_configs": {"accumulate_steps": 2}, "hybrid_configs": {"pp_degree": 2}}
-    assert_close(ranks.run(train, 4, replicas=2, **fields), ranks.run(train, 2), 1e-6)
+    assert_close(trained(4, replicas=2, **fields), trained(2), 1e-6)
 
 
 @pytest.mark.parametrize("pure", ["use_pure_fp16", "use_pure_bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_pure_parameters_under_sharding(ranks: Ranks, pure: str, stage: int) -> None:
+def test_pure_parameters_under_sharding(trained: Trained, pure: str, stage: int) -> None:
     sharding = {"sharding": True, "sharding_configs": {"stage": stage}} if stage else {}
     fields = {"amp": True, "amp_configs": {pure: True}}
-    found = ranks.run(train, 2, optimizer="adam", **fields, **sharding)
-    expected = ranks.run(train, 2, optimizer="adam", **fields)
+    found = trained(2, optimizer="adam", **fields, **sharding)
+    expected = trained(2, optimizer="adam", **fields)
     assert_close(found, expected, 1e-6 if stage < 2 else 0.02)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
-def test_lars_amp_sharding_merge(ranks: Ranks) -> None:
+def test_lars_amp_sharding_merge(trained: Trained) -> None:
     fields = {**AMP, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}, "lars": True}
-    expected = ranks.run(train, 2, **fields)
+    expected = trained(2, **fields)
     for stage in (1, 2, 3):
-        found = ranks.run(train, 2, sharding=True, sharding_configs={"stage": stage}, **fields)
+        found = trained(2, sharding=True, sharding_configs={"stage": stage}, **fields)
         assert_close(found, expected, 1e-5)
 
 
-def test_ways_to_exchange_beside_amp_and_merge(ranks: Ranks) -> None:
+def test_ways_to_exchange_beside_amp_and_merge(trained: Trained) -> None:
     """float16 on the wire has eleven bits."""
     merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
-    expected = ranks.run(train, 4, **AMP, **merge)
+    expected = trained(4, **AMP, **merge)
     ways: list[tuple[dict[str, Any], float]] = [
         ({"fp16_allreduce": True}, 1e-3),
         ({"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}, 1e-5),
         ({"nccl_comm_num": 2, "sync_nccl_allreduce": False, "fuse_grad_size_in_MB": 1}, 1e-5),
     ]
     for way, atol in ways:
-        assert_close(ranks.run(train, 4, **AMP, **merge, **way), expected, atol)
+        assert_close(trained(4, **AMP, **merge, **way), expected, atol)

@@ -65,7 +65,16 @@ def optimizer_of(parameters: Any, rule: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
 
 
-def train_all(stage: int, precision: str) -> dict[str, Any]:
+def train_all(cases: list[tuple[int, str]]) -> dict[str, Any]:
+    """What each case has found, one after the other: what torch makes of shards at first is made once."""
+    return {case_name(stage, precision): train_one(stage, precision) for stage, precision in cases}
+
+
+def case_name(stage: int, precision: str) -> str:
+    return f"stage {stage}, {precision}"
+
+
+def train_one(stage: int, precision: str) -> dict[str, Any]:
     """Of every rule and step: the whole gradients, the norm and the whole parameters afterwards."""
     found: dict[str, Any] = {}
     for rule in RULES:
@@ -86,11 +95,16 @@ def train_all(stage: int, precision: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"stage {case[0]}, {case[1]}")
-def trained(ranks: Ranks, request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def all_cases(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(train_all, 4, cases=CASES)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case_name(*case))
+def trained(all_cases: list[dict[str, Any]], request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     """The precision, and what every rank found."""
     stage, precision = request.param
-    return precision, ranks.run(train_all, 4, stage=stage, precision=precision)
+    return precision, [found[case_name(stage, precision)] for found in all_cases]
 
 
 def of_step(found: dict[str, Any], key: str, kind: str) -> dict[str, torch.Tensor]:

@@ -109,6 +109,7 @@ def test_processes_read_each_sample_once(tmp_path: Path, num_workers: int) -> No
     assert sorted(i for batch in found for (i,) in batch[1]) == list(range(19))
 
 
+@pytest.mark.slow
 def test_processes_that_live_on_make_several_passes(tmp_path: Path) -> None:
     batches = fleet.data.FileBatches(write(tmp_path, [9, 4, 3]), batch_size=4, use_var=SLOTS)
     loader = DataLoader(batches, batch_size=None, num_workers=2, persistent_workers=True, timeout=SECONDS)
@@ -141,6 +142,7 @@ def commands() -> list[str]:
     return [text for text in lines if "sleep 100" in text]
 
 
+@pytest.mark.slow
 def test_leaving_in_the_middle_leaves_no_thread_and_no_process(tmp_path: Path) -> None:
     files = write(tmp_path, [3000, 3000])
     batches = fleet.data.FileBatches(files, 3, SLOTS, pipe_command="cat; sleep 100 | cat")

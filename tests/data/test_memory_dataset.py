@@ -605,6 +605,7 @@ print(resident() - full)
 """
 
 
+@pytest.mark.slow
 def test_loading_again_does_not_hold_the_old_samples_meanwhile(tmp_path: Path) -> None:
     """In a process of its own: what other tests have left would be given back, or taken, in the middle."""
     path = tmp_path / "a"

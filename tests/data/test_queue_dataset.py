@@ -462,6 +462,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["pass", "preload"])
 def test_a_script_may_end_in_the_middle(tmp_path: Path, what: str) -> None:
     files = write(tmp_path, [20_000] * 20, id_line)

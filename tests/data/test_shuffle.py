@@ -198,6 +198,7 @@ def real_workers(servers: Fleet, num: int, timeout: float = SECONDS) -> Callable
 # What comes out
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     numbers=st.lists(st.integers(0, 40), min_size=2, max_size=5),
@@ -604,6 +605,7 @@ def test_over_servers_a_worker_that_does_not_come_is_an_error_after_the_time_out
         assert ids(dataset) == list(range(5))
 
 
+@pytest.mark.slow
 def test_a_job_of_one_worker_shuffles_as_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLEET_ROLE", "TRAINING_ROLE", "PSERVER_DEBUG"):
         monkeypatch.delenv(name, raising=False)

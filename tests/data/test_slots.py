@@ -93,6 +93,7 @@ def samples_of(slots: list[Slot], max_size: int = 6) -> st.SearchStrategy[list[S
 # Batches against a plain-Python oracle
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_a_batch_of_several_pieces_holds_their_samples_in_order(data: st.DataObject) -> None:

@@ -80,6 +80,7 @@ def test_a_launcher_is_one_file_and_one_line(
         sys.modules.pop("toy_launcher", None)
 
 
+@pytest.mark.slow
 def test_a_launcher_of_servers_imports_no_torch(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -69,6 +69,7 @@ def train(*callbacks: object, save: str | None = None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_callback_is_told_of_start_numbers_and_end() -> None:
     recorder = Recorder()
     losses = train(recorder, save="model")

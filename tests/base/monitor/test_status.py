@@ -249,6 +249,7 @@ class TestWorkerStatus:
         assert json.loads((tmp_path / "status").read_text()).get(name) != 123.0
 
 
+@pytest.mark.slow
 def test_the_last_steps_of_a_rank_count_though_its_script_just_ends(tmp_path: Path) -> None:
     script = """
 import os, torch, torchfleet as fleet

@@ -17,6 +17,7 @@ from torchfleet.base.monitor.stop_request import REQUEUE
 SCRIPT = str(SCRIPTS / "asked_to_stop.py")
 
 
+@pytest.mark.slow
 def test_asked_to_end_it_saves_and_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     alone = processes.run([sys.executable, SCRIPT, str(tmp_path / "other")], timeout=200, check=True).stdout
     with Forked([sys.executable, SCRIPT, str(tmp_path / "model"), "--pause", "0.05"]) as job:
@@ -30,6 +31,7 @@ def test_asked_to_end_it_saves_and_goes_on_to_the_same_numbers(tmp_path: Path) -
     assert _loss(again) == _loss(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["", "model"])
 def test_worker_0_saves_where_its_launcher_says_so(tmp_path: Path, folder: str) -> None:
     script = str(SCRIPTS / "tiny.py")

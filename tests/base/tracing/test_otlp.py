@@ -20,6 +20,7 @@ EVERY = 4
 STEPS = 10
 
 
+@pytest.mark.slow
 def test_a_fleet_sends_linked_spans_of_one_step_of_n(tmp_path: Path) -> None:
     options = ["--server_num", "1", "--worker_num", "1", "--trace_every", str(EVERY), TINY, "--steps", str(STEPS)]
     with receiver() as received:

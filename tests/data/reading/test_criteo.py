@@ -139,6 +139,7 @@ def test_the_string_hash_is_the_documented_one(text: str | bytes, seed: int) -> 
     assert fleet.hash_string(text, seed) == fleet.hash_string(data, seed) == documented_hash(data, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(0, 2**64 - 1))
 def test_the_kernel_hashes_as_python_does(texts: list[bytes], seed: int) -> None:
@@ -163,6 +164,7 @@ def test_bytes_that_are_no_utf8_hash_as_they_are_in_a_line_of_a_generator() -> N
 # Rows
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.lists(rows(), max_size=4),

@@ -116,12 +116,14 @@ def memory_of(generator: Any, capsys: pytest.CaptureFixture[str]) -> str:
 # What is printed
 
 
+@pytest.mark.slow
 def test_a_script_prints_what_training_reads(tmp_path: Path) -> None:
     script = write_script(tmp_path, READER)
     assert printed(script, b"1 10 20\n0\n0.5 7\n") == "2 10 20 1 1.0\n0 1 0.0\n1 7 1 0.5\n"
     assert printed(script, b"") == ""
 
 
+@pytest.mark.slow
 def test_a_pipe_and_the_process_give_equal_tensors(tmp_path: Path) -> None:
     script = write_script(tmp_path, READER)
     rng = np.random.default_rng(0)
@@ -660,6 +662,7 @@ PADDLE_2 = f"""
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [PADDLE_1, PADDLE_2])
 def test_a_script_written_for_paddle_runs_with_only_its_import_changed(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch

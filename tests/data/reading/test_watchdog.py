@@ -63,6 +63,7 @@ def none_before_and_after() -> Iterator[None]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_commands_and_what_they_started_end_with_their_worker(files: list[str], number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -78,6 +79,7 @@ def test_commands_and_what_they_started_end_with_their_worker(files: list[str], 
         worker.wait()
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_commands_of_its_own(files: list[str]) -> None:
     """Its parent's death is none of its business, and its own ends its commands alone."""
     code = f"""

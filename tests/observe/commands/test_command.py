@@ -201,6 +201,7 @@ def test_inspect_shows_every_table(model: str, capsys: pytest.CaptureFixture[str
     assert any(names(line, "save-000001", 2) for line in lines)
 
 
+@pytest.mark.slow
 def test_long_names_are_shown_whole_without_a_terminal(values: np.ndarray, tmp_path: Path) -> None:
     """In a pipe or a log there is no width to fit to."""
     folder = str(tmp_path / ("a_folder_with_quite_a_long_name_" * 3) / "model")
@@ -380,6 +381,7 @@ def test_without_pyarrow_it_is_said_what_to_install(
     assert command.main(["export", model, "items", str(tmp_path / "rows"), "--format", "text"]) == 0
 
 
+@pytest.mark.slow
 def test_the_installed_command_does_it_all(model: str, tmp_path: Path) -> None:
     """As a process: exit codes, and no traceback."""
     done = run("inspect", model, "--check")

@@ -167,6 +167,7 @@ def test_slow_links_and_other_releases_are_found() -> None:
     assert [finding.kind for finding in check_others(own, other, "b:1")] == [STOPS, NOTE, NOTE]
 
 
+@pytest.mark.slow
 def test_a_real_run_ends_with_a_status_that_its_findings_explain() -> None:
     run = [sys.executable, "-m", "torchfleet.observe.commands", "doctor", "--json", "--rows", "1e14", "127.0.0.1:1"]
     found = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)

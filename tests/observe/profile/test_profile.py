@@ -112,6 +112,7 @@ def test_a_collective_job_is_started_profiled_and_ended(tmp_path: Path) -> None:
     assert slices(events, name="gloo:all_reduce")  # torch sees the exchange by itself
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_too_soon_is_an_error_that_says_so(tmp_path: Path) -> None:
     own = ["--steps", "5", "--skip", "50", "--out", str(tmp_path / "t.json"), "--log_dir", str(tmp_path / "log")]
     with profile(*own, "--nproc_per_node", "1", str(SCRIPTS / "profiled_ranks.py"), "3") as asked:

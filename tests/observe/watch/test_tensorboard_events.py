@@ -100,6 +100,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: py
     assert len(lines_naming(capsys.readouterr().err, "[fleetrun]", tmp_path / "file")) == 1
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported_for_event_files() -> None:
     code = (
         "import sys, tempfile; from pathlib import Path\n"

@@ -91,6 +91,7 @@ def forget(*folders: str) -> None:
 
 
 class TestContent:
+    @pytest.mark.slow
     @given(links())
     @settings(max_examples=examples(8))
     def test_any_chain_stays_what_it_was(self, saves: list[dict[str, Any]]) -> None:

@@ -64,6 +64,7 @@ def test_a_name_is_given_once_and_its_folder_stays_while_its_process_lives(tmp_p
     assert list(storage.folders()) == []
 
 
+@pytest.mark.slow
 def test_a_save_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path / "model"))
     code = f"""

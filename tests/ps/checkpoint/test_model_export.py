@@ -30,6 +30,7 @@ class Typed(Net):
         return super().forward({**batch, "x": self.norm(batch["x"])})
 
 
+@pytest.mark.slow
 def test_a_plain_model_is_made_from_the_files_alone(tmp_path: Path) -> None:
     with one_worker(Typed(), fleet_optimizer("adam", lr=0.1), num_servers=2) as part:
         for seed in range(3):

@@ -176,6 +176,7 @@ def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_
     run_steps(make_map(), steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(1, 48), steps)
 def test_the_same_holds_in_both_slot_arrays_while_the_map_grows(num_moved, steps):

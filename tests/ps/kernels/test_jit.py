@@ -41,6 +41,7 @@ def run(package: Path, tmp_path: Path, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_a_read_only_package_without_a_home_compiles_anew_and_says_so_once(package: Path, tmp_path: Path) -> None:
     ended = run(package, tmp_path, HOME="/dev/null/nowhere")
     assert ended.returncode == 0, ended.stderr
@@ -49,6 +50,7 @@ def test_a_read_only_package_without_a_home_compiles_anew_and_says_so_once(packa
     assert not list(tmp_path.glob("torchfleet-kernels-*")), "the temporary folder is removed at the end"
 
 
+@pytest.mark.slow
 def test_a_read_only_package_keeps_its_kernels_in_the_users_cache(package: Path, tmp_path: Path) -> None:
     ended = run(package, tmp_path, HOME=str(tmp_path / "home"))
     assert ended.returncode == 0, ended.stderr
@@ -66,6 +68,7 @@ def test_the_folder_that_the_user_has_chosen_is_used(package: Path, tmp_path: Pa
     assert list((tmp_path / "chosen").rglob("*.nbi"))
 
 
+@pytest.mark.slow
 def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp_path: Path) -> None:
     (tmp_path / "chosen").mkdir()
     (tmp_path / "chosen").chmod(0o777)

@@ -38,6 +38,7 @@ def test_unique_gives_keys_in_order_of_first_appearance_and_the_way_back(keys):
     assert sorted(distinct.tolist()) == np.unique(keys).tolist()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 8) | st.integers(0, 2**64 - 1), floats, floats, floats), max_size=100))
 def test_sums_are_equal_to_adding_in_order_in_float32(rows):
     keys = np.array([row[0] for row in rows], np.uint64)

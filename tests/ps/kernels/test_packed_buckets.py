@@ -101,6 +101,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, 33), steps, st.lists(crowded_keys, max_size=300))
 def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_and_erased(num_moved, steps, first):

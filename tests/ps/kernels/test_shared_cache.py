@@ -129,6 +129,7 @@ class TestTheRest:
         command = [sys.executable, "-c", self.CODE.format(change)]
         return subprocess.run(command, env=folder, capture_output=True, text=True, check=True, timeout=WAIT).stdout
 
+    @pytest.mark.slow
     def test_all_kernels_are_marked_when_they_are_there_and_one_process_makes_them(self, tmp_path: Path) -> None:
         folder = environment(tmp_path / "kernels")
         told = "print(warm.mark_of_all()); warm.warm_up = lambda: print('compiles')"
@@ -141,6 +142,7 @@ class TestTheRest:
             assert self.run(folder, told).split() == [mark]
             assert not Path(mark).exists()
 
+    @pytest.mark.slow
     def test_a_server_starts_it_unless_all_are_there_and_ends_it(self, tmp_path: Path) -> None:
         folder = environment(tmp_path / "kernels")
         code = """

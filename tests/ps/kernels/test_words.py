@@ -48,6 +48,7 @@ def counted(text: bytes, size: int = 1 << 20, **options: int) -> list[tuple[byte
     return [(found.word(number), int(found.counts[number])) for number in range(len(found))]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(texts, st.integers(1, 40))
 @example(b"", 1)
@@ -138,6 +139,7 @@ def expected_ids(text: bytes, known: list[bytes], ids: list[int], keep: list[flo
     return body + lines[-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50))
 @given(
     st.lists(st.sampled_from([b"a", b"bb", b"ccc", b"longer-than-eight", b"?", b" ", b"\n", b"\t"]), max_size=60),
@@ -159,6 +161,7 @@ lines_of_ids = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50))
 @given(lines_of_ids, st.integers(1, 30), st.integers(1, 20), st.booleans())
 def test_ids_are_written_and_read_back(
@@ -189,6 +192,7 @@ def test_a_block_ends_with_a_line_unless_the_line_alone_is_longer(tmp_path: Path
     assert read(tmp_path, b"1 2\n3", 1) == [[1], [2], [-1], [3], [-1]]
 
 
+@pytest.mark.slow
 def test_ids_stand_between_any_white_space_and_empty_lines_are_passed_over(tmp_path: Path) -> None:
     assert read(tmp_path, b"\n \n 1\t2 \r\n\n\v3\f\n  \n") == [[1, 2, -1, 3, -1]]
     assert read(tmp_path, b"") == []

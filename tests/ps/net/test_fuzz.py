@@ -352,6 +352,7 @@ def process() -> Iterator[ServerProcess]:
         yield process
 
 
+@pytest.mark.slow
 class TestRealServer:
     """Garbage at the door of a real process while a client is being served."""
 

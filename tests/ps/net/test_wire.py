@@ -303,6 +303,7 @@ class TestBodies:
         with pytest.raises(FleetError):
             unpack(Array(0, np.frombuffer(garbage, np.uint8).reshape(-1, 1)), kind)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", [TableSpec, BarrierBody, dict])
     @given(data=st.data())
     @settings(max_examples=300)

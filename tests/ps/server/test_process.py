@@ -33,6 +33,8 @@ from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 PATIENT = Patience(timeout=WAIT, retries=2)
 MEGABYTE = 1 << 20
 JOINED = {"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
@@ -98,7 +100,6 @@ def scraped(port: int) -> str:
 
 
 class TestStart:
-    @pytest.mark.slow
     def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
         needs("prometheus_client")
         (metrics,) = free_ports(1)
@@ -139,7 +140,6 @@ class TestStart:
         assert endpoint in ended.stderr
         assert "Traceback" not in ended.stderr
 
-    @pytest.mark.slow
     def test_starting_one_that_fails_raises_and_leaves_no_process(self) -> None:
         with pytest.raises(FleetError, match=naming("status 2")):
             ServerProcess("tcp://127.0.0.1")
@@ -161,7 +161,6 @@ class TestStart:
         assert options.endpoint == "tcp://127.0.0.1:0"
         assert (options.key_dir, options.insecure, options.num_workers) == (None, False, 0)
 
-    @pytest.mark.slow
     def test_no_request_has_to_wait_for_a_compiler(self) -> None:
         """Requests as they come out of a socket, small and therefore unaligned, use kernels that are there already."""
         ended = run("-c", REQUESTS_AFTER_WARM_UP)
@@ -220,7 +219,6 @@ class TestEnd:
             client.ping()
 
 
-@pytest.mark.slow
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
     with ForkedServer() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
@@ -313,7 +311,6 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
 """
 
 
-@pytest.mark.slow
 def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
     """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
     spec = TableSpec("t", dim=64)

@@ -681,6 +681,7 @@ def test_a_mistake_of_our_own_in_the_middle_of_a_save_does_not_end_the_server(
 # Real processes, real time
 
 
+@pytest.mark.slow
 def test_while_a_server_saves_no_pull_waits_long_and_rows_stay_consistent(dirname: str) -> None:
     spec = TableSpec("rows", dim=16, rule=Rule("adagrad", lr=0.5))
     keys = np.arange(400_000)

@@ -224,6 +224,7 @@ class TieredTable(SparseTable):
             **super().stats(),
             "rows": tiers.directory.num_keys,
             "bytes": tiers.num_bytes,
+            "map_bytes": tiers.directory.num_bytes,
             "hot_rows": self.index.num_keys,
             "cold_rows": tiers.cold.num_live,
             "disk_bytes": tiers.cold.num_bytes,

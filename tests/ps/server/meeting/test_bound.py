@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ class Job:
         self.apply()
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 5),
     st.integers(0, 4),

@@ -238,6 +238,7 @@ def test_claims_that_make_no_sense_are_no_message(server: Server, fields: dict[s
     assert kind in ("WireError", "TableError")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_script_differs_is_refused_before_it_makes_a_table() -> None:
     servers, (first, second) = Servers(1, 2), roles(2, 1)
     settings = {"launch_barrier": False, "k_steps": 8}
@@ -252,6 +253,7 @@ def test_a_worker_whose_script_differs_is_refused_before_it_makes_a_table() -> N
         worker.stop()
 
 
+@pytest.mark.slow
 def test_a_server_of_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     servers, (info,) = Servers(1, 1), roles(1, 1)
     part = make_part(Net, sgd, strategy(), info)

@@ -101,6 +101,7 @@ def test_the_counters_are_those_of_plain_python(seed, back):
     assert np.array_equal(everything(shard), twin.blocks())
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.lists(

@@ -87,6 +87,7 @@ def run(twin: Twin, operations) -> None:
         twin.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, LARGEST), operations)
 def test_a_key_map_is_a_dict(seed, operations):
@@ -94,6 +95,7 @@ def test_a_key_map_is_a_dict(seed, operations):
         run(Twin(seed), operations)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(0, LARGEST), st.integers(1, 48), operations)
 def test_a_key_map_is_a_dict_while_it_grows(seed, num_moved, operations):

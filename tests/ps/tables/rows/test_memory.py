@@ -142,6 +142,7 @@ assert faults < 0.1 * pages, f"{faults} page faults for {pages} pages that had b
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_buffers_of_messages_do_not_come_back_page_by_page():
     """In a process of its own, as the setting is one of the process."""

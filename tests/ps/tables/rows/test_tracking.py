@@ -78,6 +78,7 @@ class Twin:
         assert set(gone.tolist()) == self.keys[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(STEPS, max_size=25), st.sampled_from([4, 1 << 16]))
 def test_any_sequence_of_changes_and_saves_agrees_with_sets(steps, compact_at):

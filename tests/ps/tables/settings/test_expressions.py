@@ -109,6 +109,7 @@ CONDITIONS = st.recursive(
 ROWS = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, FLOATS)), max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(120))
 @given(CONDITIONS, ROWS)
 def test_a_condition_means_what_a_walk_over_its_tree_says(tree, rows):
@@ -318,6 +319,7 @@ def test_long_texts_are_errors_and_long_chains_are_not():
         parse("1" * 1_000_000, NAMES)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(st.text(max_size=60) | st.lists(st.sampled_from([*SIGNS, *NAMES, *"()-,1", "not", "min"])).map(" ".join))
 def test_any_text_is_a_condition_or_a_table_error(text):

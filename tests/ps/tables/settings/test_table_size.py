@@ -57,6 +57,7 @@ def test_the_environment_limits_the_tables_of_a_server(monkeypatch: pytest.Monke
     assert Server().state.max_table_bytes == physical_bytes()
 
 
+@pytest.mark.slow
 def test_the_environment_limits_the_tables_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the error of a full table says how to set it."""
     monkeypatch.setenv("FLEET_MAX_TABLE_BYTES", "1KB")
@@ -71,6 +72,7 @@ def test_the_environment_limits_the_tables_of_one_process(monkeypatch: pytest.Mo
             model(torch.arange(60, 70))
 
 
+@pytest.mark.slow
 def test_a_bare_server_takes_a_size_and_refuses_what_is_none() -> None:
     command = [sys.executable, "-m", "torchfleet.server", "--max_table_bytes", "plenty"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -78,12 +80,14 @@ def test_a_bare_server_takes_a_size_and_refuses_what_is_none() -> None:
     assert names(done.stderr, "--max_table_bytes", "8GB")
 
 
+@pytest.mark.slow
 def test_fleetrun_hands_the_limit_to_every_process_of_the_job(tmp_path: Path) -> None:
     with forked_fleetrun(tmp_path, "--dry_run", "--max_table_bytes", "2GB", "--server_num", "1", str(TINY)) as job:
         assert job.wait(SOON) == 0, job.output
     assert job.output.count(f"FLEET_MAX_TABLE_BYTES={2 << 30}") == 2
 
 
+@pytest.mark.slow
 def test_a_job_whose_table_outgrows_its_limit_ends_and_says_how_to_raise_it(tmp_path: Path) -> None:
     counts = ("--server_num", "1", "--worker_num", "1")
     with forked_fleetrun(tmp_path, "--max_table_bytes", "64B", *counts, str(TINY)) as job:

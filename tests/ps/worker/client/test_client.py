@@ -270,6 +270,7 @@ class TestDeadServers:
                         client.ping()
                 assert time.monotonic() - started < WAIT
 
+    @pytest.mark.slow
     def test_a_killed_server_is_named_within_the_time_out_and_the_others_serve_on(self) -> None:
         with in_processes(2) as fleet:
             client, alive = fleet.client(patience=SHORT), fleet.servers[0]
@@ -302,6 +303,7 @@ class TestDeadServers:
             with closing(Client.connect([alive.endpoint], patience=SHORT)) as other:
                 other.ping()
 
+    @pytest.mark.slow
     def test_a_server_that_hangs_and_comes_back_in_time_is_waited_for(self) -> None:
         with in_processes(1) as fleet:
             client = fleet.client(patience=Patience(8.0, 3))
@@ -320,6 +322,7 @@ class TestDeadServers:
             assert client.num_retries > 0
             assert client.pull("rows", [1]).result().tolist() == [[-4, -4]]
 
+    @pytest.mark.slow
     def test_a_server_that_came_back_empty_is_reported_as_restarted(self) -> None:
         with ForkedServer() as first, closing(Client.connect([first.endpoint], patience=Patience(8.0, 4))) as client:
             client.create_table(ROWS)

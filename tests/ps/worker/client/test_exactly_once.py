@@ -217,6 +217,7 @@ def test_the_servers_memory_of_outcomes_stays_as_small_as_the_window() -> None:
     assert server.state.tables[ROWS.number].pull(KEYS[1:2])[0, 0] == -500
 
 
+@pytest.mark.slow
 def test_one_lost_reply_does_not_end_a_client_that_goes_on_pushing() -> None:
     """The change with the lost reply holds the floor down until it is sent again; meanwhile others are made."""
     network = Network(5, Faults(delay=0.0001))

@@ -70,6 +70,7 @@ def flat(bags: list[list[int]], last: bool, weights: bool) -> tuple[Any, ...]:
     return (*batch, torch.linspace(-1, 2, len(ids))) if weights else batch
 
 
+@pytest.mark.slow
 @given(
     bags=BAGS,
     mode=st.sampled_from(["sum", "mean", "max"]),

@@ -89,7 +89,7 @@ def test_a_compiled_model_trains_as_torch_with_one_graph_behind_its_lookups(kind
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # nearly all of it is the C++ compiler
 def test_compiled_to_machine_code_it_trains_the_same() -> None:
     model = Tower()
     plain = copy.deepcopy(model)
@@ -112,6 +112,7 @@ def test_a_part_that_is_compiled_by_itself_is_compiled_although_the_model_is_nev
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_prediction_of_a_compiled_model_is_that_of_the_model() -> None:
     model = Tower()
     with one_worker(model, sgd):

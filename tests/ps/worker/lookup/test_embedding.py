@@ -546,6 +546,7 @@ def test_describe_names_tables_and_parameters(capsys: pytest.CaptureFixture[str]
 # A DataLoader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_data_loader_trains_to_the_result_of_torch(num_workers: int, prefetch: bool) -> None:

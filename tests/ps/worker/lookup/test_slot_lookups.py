@@ -93,6 +93,7 @@ def some_batches(draw: st.DrawFn) -> list[list[Any]]:
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @settings(max_examples=examples(15))
 @given(batches=some_batches(), padding=st.none() | PLACES)

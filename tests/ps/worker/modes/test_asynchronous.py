@@ -155,6 +155,7 @@ of about 0.50 and an AUC of about 0.84 (untrained: 0.69 and 0.5). The workers st
 the same numbers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["half_async", "async"])
 @pytest.mark.parametrize("seed", first_of([1, 2, 3]))
 def test_several_workers_learn_what_one_process_learns(mode: str, seed: int) -> None:

@@ -143,6 +143,7 @@ def test_several_threads_of_a_worker_are_refused() -> None:
 # Gathered updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "half_async"])
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_gathering_one_push_of_each_worker_is_sync_training_to_the_bit(mode: str, rule: str) -> None:

@@ -88,6 +88,7 @@ def test_one_worker_equals_torch_with_its_default_options(rule: str) -> None:
     assert_equal_values(done.values(**TABLES), values_of(model), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_repeated_run_is_equal_to_the_bit(rule: str) -> None:
     runs = [jobs.run(train, Net, fleet_optimizer(rule, **RULES[rule]), num_workers=3, num_servers=2) for _ in range(2)]

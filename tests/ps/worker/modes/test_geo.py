@@ -217,6 +217,7 @@ def train_and_settle(part: Part) -> dict[str, torch.Tensor]:
     return {**dense, "items": local(part, "items", list(range(1, jobs.NUM_ITEMS // 2)))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense parameters", "rows"])
 def test_after_exchanges_of_all_every_worker_and_the_servers_hold_the_same(kind: str) -> None:
     done = jobs.run(train_and_settle, Net, SGD, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=4)
@@ -233,6 +234,7 @@ def test_a_row_that_another_worker_trained_comes_in_with_the_next_exchange() -> 
     def body(part: Part) -> torch.Tensor | None:
         step(part, [5], weight=0.0)  # both hold row 5
         part.barrier()
+        meet(part)  # a barrier ends with an exchange: it is over in both
         if part.index == 0:
             step(part, [5], weight=2.0)
             settle(part)
@@ -271,6 +273,7 @@ def test_own_progress_since_the_last_exchange_is_kept_when_others_come_in() -> N
         assert (found >= high - 1e-6).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_of([1, 2, 3]))
 def test_geo_learns_what_sync_learns(seed: int) -> None:
     """In the end a worker's whole difference is added, not the mean over workers as in sync: geo at rate 1 moves like
