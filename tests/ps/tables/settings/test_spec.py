@@ -134,7 +134,7 @@ def test_the_limits_themselves_are_allowed(fields):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Rule("rmsprop"),
+        lambda: Rule("nadam"),
         lambda: Initializer("xavier"),
         lambda: TableSpec("t", kind="hash"),
     ],
@@ -161,7 +161,7 @@ def test_a_description_is_the_same_after_a_journey(spec):
 
 
 @pytest.mark.parametrize(
-    "change", [{"dim": 0}, {"kind": "hash"}, {"rule": {"name": "rmsprop"}}, {"rule": {"lr": -1.0}}, {"colour": "red"}]
+    "change", [{"dim": 0}, {"kind": "hash"}, {"rule": {"name": "nadam"}}, {"rule": {"lr": -1.0}}, {"colour": "red"}]
 )
 def test_a_bad_description_from_elsewhere_is_refused_too(change):
     body = msgspec.msgpack.encode({"name": "t"} | change)
