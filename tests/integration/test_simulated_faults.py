@@ -40,7 +40,7 @@ def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
         "coordinator: swaps without comparing",
         "coordinator: an answer with an error ends the process that has the rows",
         "backup: takes its own name in the view for being dropped",
-        "elastic: a worker that has left still counts as present",
+        "elastic: servers go on when the last worker has left",
         "wait: the others go on without a lost worker",
     ],
 )

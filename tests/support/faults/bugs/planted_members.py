@@ -9,7 +9,6 @@ from support.faults.planted import Patch, bug
 
 from torchfleet.api.job import joining
 from torchfleet.ps.server import among_workers, waiting
-from torchfleet.ps.server.meeting.file_lists import FileLists
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.server import Server
 
@@ -93,26 +92,9 @@ def _after_init(patch: Patch, change: Callable[[Members], None]) -> None:
     patch(Members, "__init__", init_and_change)
 
 
-@bug("elastic: a worker that has left still counts as present", script="elastic")
+@bug("elastic: servers go on when the last worker has left", script="elastic")
 def _(patch: Patch) -> None:
-    leave = Members.leave
-
-    def leave_present(self: Members, worker: int, *more: Any) -> None:
-        leave(self, worker, *more)
-        self.absent.discard(worker)
-
-    patch(Members, "leave", leave_present)
-
-
-@bug("elastic: a late copy of a join brings back a worker that has left", script="elastic")
-def _(patch: Patch) -> None:
-    patch(Members, "has_left", lambda *_: False)
-
-
-@bug("elastic: files of a lost worker stay with it", script="elastic")
-def _(patch: Patch) -> None:
-    patch(FileLists, "expire", lambda *_: False)
-    patch(FileLists, "leave", lambda *_: None)
+    patch(Members, "is_over", lambda self, num_workers: False)
 
 
 @bug("elastic: who has left is not copied", KEPT, script="elastic")
