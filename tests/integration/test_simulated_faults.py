@@ -9,7 +9,6 @@ from support.faults.order_checks import check_registers, check_tokens
 from support.faults.planted import BUGS
 from support.faults.schedules import FLEETS, SCRIPTS, Plan, run
 from support.faults.search import hunt
-from support.grids import first_of
 
 pytestmark = pytest.mark.xdist_group("faults")  # kernels are compiled once
 
