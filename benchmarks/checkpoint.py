@@ -98,7 +98,7 @@ def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float]
         over.set()
         watch.join()
     num_bytes = sum(part.bytes for part in saved[0].parts)
-    table = described(SPEC, SPEC.num_states, saved[0].steps["rows"], chosen.rows, [])
+    table = described(SPEC, True, saved[0].steps["rows"], chosen.rows, [])
     manifest = Manifest(folder_of(1), 1, "full", 1, [table], saved[0].parts)
     write_manifest(storage, manifest)
     found = {

@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             def timed(work: Callable[..., None] = train) -> float:
                 start = time.perf_counter()
                 work(data, grad)
-                return num / (time.perf_counter() - start)
+                return float(num / (time.perf_counter() - start))
 
             contenders: dict[str, Callable[[], float]] = {name: timed}
             if name == "rowwise_adagrad" and operator is not None:

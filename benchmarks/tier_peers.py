@@ -19,7 +19,7 @@ MOST_ROWS = 20_000_000  # filling them takes long; fewer rows are easier for the
 def peers_rows_per_s(
     folder: str, rows: int, row_bytes: int, memory: int, batches: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Rows per second of those that are installed, filled with at most MOST_ROWS of the rows, and a share of the memory."""
+    """Rows per second of those that are installed, with at most MOST_ROWS of the rows and that share of the memory."""
     num = min(rows, MOST_ROWS)
     keys = [hashes(1 + (np.arange(len(batch), dtype=np.uint64) * 7919 + i) % num) for i, batch in enumerate(batches)]
     found = {}

@@ -3,13 +3,13 @@
 python -m benchmarks.tiers --json            200 million rows in 4 GB of memory: about half an hour, 40 GB of disk
 python -m benchmarks.tiers --quick --json    a hundredth of the rows, to see that it works
 
-Rows of dim 16 with row-wise Adagrad, ids by a Zipf distribution. `training_samples_per_s`: pulls, sent two batches ahead,
-and pushes of a client, through sockets, to a server whose rows are on two tiers; `memory_samples_per_s`: the same to one
-with all rows in memory. `disk_samples_per_s`: the disk's random reads per second over the reads per sample that were
-counted. `training_ratio`: to the smaller of the two. `read_ratio`: rows per second found by random keys, beside the
-faster of rocksdict and lmdb with as much memory, where they are installed. `save_ratio`: a full save, beside reading the
-file of cold rows and writing as many bytes to the same disk, both at the disk's sequential speed. `save_pause_ms`: the
-longest answer to a pull of one row during it.
+Rows of dim 16 with row-wise Adagrad, ids by a Zipf distribution. `training_samples_per_s`: pulls, sent two batches
+ahead, and pushes of a client, through sockets, to a server whose rows are on two tiers; `memory_samples_per_s`: the same
+to one with all rows in memory. `disk_samples_per_s`: the disk's random reads per second over the reads per sample that
+were counted. `training_ratio`: to the smaller of the two. `read_ratio`: rows per second found by random keys, beside
+the faster of rocksdict and lmdb with as much memory, where they are installed. `save_ratio`: a full save, beside
+reading the file of cold rows and writing as many bytes to the same disk, both at the disk's sequential speed.
+`save_pause_ms`: the longest answer to a pull of one row during it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import secrets
 import shutil
 import statistics
 import tempfile
@@ -31,13 +32,17 @@ import psutil
 
 from benchmarks.tier_peers import peers_rows_per_s
 from benchmarks.timing import log, report
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import reserve
 from torchfleet.ps.kernels.hashing import hashes
+from torchfleet.ps.net.wire import Role
 from torchfleet.ps.server.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.tables.tiers.disk import open_disk
 from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Future
 
 AHEAD = 2
 
@@ -83,7 +88,8 @@ class Ids:
 
 def fill(client: Client, chosen: argparse.Namespace) -> float:
     """All rows by pulls that create them; returns the seconds."""
-    start, under_way = time.perf_counter(), deque()
+    start = time.perf_counter()
+    under_way: deque[Future[Any]] = deque()
     for first in range(1, chosen.rows + 1, 100_000):
         keys = hashes(np.arange(first, min(first + 100_000, chosen.rows + 1), dtype=np.uint64))
         under_way.append(client.pull("rows", keys))
@@ -98,7 +104,9 @@ def fill(client: Client, chosen: argparse.Namespace) -> float:
 
 def train(client: Client, ids: Ids, batch: int, seconds: float) -> tuple[float, list[float]]:
     """(samples per second, milliseconds of each pull)."""
-    pulls, pushes, waits, num = deque(), deque(), [], 0
+    pulls: deque[tuple[Any, Future[Any], float]] = deque()
+    pushes: deque[Future[Any]] = deque()
+    waits, num = [], 0
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         keys = ids.batch()
@@ -113,9 +121,8 @@ def train(client: Client, ids: Ids, batch: int, seconds: float) -> tuple[float, 
             pushes.popleft().result()
         num += batch
     elapsed = time.perf_counter() - start
-    for *_, future in [*pulls, *((None, push) for push in pushes)]:
-        if hasattr(future, "result"):
-            future.result()
+    for future in (*(pull for _, pull, _ in pulls), *pushes):
+        future.result()
     return num / elapsed, waits
 
 
@@ -145,20 +152,19 @@ def disk_speed(folder: str, num_bytes: int) -> dict[str, float]:
         rates.append(4096 / (time.perf_counter() - start))
     disk.close()
     os.close(file)
-    return {
-        "disk_write_bytes_per_s": written,
-        "disk_read_bytes_per_s": read,
-        "disk_reads_per_s": statistics.median(rates),
-    }
+    found = {"disk_write_bytes_per_s": written, "disk_read_bytes_per_s": read}
+    return {**found, "disk_reads_per_s": statistics.median(rates)}
 
 
-def save(client: Client, endpoint: str, folder: Path, num_bytes: int, speed: dict[str, float]) -> dict[str, float]:
+def save(
+    client: Client, described: TableSpec, endpoint: str, folder: Path, num_bytes: int, speed: dict[str, float]
+) -> dict[str, float]:
     """A full save, and how long a small pull waits during it."""
     waits, is_over = [0.0], threading.Event()
 
     def look() -> None:
         with Client.connect([endpoint]) as other:
-            other.attach(client.spec("rows"))
+            other.attach(described)
             while not is_over.is_set():
                 asked = time.perf_counter()
                 other.pull("rows", hashes(np.ones(1, np.uint64)), create=False).result()
@@ -168,7 +174,10 @@ def save(client: Client, endpoint: str, folder: Path, num_bytes: int, speed: dic
     watcher = threading.Thread(target=look)
     watcher.start()
     start = time.perf_counter()
-    client.save_rows(str(folder))
+    storage, token = Storage(str(folder)), secrets.randbits(62) + 1
+    with reserve(storage, 1, token) as held:
+        client.save(storage.path, held.folder, True, 3600.0, token=token)
+        held.release()
     seconds = time.perf_counter() - start
     is_over.set()
     watcher.join()
@@ -190,7 +199,10 @@ def measure(chosen: argparse.Namespace, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: value for name, value in vars(chosen).items() if name not in ("json", "path")}
     log("the disk")
     speed = disk_speed(folder, (1 << 28) if chosen.quick else (4 << 30))
-    with ServerProcess() as server, Client.connect([server.endpoint], window=2 * AHEAD + 2) as client:
+    with (
+        ServerProcess() as server,
+        Client.connect([server.endpoint], role=Role.LAUNCHER, window=2 * AHEAD + 2) as client,
+    ):
         client.create_table(spec(chosen, folder))
         log(f"filling a table with {chosen.rows:,} rows")
         found["fill_s"] = fill(client, chosen)
@@ -227,7 +239,7 @@ def measure(chosen: argparse.Namespace, folder: str) -> dict[str, Any]:
         roof = min(found["memory_samples_per_s"], found["disk_samples_per_s"])
         found["training_ratio"] = found["training_samples_per_s"] / roof
         log(f"training_ratio {found['training_ratio']:.2f}; a full save")
-        found |= save(client, server.endpoint, Path(folder) / "model", stats["disk_bytes"], speed)
+        found |= save(client, spec(chosen, folder), server.endpoint, Path(folder) / "model", stats["disk_bytes"], speed)
         shutil.rmtree(Path(folder) / "model", ignore_errors=True)
         found |= measure_reads(client, chosen, folder)
     return found
@@ -243,9 +255,8 @@ def measure_reads(client: Client, chosen: argparse.Namespace, folder: str) -> di
         client.pull("rows", keys, create=False).result()
         rates.append(num / (time.perf_counter() - start))
     found = {"random_rows_per_s": statistics.median(rates)}
-    found |= peers_rows_per_s(
-        folder, chosen.rows, 4 * (chosen.dim + 1), parse_bytes(chosen.memory, "--memory"), batches
-    )
+    memory, row_bytes = parse_bytes(chosen.memory, "--memory"), 4 * (chosen.dim + 1)
+    found |= peers_rows_per_s(folder, chosen.rows, row_bytes, memory, batches)
     others = [value for name, value in found.items() if name.startswith(("rocksdict", "lmdb"))]
     return {**found, **({"read_ratio": found["random_rows_per_s"] / max(others)} if others else {})}
 

@@ -6,7 +6,7 @@ import http.client
 import io
 import socket
 import time
-from typing import IO
+from typing import IO, Any, cast
 
 _MOST_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class _Timed(io.RawIOBase):
         self._connected, self._until = connected, until
 
     def makefile(self, mode: str) -> IO[bytes]:
-        return io.BufferedReader(self)
+        return cast(IO[bytes], io.BufferedReader(cast(Any, self)))
 
     def readable(self) -> bool:
         return True

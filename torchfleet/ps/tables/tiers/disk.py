@@ -178,12 +178,12 @@ class _ThreadedDisk(Disk):
 
     def _read(self, offset: int, block: Bytes) -> int:
         try:
-            return os.preadv(self._file, [block], offset)
+            return os.preadv(self._file, [memoryview(block.data)], offset)
         except OSError as error:
             return -(error.errno or errno.EIO)
 
     def _write(self, offset: int, block: Bytes) -> int:
         try:
-            return os.pwritev(self._file, [block], offset)
+            return os.pwritev(self._file, [memoryview(block.data)], offset)
         except OSError as error:
             return -(error.errno or errno.EIO)

@@ -21,7 +21,7 @@ class _Stepping(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = None
         if closure is not None:

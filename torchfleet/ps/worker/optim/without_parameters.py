@@ -21,7 +21,7 @@ class MayLackParameters:
                 f"name: {type(self).__name__}(lr={params!r})."
             )
         given = [torch.nn.Parameter(torch.empty(0))] if params is None else params  # torch refuses an empty list
-        super().__init__(given, *args, **options)
+        super().__init__(given, *args, **options)  # type: ignore[call-arg]  # the optimizer, mixed in behind it
         if params is None:
             assert isinstance(self, torch.optim.Optimizer)
             self.state.clear()
