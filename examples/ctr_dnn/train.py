@@ -4,6 +4,7 @@ python examples/ctr_dnn/train.py                                                
 python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
 fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo, hybrid
 ... --row_rule rowwise_adagrad                                                    another rule for rows: docs/rows.md
+... --table_memory 8GB --table_path /nvme/rows                                     rows on disk: docs/tiered.md
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
 ... --reader pipe                                                                 read through `python reader.py`
@@ -41,7 +42,8 @@ def main() -> None:
     options = parse()
     torch.manual_seed(options.seed)
     fleet.init()
-    model = fleet.distributed_model(CTRDNN())
+    storage = fleet.Tiered(options.table_memory, options.table_path) if options.table_memory else None
+    model = fleet.distributed_model(CTRDNN(storage=storage))
     optimizer = fleet.distributed_optimizer(optimizer_of(model, options), strategy_of(options))
     if fleet.is_server():
         fleet.init_server(options.init_model)
@@ -171,6 +173,8 @@ def parse() -> argparse.Namespace:
         choices=["sgd", "adagrad", "adam", "rowwise_adagrad", "ftrl", "rmsprop", "lion"],
         help="how servers update rows, with a rate of --embedding_lr (default: adam)",
     )
+    parser.add_argument("--table_memory", help="memory for rows on each server, such as 8GB; others are on disk")
+    parser.add_argument("--table_path", default="rows", help="folder on each server's disk for --table_memory")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
     parser.add_argument("--gather", type=int, help="pushes whose mean is one update, in async and half_async mode")

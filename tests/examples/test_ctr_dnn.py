@@ -393,3 +393,11 @@ def test_geo_refuses_a_rule_for_rows_that_it_cannot_add_up(few: Path) -> None:
     status, text = ended("train.py", "--data", few, "--mode", "geo", "--row_rule", "ftrl")
     assert status == 2
     assert lines_naming(text, "--row_rule", "geo", "sgd")
+
+
+@pytest.mark.slow
+def test_rows_on_disk_learn_the_same(data: Path, tmp_path: Path) -> None:
+    quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0", "--mode", "sync")
+    tiers = ("--table_memory", "64MiB", "--table_path", tmp_path / "rows")
+    plain, tiered = (test_aucs(run("train.py", "--data", data, *quick, *more)) for more in ((), tiers))
+    assert plain == tiered
