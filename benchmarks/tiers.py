@@ -5,8 +5,8 @@ python -m benchmarks.tiers --quick --json    a hundredth of the rows, to see tha
 
 Rows of dim 16 with row-wise Adagrad, ids by a Zipf distribution. `training_samples_per_s`: pulls, sent two batches
 ahead, and pushes of a client, through sockets, to a server whose rows are on two tiers; `memory_samples_per_s`: the
-same to one with all rows in memory. `disk_samples_per_s`: the disk's random reads per second over the reads per sample that
-were counted. `training_ratio`: to the smaller of the two. `read_ratio`: rows per second found by random keys, beside
+same to one with all rows in memory. `disk_samples_per_s`: the disk's random reads per second over the counted reads per
+sample. `training_ratio`: to the smaller of the two. `read_ratio`: rows per second found by random keys, beside
 the faster of rocksdict and lmdb with as much memory, where they are installed. `save_ratio`: a full save, beside
 reading the file of cold rows and writing as many bytes to the same disk, both at the disk's sequential speed.
 `save_pause_ms`: the longest answer to a pull of one row during it.

@@ -58,8 +58,11 @@ def test_records_are_read_as_they_were_written(tmp_path: Path):
         _, some, cursor = cold.scan(cursor)
         met.append(some)
     assert np.array_equal(np.concatenate(met), rows)
-    cold.close()
     assert not list(tmp_path.iterdir())  # the file has no name
+    file = own_file(tmp_path)
+    del cold
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_segments_whose_rows_have_moved_are_written_again(tmp_path: Path):

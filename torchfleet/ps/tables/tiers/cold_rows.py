@@ -11,12 +11,13 @@ import contextlib
 import errno
 import mmap
 import os
+import weakref
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.tables.tiers.disk import open_disk
+from torchfleet.ps.tables.tiers.disk import Disk, open_disk
 from torchfleet.ps.tables.tiers.pages import Layout, Words
 
 Slots = npt.NDArray[np.int64]  # numbers of records in the file
@@ -34,6 +35,7 @@ class ColdRows:
         self.folder = folder
         self._file, self.is_direct = _open(folder)
         self._disk = open_disk(self._file)
+        self._closing = weakref.finalize(self, _close, self._disk, self._file)
         self._blocks_per_segment = max(1, segment_bytes // self.layout.block_bytes)
         self.per_segment = self._blocks_per_segment * self.layout.per_block
         self._numbers = np.empty(0, np.int64)  # by block of the file: the number of its first page, which only grows
@@ -257,10 +259,8 @@ class ColdRows:
         return memory.reshape(-1).view(np.uint32)
 
     def close(self) -> None:
-        """Let go of the file, which the system then removes."""
-        with contextlib.suppress(OSError):
-            self._disk.close()
-        os.close(self._file)
+        """Let go of the file, which the system then removes. Also done when nothing refers to this object."""
+        self._closing()
 
     def _expect(self, results: npt.NDArray[np.int64], size: int) -> None:
         wrong = results[results != size]
@@ -288,6 +288,12 @@ def _open(folder: str) -> tuple[int, bool]:
             f"cannot make a file for cold rows in {folder}: {os.strerror(error.errno or errno.EIO)}. Expected a folder "
             "that exists, to which this user can write, on a local disk."
         ) from None
+
+
+def _close(disk: Disk, file: int) -> None:
+    with contextlib.suppress(OSError):
+        disk.close()
+    os.close(file)
 
 
 def _allocate(file: int, start: int, size: int) -> None:
