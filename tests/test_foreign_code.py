@@ -95,6 +95,7 @@ EXCEPTIONS = {
     ("launch/simulate/forks.py", "os.fork"): "simulated processes",
     ("launch/simulate/forks.py", "ctypes.CDLL"): "prctl of the C library",
     ("ps/tables/rows/memory.py", "ctypes.CDLL"): "mallopt of the C library",
+    ("ps/tables/tiers/disk.py", "ctypes.CDLL"): "io_submit, which the C library calls by its number",
 }
 SAFE_OPTIONS = ("weights_only", "allow_pickle", "shell")
 SHELLS = {("data/reading/pipe.py", "subprocess.Popen")}

@@ -193,7 +193,8 @@ def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> N
 
     trained(f"{folder}/half", 3)
     trained(str(tmp_path / "whole"), 6)
-    roles, places = ["--server_num", "2", "--worker_num", "1"], ["--load", f"{folder}/half", "--save", f"{folder}/full"]
+    roles = ["--server_num", "2", "--worker_num", "1", "--save_root", folder.rsplit("/", 1)[0]]
+    places = ["--load", f"{folder}/half", "--save", f"{folder}/full"]
     script = [str(SCRIPTS / "resuming.py"), "--first", "3", "--last", "6"]
     with forked_fleetrun(tmp_path / "log", *roles, *script, *places) as job:
         assert job.wait() == 0, job.output

@@ -33,6 +33,21 @@ def mix(x):
     return x ^ (x >> 31)
 
 
+def unmix(x: int) -> int:
+    """The inverse of `mix`: undo its steps from the last to the first."""
+    x = _unshift(x, 31) * pow(M2, -1, 1 << 64) & MASK
+    x = _unshift(x, 27) * pow(M1, -1, 1 << 64) & MASK
+    return _unshift(x, 30)
+
+
+def _unshift(y: int, shift: int) -> int:
+    """The x with y = x ^ (x >> shift): every pass makes `shift` more of the high bits right."""
+    x = y
+    for _ in range(64 // shift):
+        x = y ^ (x >> shift)
+    return x
+
+
 def secret(seed: int) -> list[int]:
     """A secret of a map, from a number."""
     return [mix((seed + (i + 1) * GOLDEN) & MASK) for i in range(NUM_SECRETS)]

@@ -26,9 +26,9 @@ def check_own(folder: Path) -> None:
     found = folder.lstat()  # not stat(): the target of a link may change later
     if not stat.S_ISDIR(found.st_mode):
         raise SecurityError(f"expected a folder at {folder}, found a link or a file: remove it")
-    if found.st_uid not in (os.getuid(), 0):
+    if found.st_uid not in (os.geteuid(), 0):
         raise SecurityError(
-            f"{folder} belongs to user {found.st_uid}, and this is user {os.getuid()}: what another user wrote is not "
+            f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}: what another user wrote is not "
             "used. Remove it, or choose another folder."
         )
     if found.st_mode & _OTHERS_WRITE:

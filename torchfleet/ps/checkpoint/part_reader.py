@@ -131,13 +131,9 @@ class Loading:
         """Load everything of this kind that the shard owns."""
         repeated = RepeatedKeys(self._storage, self._link.save)
         for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
-            before, num = self._table.num_rows, len(arrays["keys"])
             repeated.add(part, arrays["keys"])
             with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
                 self._table.load_slice(SavedSlice(kind, arrays))
-                num_known = num - (self._table.num_rows - before)
-                if kind == "rows" and not self._link.parent and 2 * num_known > num:
-                    raise TableError(f"of {num:,} keys {num_known:,} were there before, in this file or in another")
         repeated.check()
 
     def _parts(self, kind: PartKind) -> list[Part]:

@@ -21,6 +21,7 @@ from torchfleet.ps.server.log.state_copy import export_state, import_state
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.settings.storage import TierStorage
 
 BODY = {"host": "here", "pid": 7, "num_workers": 2, "timeout": 5.0, "sync_timeout": 50.0}
 ROWS = TableSpec("rows", dim=4, rule=Rule("adam", lr=0.1), entry=AdmissionEntry(show="s", click="c"))
@@ -38,6 +39,7 @@ OTHER_SPEC: dict[str, Any] = {
     **{"kind": "array", "dim": 5, "size": 11, "seed": 3},
     **{"initializer": Initializer("uniform", -1.0, 1.0), "entry": AdmissionEntry(show="s", click="c", count=3)},
     "shrink": Shrink(max_rows=5),
+    "storage": TierStorage(64 << 20, "/rows"),
 }
 
 

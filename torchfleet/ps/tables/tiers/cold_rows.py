@@ -247,15 +247,15 @@ class ColdRows:
         size = self.layout.block_bytes
         memory = np.frombuffer(mmap.mmap(-1, len(blocks) * size), np.uint8).reshape(-1, size)
         on_disk = np.array([block not in self._unwritten for block in blocks.tolist()])
-        for i in np.flatnonzero(~on_disk).tolist():
-            memory[i] = self._unwritten[int(blocks[i])].view(np.uint8)
-        first = int(np.argmax(on_disk))  # blocks that are not on disk are the last ones
-        num = int(on_disk.sum())
+        blocks, num = np.concatenate([blocks[on_disk], blocks[~on_disk]]), int(on_disk.sum())
         if num:
-            some = memory[first : first + num]
-            self._expect(self._disk.read(blocks[first : first + num] * size, some), size)
-            numbers = self._numbers[blocks[first : first + num], None] + np.arange(self.layout.pages_per_block)
-            self.layout.check(some.view(np.uint32), numbers.reshape(-1), self.folder)
+            self._expect(self._disk.read(blocks[:num] * size, memory[:num]), size)
+            numbers = self._numbers[blocks[:num], None] + np.arange(self.layout.pages_per_block)
+            self.layout.check(memory[:num].view(np.uint32), numbers.reshape(-1), self.folder)
+        for i in range(num, len(blocks)):  # writes end in any order
+            memory[i] = self._unwritten[int(blocks[i])].view(np.uint8)
+        if 0 < num < len(blocks):
+            memory = memory[np.argsort(np.concatenate([np.flatnonzero(on_disk), np.flatnonzero(~on_disk)]))]
         return memory.reshape(-1).view(np.uint32)
 
     def close(self) -> None:
