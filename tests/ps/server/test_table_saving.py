@@ -317,6 +317,13 @@ class Slow:
         """Whether there is more to do."""
         return self.server.work() is not None
 
+    def first_slice(self) -> None:
+        """Waits while a thread opens the folder."""
+        deadline = time.monotonic() + WAIT
+        while not self.server.work():
+            assert time.monotonic() < deadline, "the save does not begin"
+            time.sleep(0.001)
+
     def finish(self) -> list[tuple[Any, Any]]:
         """All replies, once no job is left."""
         deadline, replies = time.monotonic() + WAIT, []
@@ -362,6 +369,7 @@ def test_value_and_state_of_a_row_belong_together_while_others_push(
     keys = np.arange(1000)
     slow.talk.push(slow.spec, keys, np.ones((1000, 2)))
     slow.begin()
+    slow.first_slice()
     num_pushes = 1
     while num_pushes < 15 and slow.slice():
         assert_ok(slow.talk.push(slow.spec, keys, np.ones((1000, 2))))
