@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Processes of the tests: one more than two cores, because many tests wait.
-JOBS ?= 3
+# Processes of the tests: twice two cores, because many tests wait.
+JOBS ?= 4
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
