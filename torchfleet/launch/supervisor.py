@@ -178,8 +178,11 @@ class JobSupervisor:
         return 1 if self._lost else 0
 
     def _has_no_member(self) -> bool:
-        """Whether no process of this machine has become a server or a worker of the job: each reports when it does."""
-        return not any(process.status() for process in self._processes)
+        """Whether no process of this machine has become a server or a worker of the job: each reports when it does.
+        Ranks need not: a script may use torch.distributed alone.
+        """
+        members = [*self._of("server"), *self._of("worker")]
+        return bool(members) and not any(process.status() for process in members)
 
     def _refuse_script(self, watch: JobWatch) -> int:
         """Report that the script takes no part in the job, and return the exit status."""
