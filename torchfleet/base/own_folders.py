@@ -75,7 +75,7 @@ def _locked_parent() -> Iterator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that were killed. Nobody else can have put links there."""
+    """Remove the folders of processes that were killed. Only this user can put links there."""
     for folder in parent.glob("*-*"):
         if not is_alive(folder):
             shutil.rmtree(folder, ignore_errors=True)

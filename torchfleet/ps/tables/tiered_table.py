@@ -121,12 +121,6 @@ class TieredTable(SparseTable):
         self.tiers.bring(keys)
         super().check_add(keys, deltas)
 
-    def add(self, keys: Keys, deltas: Floats) -> None:
-        """As Table.add."""
-        self.tiers.check_batch(keys)
-        self.tiers.bring(keys)
-        super().add(keys, deltas)
-
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As RowStore.assign; more keys than memory holds are assigned in parts."""
         self.check_values(keys, values)
@@ -140,11 +134,10 @@ class TieredTable(SparseTable):
 
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As RowStore.load: new rows fill memory first, then the disk."""
-        step = self._part
+        step, complete = self._part, self._complete(columns or {}, len(keys))
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
-            own = {name: column[some] for name, column in self._complete(columns or {}, len(keys)).items()}
-            self._load(keys[some], values[some], own)
+            self._load(keys[some], values[some], {name: column[some] for name, column in complete.items()})
 
     def _load(self, keys: Keys, values: Floats, columns: Columns) -> None:
         is_new = len(self.absent(keys)) == len(keys)

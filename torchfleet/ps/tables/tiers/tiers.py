@@ -42,7 +42,7 @@ class Tiers:
         self._name, self._index, self._memory = name, index, memory
         self.cold = cold
         self.directory = Directory(memory // 9, index.max_rows)
-        self._used: npt.NDArray[np.uint32] = Memory(4 * index.max_rows).array(np.uint32)  # 0: not in use
+        self._used: npt.NDArray[np.uint32] = Memory(4 * index.max_rows).array(np.uint32)  # NEVER: not in use
         self._changed: npt.NDArray[np.uint32] = Memory(4 * index.max_rows).array(np.uint32)
         self._passes = Passes(index.max_rows, Memory(4 * index.max_rows).array(np.uint32))
         self.interval = 1  # between two saves: the number that rows that change now get
@@ -204,10 +204,8 @@ class Tiers:
 
     def _write_out(self, at: Rows) -> None:
         keys = self._index.keys_of(at)
-        words = np.empty((len(at), self._index.width - KEY_WORDS), np.float32)
-        row_kernels.gather(self._index.store, self._index.width, self._index.offset, at, words)
         changed = self._changed[at]
-        records = self._records(keys, words.view(np.uint32), changed, self._passes.bits_of(at))
+        records = self._records(keys, self._gather(at), changed, self._passes.bits_of(at))
         slots = self.cold.append(records, int(changed.max()))
         self.directory.move(keys, at, slots + self._index.max_rows)
         self._index.erase(keys)
