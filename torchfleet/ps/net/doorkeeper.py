@@ -27,6 +27,7 @@ MAX_FIRST = 1 << 16  # bytes before the first message: greeting, handshake, and 
 MAX_MESSAGE = MAX_FRAME + (1 << 24)  # bytes of an incomplete message
 MAX_STRANGERS = 256  # connections per address that are older than STRANGER_AGE and have sent no message
 STRANGER_AGE = 3.0  # seconds
+GRACE = 0.1  # seconds in which ZeroMQ's thread delivers what the kernel has received
 _PATIENCE_MS = 1000  # wait for ZeroMQ's event that the socket listens
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info
@@ -42,7 +43,8 @@ class Door:
     since: float
     is_known: bool = False  # it has sent a message
     base: int = 0  # bytes received when the last message was complete
-    suspected: int | None = None  # the turn at which it was first found over the limit
+    over_since: float | None = None  # when it was first found over the limit
+    suspected: int | None = None  # the turn at which it was so for GRACE: complete messages were in the queue by then
 
 
 class Doorkeeper:
@@ -102,16 +104,25 @@ class Doorkeeper:
         for number, door in list(self._doors.items()):
             received = _received(number)
             if number in spoken:
-                door.is_known, door.base, door.suspected = True, received, None
-            limit = MAX_MESSAGE if door.is_known else MAX_FIRST
-            if received - door.base <= limit:
-                continue
-            if door.suspected is None:  # its message may be complete and still in the queue
-                door.suspected = self._turn
-            elif self._turn - door.suspected > len(self._doors):
-                what = "of one message" if door.is_known else "before its first message"
-                self.shut(number, f"{received - door.base:,} bytes {what}, at most {limit:,}")
+                door.is_known, door.base, door.over_since, door.suspected = True, received, None, None
+            self._judge(number, door, received - door.base, now)
         self._thin_out(now)
+
+    def _judge(self, number: int, door: Door, num_bytes: int, now: float) -> None:
+        """Shut down a connection with too many bytes of an incomplete message.
+
+        The message may be complete: first not yet in the queue, then in the queue and not yet received.
+        """
+        limit = MAX_MESSAGE if door.is_known else MAX_FIRST
+        if num_bytes <= limit:
+            return
+        if door.over_since is None:
+            door.over_since = now
+        elif door.suspected is None:
+            door.suspected = self._turn if now - door.over_since >= GRACE else None
+        elif self._turn - door.suspected > len(self._doors):
+            what = "of one message" if door.is_known else "before its first message"
+            self.shut(number, f"{num_bytes:,} bytes {what}, at most {limit:,}")
 
     def shut(self, number: int, why: str) -> None:
         """Shut down the connection with file descriptor `number`: ZeroMQ reads what has arrived, and closes it."""
