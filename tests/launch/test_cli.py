@@ -162,6 +162,19 @@ class TestRefusedCommandLines:
         assert names(capsys.readouterr().err, "--log_store", store)
         assert not logs.exists()
 
+    def test_a_log_of_one_server_without_the_others_is_refused_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+    ) -> None:
+        store, logs = tmp_path / "store", tmp_path / "log"
+        (store / "server-1").mkdir(mode=0o700, parents=True)
+        store.chmod(0o700)
+        (store / "server-1" / "start").touch()
+        arguments = ("--log_dir", str(logs), "--durability", "log", "--log_store", str(store), "--server_num", "3")
+        assert status_of(*arguments, script) == 2
+        assert names(capsys.readouterr().err, "--log_store", store / "server-1", store / "server-0")
+        assert not logs.exists()
+        assert sorted(store.iterdir()) == [store / "server-1"]
+
     def test_no_script_is_refused_with_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert status_of("--server_num", "2") == 2
         assert "fleetrun" in capsys.readouterr().err

@@ -126,7 +126,7 @@ class ServerLauncher:
         planned = _tasks(job, options, layout, num_workers)  # finds mistakes before a folder is created
         check_free(job.watching, len(planned))
         if layout.local_servers:
-            make_store(durability_variables(options))
+            make_store(durability_variables(options), layout.local_servers)
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         told_now = tell_targets(run_dir, {task.name: task.environment for task in planned})

@@ -8,12 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.worker_start import patience_with, wait_for_servers
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import FleetError
+from torchfleet.base.role.process_settings import log_folder
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.coordination.background_coordinator import BackgroundCoordinator
@@ -210,7 +210,7 @@ class ServerRole:
         info = self._info
         if info.log_store is None:
             raise FleetError("FLEET_DURABILITY=log needs a folder for the servers' logs: set FLEET_LOG_STORE")
-        return Durability(Path(info.log_store) / f"server-{info.server_index}", info.fsync_ms, info.log_run)
+        return Durability(log_folder(info.log_store, info.server_index), info.fsync_ms, info.log_run)
 
     @property
     def _keys(self) -> KeyFolder | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torchfleet.base.errors import RoleError
@@ -78,6 +79,11 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
         raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
     store = found.get(LOG_STORE) or None
     return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
+
+
+def log_folder(store: str, server: int) -> Path:
+    """The folder of one server's log, in the folder of all."""
+    return Path(store) / f"server-{server}"
 
 
 def _restarts(found: Mapping[str, str]) -> int:

@@ -6,13 +6,22 @@ import argparse
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError, SecurityError
 from torchfleet.base.ownership import make_own
-from torchfleet.base.role.process_settings import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, MAX_FSYNC_MS, durability_of
+from torchfleet.base.role.process_settings import (
+    DURABILITY,
+    FSYNC,
+    LOG_RUN,
+    LOG_STORE,
+    MAX_FSYNC_MS,
+    durability_of,
+    log_folder,
+)
 from torchfleet.base.role.role_info import SETTINGS
+from torchfleet.ps.server.log.log_start import START
 
 _FOLDER = "server_state"  # the folder of the servers' logs, in the folder of a run
 
@@ -60,9 +69,10 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     return found
 
 
-def make_store(variables: Mapping[str, str]) -> None:
-    """Make the given folder of the servers' logs, if one is given. Raises RoleError if no server could write there,
-    and if other users can: what they write would become the model."""
+def make_store(variables: Mapping[str, str], servers: Sequence[int]) -> None:
+    """Make the given folder of the logs of `servers`, if one is given. Raises RoleError if no server could write there,
+    if other users can (what they write would become the model), and if some of the servers have a log and others have
+    no folder: these would begin without their rows."""
     if LOG_STORE not in variables:
         return
     folder = Path(variables[LOG_STORE])
@@ -75,6 +85,17 @@ def make_store(variables: Mapping[str, str]) -> None:
             f"--log_store {folder}: servers cannot keep their logs there: {error}. Give a folder that can be made and "
             "written, or leave --log_store (FLEET_LOG_STORE) out."
         ) from None
+    folders = [log_folder(str(folder), server) for server in servers]
+    kept, missing = (
+        [each for each in folders if (each / START).exists()],
+        [each for each in folders if not each.exists()],
+    )
+    if kept and missing:
+        raise RoleError(
+            f"--log_store {folder}: expected the logs of all servers or of none; {kept[0]} has a log, and "
+            f"{missing[0]} does not exist: that server would begin without its rows. Put the folder back, or give "
+            "another --log_store and go on from the last checkpoint."
+        )
 
 
 def require_store(variables: Mapping[str, str], why: str) -> None:
