@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--path", help="folder on the disk to measure (default: a temporary one)")
     parser.add_argument("--zipf", type=float, default=1.15)
     parser.add_argument("--batch", type=int, default=4096, help="samples of 26 ids")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each round of training")
+    parser.add_argument("--batches", type=int, default=300, help="of each round of training")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a hundredth of the rows")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.rows, chosen.memory, chosen.seconds, chosen.rounds = chosen.rows // 100, "80MiB", 3.0, 1
+        chosen.rows, chosen.memory, chosen.batches, chosen.rounds = chosen.rows // 100, "80MiB", 60, 1
     return chosen
 
 
@@ -73,57 +74,51 @@ def spec(chosen: argparse.Namespace, path: str | None) -> TableSpec:
     return TableSpec("rows", dim=chosen.dim, rule=Rule("rowwise_adagrad", lr=0.01), initializer=first, storage=storage)
 
 
-class Ids:
+def draw_batches(chosen: argparse.Namespace, seed: int) -> list[np.ndarray]:
     """Ids of a Zipf distribution over all rows, as distinct hashed keys by batch."""
-
-    def __init__(self, chosen: argparse.Namespace, seed: int) -> None:
-        self._draw = np.random.default_rng(seed)
-        self._num, self._rows, self._zipf = 26 * chosen.batch, chosen.rows, chosen.zipf
-
-    def batch(self) -> np.ndarray:
-        drawn = self._draw.zipf(self._zipf, 2 * self._num)
-        drawn = drawn[drawn <= self._rows][: self._num]
-        return np.unique(hashes(drawn.astype(np.uint64)))
+    draw, num, batches = np.random.default_rng(seed), 26 * chosen.batch, []
+    for _ in range(chosen.batches):
+        drawn = draw.zipf(chosen.zipf, 2 * num)
+        drawn = drawn[drawn <= chosen.rows][:num]
+        batches.append(np.unique(hashes(drawn.astype(np.uint64))))
+    return batches
 
 
 def fill(client: Client, chosen: argparse.Namespace) -> float:
-    """All rows by pulls that create them; returns the seconds."""
+    """All rows by pulls that create them, the least used ones first, as if long in training; returns the seconds."""
     start = time.perf_counter()
     under_way: deque[Future[Any]] = deque()
-    for first in range(1, chosen.rows + 1, 100_000):
-        keys = hashes(np.arange(first, min(first + 100_000, chosen.rows + 1), dtype=np.uint64))
+    for num, last in enumerate(range(chosen.rows, 0, -100_000), 1):
+        keys = hashes(np.arange(max(1, last - 99_999), last + 1, dtype=np.uint64))
         under_way.append(client.pull("rows", keys))
         if len(under_way) > AHEAD:
             under_way.popleft().result()
-        if first // 100_000 % 200 == 199:
-            log(f"  {first:,} rows after {time.perf_counter() - start:.0f} s")
+        if num % 200 == 0:
+            log(f"  {100_000 * num:,} rows after {time.perf_counter() - start:.0f} s")
     for future in under_way:
         future.result()
     return time.perf_counter() - start
 
 
-def train(client: Client, ids: Ids, batch: int, seconds: float) -> tuple[float, list[float]]:
-    """(samples per second, milliseconds of each pull)."""
+def train(client: Client, batches: Sequence[np.ndarray], batch: int) -> tuple[float, list[float]]:
+    """(samples per second, milliseconds of each pull). The ids are drawn before: that takes longer than a step."""
     pulls: deque[tuple[Any, Future[Any], float]] = deque()
     pushes: deque[Future[Any]] = deque()
-    waits, num = [], 0
+    waits = []
     start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        keys = ids.batch()
+    for keys in batches:
         pulls.append((keys, client.pull("rows", keys), time.perf_counter()))
         if len(pulls) <= AHEAD:
             continue
-        keys, future, asked = pulls.popleft()
+        pulled, future, asked = pulls.popleft()
         rows = future.result()
         waits.append(1000 * (time.perf_counter() - asked))
-        pushes.append(client.push("rows", keys, 0.01 * rows))
+        pushes.append(client.push("rows", pulled, 0.01 * rows))
         if len(pushes) > AHEAD:
             pushes.popleft().result()
-        num += batch
-    elapsed = time.perf_counter() - start
     for future in (*(pull for _, pull, _ in pulls), *pushes):
         future.result()
-    return num / elapsed, waits
+    return len(batches) * batch / (time.perf_counter() - start), waits
 
 
 def disk_speed(folder: str, num_bytes: int) -> dict[str, float]:
@@ -209,19 +204,19 @@ def measure(chosen: argparse.Namespace, folder: str) -> dict[str, Any]:
         tiered, in_memory, waits = [], [], []
         with ServerProcess() as other, Client.connect([other.endpoint], window=2 * AHEAD + 2) as plain:
             plain.create_table(spec(chosen, None))
-            train(client, Ids(chosen, 0), chosen.batch, chosen.seconds)  # memory gets the rows that are used most
-            train(plain, Ids(chosen, 0), chosen.batch, chosen.seconds)
+            first = draw_batches(chosen, 0)
+            train(client, first, chosen.batch)  # memory gets the rows that are used most
+            train(plain, first, chosen.batch)
             before = client.stats()[0]["tables"]["rows"]["rows_read"]
-            num_samples = 0.0
             for turn in range(chosen.rounds):
-                samples, some = train(client, Ids(chosen, 1 + turn), chosen.batch, chosen.seconds)
+                batches = draw_batches(chosen, 1 + turn)
+                samples, some = train(client, batches, chosen.batch)
                 tiered.append(samples)
                 waits += some
-                num_samples += samples * chosen.seconds
-                in_memory.append(train(plain, Ids(chosen, 1 + turn), chosen.batch, chosen.seconds)[0])
+                in_memory.append(train(plain, batches, chosen.batch)[0])
                 log(f"  round {turn + 1}: {tiered[-1]:,.0f} samples/s on two tiers, {in_memory[-1]:,.0f} in memory")
         stats = client.stats()[0]["tables"]["rows"]
-        reads = (stats["rows_read"] - before) / num_samples
+        reads = (stats["rows_read"] - before) / (chosen.rounds * chosen.batches * chosen.batch)
         found |= {
             "training_samples_per_s": statistics.median(tiered),
             "memory_samples_per_s": statistics.median(in_memory),

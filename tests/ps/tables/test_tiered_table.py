@@ -62,6 +62,8 @@ def rows_of(table: SparseTable, num: int = 1 << 16) -> dict[int, bytes]:
 def step(dice: np.random.Generator, both: tuple[SparseTable, TieredTable]) -> set[int]:
     """One random request to both; returns the keys that it erased."""
     what, keys = dice.integers(0, 10), some_keys(dice)
+    if dice.random() < 0.3:
+        both[1].foresee(keys if dice.random() < 0.7 else some_keys(dice))
     if what < 4:
         first, second = (table.look_up(keys) for table in both)
         assert np.array_equal(first, second)

@@ -163,29 +163,6 @@ def replace(
     return num_lost
 
 
-@kernel
-def holds(
-    slots_SP: np.ndarray, over_SB: np.ndarray, sizes_S: np.ndarray, salts_2: np.ndarray,
-    keys_N: np.ndarray, places_N: np.ndarray, found_N: np.ndarray,
-) -> None:  # fmt: skip
-    """found_N[i] = whether the row of keys_N[i] is at places_N[i]."""
-    for i in range(len(keys_N)):
-        _fetch(slots_SP, sizes_S, salts_2, keys_N, i + _AHEAD)
-        hashed = _hash(keys_N[i], salts_2)
-        sub, tag = _sub_of(hashed), _tag_of(hashed)
-        wanted = tag << _PLACE_BITS | (np.uint64(places_N[i]) + _ONE)
-        bucket, found = _home(tag, sizes_S[sub]), False
-        for _ in range(sizes_S[sub]):
-            for s in range(bucket * _BUCKET, bucket * _BUCKET + _BUCKET):
-                found |= slots_SP[sub, s] == wanted
-            if found or over_SB[sub, bucket] == 0:
-                break
-            bucket += _ONE
-            if bucket == sizes_S[sub]:
-                bucket = _ZERO
-        found_N[i] = found
-
-
 @inlined
 def _take_back(over_SB: np.ndarray, sub: np.uint64, size: np.uint64, home: np.uint64, bucket: np.uint64) -> None:
     """An entry that the buckets from `home` to before `bucket` had passed on is gone."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from torchfleet.ps.kernels.intrinsics import copy_words
-from torchfleet.ps.kernels.jit import kernel
+from torchfleet.ps.kernels.jit import inlined, kernel
 
 HEADER_WORDS = 4  # checksum (2 words), page number (2 words)
 _HEADER = np.uint64(HEADER_WORDS)
+_CHANGED, _PASSES = np.uint64(2), np.uint64(3)  # words of a record, behind the key: see tables/tiers/pages.py
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _S29, _S32, _ONE = np.uint64(29), np.uint64(32), np.uint64(1)
 
@@ -43,22 +44,64 @@ def take(
 
 @kernel
 def checksums(pages_PD: np.ndarray, sums_P: np.ndarray) -> None:
-    """A checksum over all 64-bit words of a page but the first, which holds it."""
+    """A checksum over all 64-bit words of a page but the first, which holds it. The number of words is even."""
     for p in range(len(pages_PD)):
         # four sums side by side: each step of one waits for the step before
-        a, b, c, d = _PRIME, _PRIME << _ONE, _PRIME << _S29, _PRIME << _S32
-        for i in range(1, pages_PD.shape[1]):
-            word = pages_PD[p, i] * _PRIME
-            word ^= word >> _S32
-            if i & 3 == 0:
-                a = (a + word) * _PRIME
-            elif i & 3 == 1:
-                b = (b + word) * _PRIME
-            elif i & 3 == 2:
-                c = (c + word) * _PRIME
-            else:
-                d = (d + word) * _PRIME
+        a, b, c, d = _PRIME, _PRIME << _ONE, _PRIME << _S29, _mixed(pages_PD[p, 1])
+        for i in range(2, pages_PD.shape[1] - 3, 4):
+            a = (a + _mixed(pages_PD[p, i])) * _PRIME
+            b = (b + _mixed(pages_PD[p, i + 1])) * _PRIME
+            c = (c + _mixed(pages_PD[p, i + 2])) * _PRIME
+            d = (d + _mixed(pages_PD[p, i + 3])) * _PRIME
+        if pages_PD.shape[1] % 4 == 0:
+            a = (a + _mixed(pages_PD[p, -2])) * _PRIME
+            b = (b + _mixed(pages_PD[p, -1])) * _PRIME
         a = (a ^ (b >> _S29) ^ b) * _PRIME
         c = (c ^ (d >> _S29) ^ d) * _PRIME
         a = (a + (c ^ (c >> _S32))) * _PRIME
         sums_P[p] = a ^ (a >> _S32)
+
+
+@inlined
+def _mixed(word: np.uint64) -> np.uint64:
+    word *= _PRIME
+    return word ^ (word >> _S32)
+
+
+@kernel
+def note_used(used_B: np.ndarray, first: int, num: int) -> None:
+    """Set the bits of `num` records from `first` on."""
+    for slot in range(first, first + num):
+        used_B[slot >> 3] |= np.uint8(1 << (slot & 7))
+
+
+@kernel
+def note_unused(used_B: np.ndarray, slots_N: np.ndarray) -> None:
+    """Clear the bits of these records."""
+    for i in range(len(slots_N)):
+        used_B[slots_N[i] >> 3] &= np.uint8(~(1 << (slots_N[i] & 7)))
+
+
+@kernel
+def take_used(
+    page_words: np.ndarray, words_per_page: int, per_page: int, slots_P: np.ndarray, ends_P: np.ndarray,
+    used_B: np.ndarray, since: int, marked_P: np.ndarray, bit: np.uint32, slots_N: np.ndarray, out_NW: np.ndarray,
+) -> int:  # fmt: skip
+    """Copy the records of pages that are in use: out_NW their words, slots_N their numbers. Returns how many.
+
+    slots_P: the numbers of each page's first record to take and, ends_P, of the one behind its last. Left out are
+    records that were changed before save `since` and, from the number marked_P of each page on, those with `bit`.
+    """
+    width = np.uint64(out_NW.shape[1])
+    flat, num = out_NW.reshape(-1), 0
+    for p in range(len(slots_P)):
+        for slot in range(slots_P[p], ends_P[p]):
+            if used_B[slot >> 3] >> (slot & 7) & 1 == 0:
+                continue
+            source = np.uint64(p) * np.uint64(words_per_page) + _HEADER + np.uint64(slot % per_page) * width
+            if page_words[source + _CHANGED] < since or (slot >= marked_P[p] and page_words[source + _PASSES] & bit):
+                continue
+            slots_N[num] = slot
+            copy_words(flat, np.uint64(num) * width, page_words, source, width)
+            num += 1
+    return num

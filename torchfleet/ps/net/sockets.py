@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from torchfleet.ps.net.doorkeeper import Doorkeeper
 from torchfleet.ps.net.keys import KeyFolder, require_keys
 from torchfleet.ps.net.long_messages import drop_rest
 from torchfleet.ps.net.open_files import OpenFiles
-from torchfleet.ps.net.transport import TICK, Handler
+from torchfleet.ps.net.transport import TICK, Handler, LookAhead
 from torchfleet.ps.net.unread import COUNTED, Unread, size_of
 from torchfleet.ps.net.wire import MAX_ENTRY, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a full queue makes the sender wait, so memory stays bounded
 QUEUED_REQUESTS = 4  # of one client at the server; further requests wait at the client
+MOST_WAITING = 4  # requests that are received before they are handled, if a table foresees their rows
 _DESK_PAUSE = 0.005  # seconds between two checks for handshakes, under load
 _UNCONFIRMED_MS = 30_000  # time without an acknowledgement of sent bytes, after which the peer counts as gone
 _HANDSHAKE_MS = 10_000
@@ -41,6 +43,8 @@ class Listener:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._doorkeeper = Doorkeeper(self._socket, endpoint)
         self._unread = Unread()
+        self.look_ahead: LookAhead | None = None
+        self._waiting: deque[list[zmq.Frame]] = deque()  # requests that were received, and are not handled yet
         self.num_dropped_replies = 0
         if keys:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_pair()
@@ -68,6 +72,7 @@ class Listener:
             watched = self._watch(watched, handler.wakes())
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1, handler.rest)
             if request is not None:
+                self._receive_more(request)
                 self._take(request, handler)
                 del request  # free its memory before receiving the next one
             worked = handler.work()
@@ -114,6 +119,8 @@ class Listener:
         Tries to receive first: under load a request is waiting, and a poll would cost more. Otherwise calls `rest`, and
         polls for up to `timeout_ms` unless `rest` has more to do.
         """
+        if self._waiting:
+            return self._waiting.popleft()
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()
@@ -123,6 +130,19 @@ class Listener:
             with contextlib.suppress(zmq.Again):
                 return self._frames()
         return None
+
+    def _receive_more(self, last: list[zmq.Frame]) -> None:
+        """Receive some of the requests behind `last`, and show them to `look_ahead`, if there is anything to do for
+        them. None is received behind a request with too many frames, before these are dropped.
+        """
+        if self.look_ahead is None or not self.look_ahead.is_on:
+            return
+        last = self._waiting[-1] if self._waiting else last
+        with contextlib.suppress(zmq.Again):
+            while len(self._waiting) < MOST_WAITING and len(last) <= MAX_ENTRY + 2:
+                last = self._frames()
+                self._waiting.append(last)
+                self.look_ahead.note([frame.buffer for frame in last[1:]])
 
     def _frames(self) -> list[zmq.Frame]:
         frame = self._socket.recv(zmq.NOBLOCK, copy=False)

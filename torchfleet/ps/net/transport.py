@@ -86,10 +86,22 @@ class Handler(Protocol):
         without a request."""
 
 
+class LookAhead(Protocol):
+    """What a server does for requests that wait in the queue."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to do for them."""
+
+    def note(self, frames: Sequence[Frame]) -> None:
+        """A request was received, and is handled after the ones before it."""
+
+
 class ServerSocket(Protocol):
     """A server's socket: one queue of requests of all clients, served one after the other."""
 
     endpoint: str  # the address that clients connect to
+    look_ahead: LookAhead | None  # is told of waiting requests, by a transport that has a queue
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over()`, which is called after every request and many times a second."""

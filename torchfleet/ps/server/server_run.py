@@ -20,6 +20,7 @@ from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import ServerSocket
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.look_ahead import LookAhead
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import speaker
@@ -128,6 +129,7 @@ class ServerRun:
             tracing.look()
             return self._is_ended or self.handler.is_stopping
 
+        self.listener.look_ahead = LookAhead(server.state)
         try:
             self.listener.serve(self.handler, is_over)
         finally:

@@ -139,6 +139,8 @@ class Table(ABC):
     The default methods suit a kind that counts no appearances, drops no rows and writes all of its rows at every save.
     """
 
+    foresees = False  # whether `foresee` does anything
+
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
         self.step = 0  # updates so far
@@ -164,6 +166,9 @@ class Table(ABC):
         keys read as zeros and nothing changes. `worker`: the pull belongs to a step that all workers make together. Its
         appearances take effect with `admit_waiting`, so that the order of the workers does not matter.
         """
+
+    def foresee(self, keys: Keys) -> None:
+        """Begin to read the rows that a request in the queue will pull, if they are not in memory."""
 
     def admit_waiting(self) -> None:
         """End a step of all workers: count the appearances of its pulls, in the order of the workers."""

@@ -31,6 +31,7 @@ class TieredTable(SparseTable):
     """Kind `sparse` with a storage."""
 
     index: KeyMap
+    foresees = True
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None, storage: TierStorage) -> None:
         memory = min(storage.memory, max_bytes)
@@ -73,6 +74,10 @@ class TieredTable(SparseTable):
         self.tiers.check_batch(keys)
         if create and self.admission is not None:
             self.admission.check_room(min(len(keys), self.admission.num_free + 1))
+
+    def foresee(self, keys: Keys) -> None:
+        """As Table.foresee."""
+        self.tiers.foresee(keys)
 
     def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull. A pull that creates no rows leaves the rows where they are."""

@@ -65,6 +65,60 @@ def test_records_are_read_as_they_were_written(tmp_path: Path):
         os.fstat(file)
 
 
+@pytest.mark.usefixtures("way")
+def test_a_scan_leaves_out_what_has_moved_is_older_or_has_come(tmp_path: Path):
+    """Against the same conditions in numpy, record by record, with a start and a beginning within pages."""
+    cold, rows = ColdRows(WORDS, str(tmp_path), SEGMENT), records(5000)
+    rows[:, 2], rows[:, 3] = np.random.default_rng(3).integers(0, 4, (2, 5000))  # the save that changed it; passes
+    slots = np.concatenate([appended(cold, rows[start : start + 500]) for start in range(0, 5000, 500)])
+    cold._changed[:] = 3  # blocks are left out by their largest number only
+    gone = np.random.default_rng(4).random(5000) < 0.3
+    cold.release(slots[gone])
+    ordinals = cold.ordinals(slots)
+    start, begun_at, since, bit = int(ordinals[1234]), int(ordinals[3001]), 2, 2
+    wanted = ~gone & (ordinals >= start) & (rows[:, 2] >= since) & ~((ordinals >= begun_at) & (rows[:, 3] & bit > 0))
+    numbers, met, cursor = [], [], start
+    while cursor < cold.next_ordinal:
+        where, some, cursor = cold.scan(cursor, since, begun_at, bit)
+        numbers.append(where)
+        met.append(some)
+    assert np.array_equal(np.concatenate(numbers), slots[wanted])
+    assert np.array_equal(np.concatenate(met), rows[wanted])
+
+
+@pytest.mark.usefixtures("way")
+def test_what_was_read_ahead_is_what_is_there_now(tmp_path: Path):
+    cold, rows = ColdRows(WORDS, str(tmp_path), SEGMENT), records(3000)
+    slots = appended(cold, rows)
+    cold._end_writes(len(cold._unwritten) - 1)
+    old = slots[:1000]
+    for some in (old, slots[500:2500], slots[:3], slots, slots[::7], slots[:100]):  # more than are kept
+        cold.foresee(some)
+    assert np.array_equal(cold.read(slots), rows)
+    cold.foresee(old)
+    cold.release(slots)
+    newer = [appended(cold, records(3000, seed)) for seed in range(1, 12)]  # the first segment is written again
+    assert np.intersect1d(old, np.concatenate(newer)).size
+    for seed, where in enumerate(newer, 1):
+        assert np.array_equal(cold.read(where), records(3000, seed))
+        cold.release(where)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_page_that_cannot_be_read_ahead_is_an_error_of_the_request_that_needs_it(tmp_path: Path):
+    cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
+    slots = appended(cold, records(3000))
+    cold._end_writes(len(cold._unwritten) - 1)
+    plain = os.open(f"/proc/self/fd/{own_file(tmp_path)}", os.O_RDWR)
+    os.pwrite(plain, b"x", 2 * cold.layout.page_bytes + 100)
+    os.close(plain)
+    cold.foresee(slots[:1000])
+    with pytest.raises(TableError, match=str(tmp_path)):
+        cold.read(slots[:1000])
+    first = slots[: cold.layout.per_page]
+    assert np.array_equal(cold.read(first), records(3000)[: len(first)])
+
+
 def test_segments_whose_rows_have_moved_are_written_again(tmp_path: Path):
     cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
     for seed in range(30):
@@ -116,14 +170,14 @@ def test_what_was_cut_or_changed_on_disk_is_an_error(tmp_path: Path):
 def test_a_full_disk_is_an_error_and_freed_space_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cold = ColdRows(WORDS, str(tmp_path), SEGMENT)
     slots = appended(cold, records(1000))
-    is_full, allocate = [True], cold_rows._allocate
+    is_full, allocate = [True], cold_rows.allocate
 
     def refuse(*arguments: int) -> None:
         if is_full[0]:
             raise OSError(errno.ENOSPC, "full")
         allocate(*arguments)
 
-    monkeypatch.setattr(cold_rows, "_allocate", refuse)
+    monkeypatch.setattr(cold_rows, "allocate", refuse)
     with pytest.raises(TableError, match=str(tmp_path)):
         cold.reserve(100_000)
     assert np.array_equal(cold.read(slots), records(1000))

@@ -10,7 +10,7 @@ from torchfleet.launch.simulate.inside.actors import Mailbox, Schedule
 from torchfleet.launch.simulate.links import message_seconds
 from torchfleet.launch.simulate.packets import Address, Packet
 from torchfleet.ps.net.keys import KeyFolder
-from torchfleet.ps.net.transport import TICK, Handler, Peer
+from torchfleet.ps.net.transport import TICK, Handler, LookAhead, Peer
 from torchfleet.ps.net.wire import Frame, Role
 
 LISTENER = 0  # the mailbox of a server; those of channels follow
@@ -75,7 +75,9 @@ class VirtualChannel:
 
 
 class VirtualListener:
-    """A ServerSocket: the loop of net/sockets.py in virtual time."""
+    """A ServerSocket: the loop of net/sockets.py in virtual time. It has no disk, so that nothing is read ahead."""
+
+    look_ahead: LookAhead | None = None
 
     def __init__(self, schedule: Schedule, endpoint: str, service: Callable[[int], float]) -> None:
         self.endpoint, self._schedule, self._service = endpoint, schedule, service

@@ -7,23 +7,32 @@ the other; a segment whose rows have all moved away is written again.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
-import os
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.base.errors import TableError
-from torchfleet.ps.tables.tiers.disk import Disk, open_disk
-from torchfleet.ps.tables.tiers.pages import Layout, Words
+from torchfleet.ps.kernels import pages as kernels
+from torchfleet.ps.tables.tiers.cold_file import (
+    PageReader,
+    Pages,
+    Room,
+    aligned,
+    allocate,
+    close_file,
+    file_error,
+    open_file,
+)
+from torchfleet.ps.tables.tiers.disk import open_disk
+from torchfleet.ps.tables.tiers.pages import Layout, Slots, Words
+from torchfleet.ps.tables.tiers.read_ahead import ReadAhead
 
-Slots = npt.NDArray[np.int64]  # numbers of records in the file
 SEGMENT_BYTES = 64 << 20
 MOST_UNWRITTEN = 64  # blocks that may wait for the disk
 SCAN_BLOCKS = 8  # blocks read at once by a scan
+PIECE = 1 << 12  # pages read at once
 MOST_LIVE = 0.9  # share of a segment's records in use above which it is not worth moving them
 
 
@@ -33,13 +42,17 @@ class ColdRows:
     def __init__(self, row_words: int, folder: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.layout = Layout(row_words)
         self.folder = folder
-        self._file, self.is_direct = _open(folder)
-        self._disk = open_disk(self._file)
-        self._closing = weakref.finalize(self, _close, self._disk, self._file)
+        self._file, self.is_direct = open_file(folder)
+        self._disk, self._reader = open_disk(self._file), PageReader(self._file, self.layout, folder)
+        self._ahead = ReadAhead(self.layout.page_bytes, PageReader(self._file, self.layout, folder))
+        self._closing = weakref.finalize(self, close_file, self._file, self._ahead, self._reader, self._disk)
+        self._room = Room()  # to read into
         self._blocks_per_segment = max(1, segment_bytes // self.layout.block_bytes)
         self.per_segment = self._blocks_per_segment * self.layout.per_block
         self._numbers = np.empty(0, np.int64)  # by block of the file: the number of its first page, which only grows
         self._changed = np.empty(0, np.int64)  # by block of the file: the largest save number in its records
+        self._is_unwritten = np.empty(0, np.bool_)  # by block of the file: whether it is in _unwritten
+        self._used = np.empty(0, np.uint8)  # a bit for every record: whether it is in use
         self.live = np.empty(0, np.int64)  # by segment: records that are in use
         self._is_in_use = np.empty(0, np.bool_)  # by segment
         self._free: list[int] = []
@@ -73,12 +86,14 @@ class ColdRows:
     def _extend(self) -> None:
         size = self._blocks_per_segment * self.layout.block_bytes
         try:
-            _allocate(self._file, len(self.live) * size, size)
+            allocate(self._file, len(self.live) * size, size)
         except OSError as error:
-            raise self._error(error.errno or errno.EIO, "cannot be made larger") from None
+            raise file_error(self.folder, "cannot be made larger", error.errno or errno.EIO) from None
         self._free.append(len(self.live))
-        self._numbers = np.append(self._numbers, np.zeros(self._blocks_per_segment, np.int64))
-        self._changed = np.append(self._changed, np.zeros(self._blocks_per_segment, np.int64))
+        more = np.zeros(self._blocks_per_segment, np.int64)
+        self._numbers, self._changed = np.append(self._numbers, more), np.append(self._changed, more)
+        self._is_unwritten = np.append(self._is_unwritten, more > 0)
+        self._used = np.append(self._used, np.zeros(-(-(len(self.live) + 1) * self.per_segment // 8), np.uint8))
         self.live, self._is_in_use = np.append(self.live, 0), np.append(self._is_in_use, False)
 
     def append(self, records: Words, changed: int) -> Slots:
@@ -89,7 +104,9 @@ class ColdRows:
                 self._next_block()
             num = min(len(records) - done, self.layout.per_block - self._filled)
             self.layout.fill(self._unwritten[self._block], self._filled, records[done : done + num])
-            slots[done : done + num] = np.arange(num) + self._block * self.layout.per_block + self._filled
+            first = self._block * self.layout.per_block + self._filled
+            slots[done : done + num] = np.arange(first, first + num)
+            kernels.note_used(self._used, first, num)
             self.live[self._block // self._blocks_per_segment] += num
             self._changed[self._block] = max(int(self._changed[self._block]), changed)
             self._filled += num
@@ -110,10 +127,10 @@ class ColdRows:
         self._filled = self._changed[self._block] = 0
         self._numbers[self._block] = self._next_number
         self._next_number += self.layout.pages_per_block
-        self._unwritten[self._block] = self._spare.pop() if self._spare else self._new_block()
-
-    def _new_block(self) -> Words:
-        return np.frombuffer(mmap.mmap(-1, self.layout.block_bytes), np.uint32)  # at the start of a page, for O_DIRECT
+        self._unwritten[self._block] = (
+            self._spare.pop() if self._spare else aligned(self.layout.block_bytes).view(np.uint32)
+        )
+        self._is_unwritten[self._block] = True
 
     def flush(self) -> None:
         """Begin to write the block that is full."""
@@ -130,6 +147,7 @@ class ColdRows:
                 self._failed[block] = -result if result < 0 else errno.EIO
                 continue
             self._spare.append(self._unwritten.pop(block))
+            self._is_unwritten[block] = False
             self._free_if_empty(block // self._blocks_per_segment)
 
     def _write_again(self) -> None:
@@ -139,37 +157,56 @@ class ColdRows:
             self._disk.begin_write(block, block * self.layout.block_bytes, self._unwritten[block].view(np.uint8))
         self._end_writes(len(failed))
         if self._failed:
-            raise self._error(next(iter(self._failed.values())), "cannot be written")
+            raise file_error(self.folder, "cannot be written", next(iter(self._failed.values())))
+
+    def foresee(self, slots: Slots) -> None:
+        """Begin to read the records in these slots, which a request that waits will need."""
+        pages = np.unique(slots // self.layout.per_page)
+        pages = pages[~self._is_unwritten[pages // self.layout.pages_per_block]]
+        if len(pages):
+            self._ahead.begin(pages, self._numbers_of(pages))
 
     def read(self, slots: Slots) -> Words:
         """The records in these slots. Raises TableError if the disk does not return what was written."""
+        out = np.empty((len(slots), self.layout.record_words), np.uint32)
         page_of, slot_of = np.divmod(slots, self.layout.per_page)
         blocks = page_of // self.layout.pages_per_block
-        in_memory = np.isin(blocks, list(self._unwritten))
-        out = np.empty((len(slots), self.layout.record_words), np.uint32)
+        in_memory = self._is_unwritten[blocks]
         for block in np.unique(blocks[in_memory]).tolist():
             own = np.flatnonzero(in_memory & (blocks == block))
             pages = page_of[own] - block * self.layout.pages_per_block
             out[own] = self.layout.take(self._unwritten[block], pages, slot_of[own])
         rest = np.flatnonzero(~in_memory)
-        if len(rest):
-            pages, inverse = np.unique(page_of[rest], return_inverse=True)
-            out[rest] = self.layout.take(self._read_pages(pages), inverse, slot_of[rest])
+        for some, words, places in self._pages(page_of[rest]):
+            out[rest[some]] = self.layout.take(words, places, slot_of[rest[some]])
         return out
 
-    def _read_pages(self, pages: npt.NDArray[np.int64]) -> Words:
-        size = self.layout.page_bytes
-        memory = np.frombuffer(mmap.mmap(-1, len(pages) * size), np.uint8).reshape(len(pages), size)
-        self._expect(self._disk.read(pages * size, memory), size)
+    def _pages(self, page_of: Pages) -> Iterator[tuple[Pages, Words, Pages]]:
+        """Yield (positions in page_of, memory, positions in memory) until every page has come."""
+        numbers, is_left = self._numbers_of(page_of), np.ones(len(page_of), np.bool_)
+        for some, memory, places in self._ahead.found(page_of, numbers):
+            is_left[some] = False
+            yield some, memory.view(np.uint32), places
+        left = np.flatnonzero(is_left)
+        pages, inverse = np.unique(page_of[left], return_inverse=True)
+        for start in range(0, len(pages), PIECE):
+            piece = pages[start : start + PIECE]
+            memory = self._room.take(len(piece), self.layout.page_bytes)
+            self._reader.read(piece, self._numbers_of(piece), memory)
+            some = np.flatnonzero((inverse >= start) & (inverse < start + PIECE))
+            yield left[some], memory.view(np.uint32), inverse[some] - start
+
+    def _numbers_of(self, pages: Pages) -> Pages:
         blocks, rest = np.divmod(pages, self.layout.pages_per_block)
-        self.layout.check(memory.view(np.uint32), self._numbers[blocks] + rest, self.folder)
-        return memory.view(np.uint32)
+        numbers: Pages = self._numbers[blocks] + rest
+        return numbers
 
     def release(self, slots: Slots) -> None:
         """The rows of these slots are elsewhere now."""
         counts = np.bincount(slots // self.per_segment, minlength=len(self.live))
         self.live -= counts
         self.num_live -= len(slots)
+        kernels.note_unused(self._used, slots)
         for segment in np.flatnonzero((counts > 0) & (self.live == 0)).tolist():
             self._free_if_empty(segment)
 
@@ -195,10 +232,10 @@ class ColdRows:
             return self._next_number * self.layout.per_page
         return int(self._numbers[self._block]) * self.layout.per_page + self._filled
 
-    def scan(self, start: int, since: int = 0) -> tuple[Slots, Words, int]:
-        """(slots, records, the ordinal after the last) of some records from the ordinal `start` on, in order, those
-        included whose rows have moved away. Blocks whose records changed last before save `since` are left out. Without
-        any the result is empty, and its last part `next_ordinal`.
+    def scan(self, start: int, since: int = 0, begun_at: int = 0, bit: int = 0) -> tuple[Slots, Words, int]:
+        """(slots, records, the ordinal after the last) of some records in use from the ordinal `start` on, in order.
+        Left out are those that were changed before save `since`, and those from the ordinal `begun_at` on that have
+        the bit of a pass. Without any the result is empty, and its last part `next_ordinal`.
         """
         layout = self.layout
         ends = (self._numbers + layout.pages_per_block) * layout.per_page
@@ -208,23 +245,36 @@ class ColdRows:
         chosen = wanted[np.argsort(self._numbers[wanted], kind="stable")][:SCAN_BLOCKS]
         if not len(chosen):
             return np.empty(0, np.int64), np.empty((0, layout.record_words), np.uint32), self.next_ordinal
-        num_filled = np.where(chosen == self._block, self._filled, layout.per_block)
-        words = self._read_blocks(chosen)
-        slots = np.concatenate([b * layout.per_block + np.arange(n) for b, n in zip(chosen, num_filled, strict=True)])
-        places = np.concatenate([i * layout.per_block + np.arange(n) for i, n in enumerate(num_filled)])
-        is_new = self.ordinals(slots) >= start
-        pages, rest = np.divmod(places[is_new], layout.per_page)
-        return slots[is_new], layout.take(words, pages, rest), int(ends[chosen[-1]])
+        return *self._take_blocks(chosen, start, since, begun_at, bit), int(ends[chosen[-1]])
+
+    def _take_blocks(
+        self, blocks: Pages, start: int = 0, since: int = 0, begun_at: int = 0, bit: int = 0
+    ) -> tuple[Slots, Words]:
+        layout = self.layout
+        pages = self._pages_of(blocks)
+        ordinals = self._numbers_of(pages) * layout.per_page  # of the first record of each page
+        slots = pages * layout.per_page
+        ends = np.minimum(slots + layout.per_page, self._end_of_records(blocks).repeat(layout.pages_per_block))
+        first, marked = (slots + np.clip(ordinal - ordinals, 0, layout.per_page) for ordinal in (start, begun_at))
+        words = self._read_blocks(blocks)
+        return layout.take_used(words, first, np.maximum(first, ends), self._used, since, marked, bit)
+
+    def _pages_of(self, blocks: Pages) -> Pages:
+        num = self.layout.pages_per_block
+        return (blocks[:, None] * num + np.arange(num)).reshape(-1)
+
+    def _end_of_records(self, blocks: Pages) -> Slots:
+        """The slot behind the last record of each block."""
+        num: Slots = np.where(blocks == self._block, self._filled, self.layout.per_block)
+        return blocks * self.layout.per_block + num
 
     def has(self, block: int) -> bool:
         """Whether a block is full and in use."""
         return bool(self._numbers[block]) and block != self._block
 
     def scan_block(self, block: int) -> tuple[Slots, Words]:
-        """(slots, records) of one block, those included whose rows have moved away."""
-        pages, rest = np.divmod(np.arange(self.layout.per_block), self.layout.per_page)
-        words = self._read_blocks(np.array([block]))
-        return block * self.layout.per_block + np.arange(self.layout.per_block), self.layout.take(words, pages, rest)
+        """(slots, records) of the records of one block that are in use."""
+        return self._take_blocks(np.array([block]))
 
     def sparsest(self) -> range | None:
         """The blocks of the segment with the fewest rows in use; None if all segments are nearly full."""
@@ -243,63 +293,20 @@ class ColdRows:
         """The share of the records of all segments in use whose rows have moved away."""
         return 1 - self.num_live / max(1, int(self._is_in_use.sum()) * self.per_segment)
 
-    def _read_blocks(self, blocks: npt.NDArray[np.int64]) -> Words:
-        size = self.layout.block_bytes
-        memory = np.frombuffer(mmap.mmap(-1, len(blocks) * size), np.uint8).reshape(-1, size)
-        on_disk = np.array([block not in self._unwritten for block in blocks.tolist()])
-        blocks, num = np.concatenate([blocks[on_disk], blocks[~on_disk]]), int(on_disk.sum())
-        if num:
-            self._expect(self._disk.read(blocks[:num] * size, memory[:num]), size)
-            numbers = self._numbers[blocks[:num], None] + np.arange(self.layout.pages_per_block)
-            self.layout.check(memory[:num].view(np.uint32), numbers.reshape(-1), self.folder)
-        for i in range(num, len(blocks)):  # writes end in any order
-            memory[i] = self._unwritten[int(blocks[i])].view(np.uint8)
-        if 0 < num < len(blocks):
-            memory = memory[np.argsort(np.concatenate([np.flatnonzero(on_disk), np.flatnonzero(~on_disk)]))]
+    def _read_blocks(self, blocks: Pages) -> Words:
+        """The pages of these blocks, in memory that the next call uses again."""
+        layout = self.layout
+        memory = self._room.take(len(blocks), layout.block_bytes)
+        is_here = self._is_unwritten[blocks]
+        for i, block in enumerate(blocks.tolist()):
+            if is_here[i]:
+                memory[i] = self._unwritten[block].view(np.uint8)
+        ends = np.flatnonzero(np.diff(np.concatenate([[True], is_here, [True]])))
+        for start, stop in ends.reshape(-1, 2).tolist():  # runs of blocks that are on disk
+            some = blocks[start:stop]
+            self._reader.read(some, self._numbers_of(self._pages_of(some)), memory[start:stop])
         return memory.reshape(-1).view(np.uint32)
 
     def close(self) -> None:
         """Let go of the file, which the system then removes. Also done when nothing refers to this object."""
         self._closing()
-
-    def _expect(self, results: npt.NDArray[np.int64], size: int) -> None:
-        wrong = results[results != size]
-        if len(wrong):
-            raise self._error(-int(wrong[0]) if wrong[0] < 0 else errno.EIO, "cannot be read")
-
-    def _error(self, number: int, what: str) -> TableError:
-        return TableError(
-            f"the file of cold rows in {self.folder} ({self.num_bytes:,} bytes) {what}: {os.strerror(number)}. "
-            "Rows that are in memory can still be used; free some space there, or use a larger disk."
-        )
-
-
-def _open(folder: str) -> tuple[int, bool]:
-    """(a new file without a name, whether it is read and written past the page cache)."""
-    try:
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600), True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), False
-    except OSError as error:
-        raise TableError(
-            f"cannot make a file for cold rows in {folder}: {os.strerror(error.errno or errno.EIO)}. Expected a folder "
-            "that exists, to which this user can write, on a local disk."
-        ) from None
-
-
-def _close(disk: Disk, file: int) -> None:
-    with contextlib.suppress(OSError):
-        disk.close()
-    os.close(file)
-
-
-def _allocate(file: int, start: int, size: int) -> None:
-    try:
-        os.posix_fallocate(file, start, size)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        os.ftruncate(file, start + size)

@@ -87,12 +87,6 @@ class Directory:
         self._expect(kernels.replace(*self._arrays, self._counts, keys, places, np.full(len(keys), -1, np.int64)))
         self.num_keys -= len(keys)
 
-    def holds(self, keys: Keys, places: Places) -> npt.NDArray[np.bool_]:
-        """Whether the rows of these keys are at these places."""
-        found = np.empty(len(keys), np.bool_)
-        kernels.holds(*self._arrays, keys, places, found)
-        return found
-
     def places_from(self, cursor: int, num: int) -> tuple[Places, int]:
         """(the places of at most `num` rows, the next cursor, 0 at the end). Start with cursor 0. Rows that move come
         exactly once: the order is that of their hashes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ MOST_WASTE = 0.1  # share of a page that may stay empty
 BLOCK_BYTES = 1 << 18  # written at once
 
 Words = npt.NDArray[np.uint32]
+Slots = npt.NDArray[np.int64]  # numbers of records in the file
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Layout:
 
     row_words: int
 
-    @property
+    @cached_property
     def record_words(self) -> int:
         return RECORD_HEAD + self.row_words
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """The smallest page that holds records without much waste."""
         page = SECTOR
@@ -43,20 +45,20 @@ class Layout:
                 return page
             page += SECTOR
 
-    @property
+    @cached_property
     def per_page(self) -> int:
         return (self.page_bytes // 4 - HEADER_WORDS) // self.record_words
 
-    @property
+    @cached_property
     def pages_per_block(self) -> int:
         return max(1, BLOCK_BYTES // self.page_bytes)
 
-    @property
+    @cached_property
     def per_block(self) -> int:
         """Records of a block."""
         return self.per_page * self.pages_per_block
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return self.page_bytes * self.pages_per_block
 
@@ -69,6 +71,16 @@ class Layout:
         out = np.empty((len(page_of), self.record_words), np.uint32)
         kernels.take(pages.reshape(-1), self.page_bytes // 4, self.per_page, page_of, slot_of, out)
         return out
+
+    def take_used(
+        self, pages: Words, slots: Slots, ends: Slots, used: npt.NDArray[np.uint8], since: int, marked: Slots, bit: int
+    ) -> tuple[Slots, Words]:
+        """(numbers, records) of the records of these pages that are in use: as kernels.take_used."""
+        most = int((ends - slots).sum())
+        numbers, out = np.empty(most, np.int64), np.empty((most, self.record_words), np.uint32)
+        words, sizes = pages.reshape(-1), (self.page_bytes // 4, self.per_page)
+        num = kernels.take_used(words, *sizes, slots, ends, used, since, marked, np.uint32(bit), numbers, out)
+        return numbers[:num], out[:num]
 
     def seal(self, block: Words, first_number: int) -> None:
         """Write the numbers and checksums of a block's pages."""

@@ -78,6 +78,12 @@ class Tiers:
             )
         self.cold.reserve(num + SWEEP)
 
+    def foresee(self, keys: Keys) -> None:
+        """Begin to read the rows of these keys, which a request that waits will need, from the disk."""
+        missing = keys[self._find(keys, 0) < 0]
+        places = self.directory.find_cold(missing, np.zeros(len(missing), np.int64))
+        self.cold.foresee(places[places >= 0] - self._index.max_rows)
+
     def bring(self, keys: Keys, num_words: int = 0) -> Rows:
         """Bring the rows of these keys into memory, and make room for those that have none yet. Returns the row
         numbers; -1 for a key without a row.
@@ -251,9 +257,7 @@ class Tiers:
         except TableError:  # the disk is full: a request that needs room says so
             return False
         slots, records = self.cold.scan_block(block)
-        keys = keys_of(records)
-        alive = self.directory.holds(keys, slots + self._index.max_rows)
-        self._move(keys[alive], slots[alive], records[alive])
+        self._move(keys_of(records), slots, records)
         return True
 
     def _move(self, keys: Keys, slots: Slots, records: Words) -> None:
@@ -287,13 +291,9 @@ class Tiers:
 
     def _scan(self, one: Pass, since: int) -> Iterator[tuple[Keys, Words]]:
         while one.cold < one.until:
-            slots, records, behind = self.cold.scan(one.cold, since)
-            keys = keys_of(records)
-            wanted = self.directory.holds(keys, slots + self._index.max_rows) & (records[:, KEY_WORDS] >= since)
-            wanted &= ~one.has_come(self.cold.ordinals(slots), records[:, KEY_WORDS + 1])
-            one.cold = behind
-            if wanted.any():
-                yield keys[wanted], np.ascontiguousarray(records[wanted][:, RECORD_HEAD:])
+            _, records, one.cold = self.cold.scan(one.cold, since, one.begun_at, int(one.bit))
+            if len(records):
+                yield keys_of(records), records[:, RECORD_HEAD:]
 
     def _hot_rows(self, one: Pass, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
         while one.hot < self._index.num_row_numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchfleet.ps.kernels import pages
 from torchfleet.ps.kernels.statistics import oldest
 from torchfleet.ps.tables.tiers.directory import Directory
 from torchfleet.ps.tables.tiers.pages import Layout
@@ -17,7 +18,6 @@ def warm_up_tiers() -> None:
     many = np.arange(1000, 61_000, dtype=np.uint64)
     directory.insert(many, many.astype(np.int64) + 1000)  # its sub-maps grow
     directory.find_cold(keys, np.zeros(100, np.int64))
-    directory.holds(keys, places)
     directory.places_from(0, 100)
     directory.move(keys, places, np.arange(100))
     directory.remove(keys, np.arange(100))
@@ -27,4 +27,8 @@ def warm_up_tiers() -> None:
     layout.seal(block, 1)
     layout.check(block, 1 + np.arange(layout.pages_per_block), "")
     layout.take(block, np.zeros(3, np.int64), np.arange(3))
+    used, slots = np.zeros(8, np.uint8), np.arange(3)
+    pages.note_used(used, 0, 64)
+    pages.note_unused(used, slots)
+    layout.take_used(block, slots[:1], slots[2:], used, 0, slots[:1], 1)
     oldest(np.zeros(8, np.uint32), 1, 0, 0, 8, np.uint32(0), 8, np.empty(8, np.int64))
