@@ -194,7 +194,7 @@ def start_here(job: JobSpec, log_dir: Path) -> Start:
 
     def start(task: Task, report: Report, echo: bool, append: bool) -> Process:
         options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
-        return Process(task, job.command, log_dir, report, echo, append, *options)
+        return Process(task, job.command_of(task.role), log_dir, report, echo, append, *options)
 
     return start
 
