@@ -6,11 +6,20 @@ Nothing is executed. Where a tree does not tell, the answer is the careful one.
 from __future__ import annotations
 
 import ast
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-OWN = "torchfleet"
+from torchfleet.base.errors import RoleError
+from torchfleet.launch.clusters.script_imports import OWN, Sources
+
 _BLOCKS = ("body", "orelse", "handlers", "finalbody")
+
+
+class NeedsScript(Exception):
+    """Why servers run the script. The text is empty if its source does not even show that they serve."""
 
 
 class ScriptTree:
@@ -37,6 +46,31 @@ class ScriptTree:
         is_fleet = isinstance(node.func.value, ast.Name) and node.func.value.id in self.aliases
         return node.func.attr if is_fleet else ""
 
+    def mentions(self, function: ast.FunctionDef) -> Iterator[ast.AST]:
+        """The nodes that may mean this function of one of the files: its name here, or where it is imported, and every
+        attribute of its name."""
+        is_own = function in self.parents
+        is_known = is_own or any(isinstance(node, ast.alias) and node.name == function.name for node in self.nodes)
+        for node in self.nodes:
+            if (isinstance(node, ast.Name) and is_known) or isinstance(node, ast.Attribute):
+                if name_of(node) == function.name:
+                    yield node
+            elif isinstance(node, ast.FunctionDef) and is_own and node is not function and node.name == function.name:
+                yield node
+
+    def fleet_names(self) -> set[str]:
+        """The names that imports of torchfleet, or of something in it, have bound."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names = [alias.asname or OWN for alias in node.names if alias.name.split(".")[0] == OWN]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == OWN:
+                names = [alias.asname or alias.name for alias in node.names]
+            else:
+                continue
+            found.update(names)
+        return found
+
     def function_of(self, node: ast.AST) -> ast.AST:
         """The function in which a node stands, or the module."""
         while not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module, ast.Lambda, ast.ClassDef)):
@@ -56,6 +90,49 @@ class ScriptTree:
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 yield node, node.module
                 yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def read_trees(folder: Path, script: str, is_module: bool) -> list[ScriptTree]:
+    """The script in `folder`, and all that it imports from sources that are not installed. Raises NeedsScript if
+    something cannot be read."""
+    roots = {folder: Sources(folder, "")}
+    trees: dict[Path, ScriptTree] = {}
+    try:
+        first = roots[folder].modules(script) if is_module else [Path(script).absolute()]
+        roots[folder].follow(first)
+        while new := [path for sources in roots.values() for path in sources.files if path not in trees]:
+            trees |= {path: ScriptTree(path, path in first) for path in new}
+            for name in {name for path in new for _, name in trees[path].top_imports()}:
+                root = _root_of(name.split(".")[0], folder)
+                if root is not None:
+                    sources = roots.setdefault(root, Sources(root, ""))
+                    sources.follow(sources.modules(name))
+    except (RoleError, OSError, SyntaxError, ValueError, RecursionError):
+        raise NeedsScript("") from None  # the script itself will say what is wrong
+    for sources in roots.values():
+        for path, lines in sources.unknown.items():
+            raise NeedsScript(f"{path.name}, line {lines[0]}, imports a module whose name is computed")
+        if sources.compiled:
+            raise NeedsScript(f"{sources.compiled[0].name} cannot be read")
+    return list(trees.values())
+
+
+def _root_of(name: str, folder: Path) -> Path | None:
+    """The folder from which a module of this name is imported, if it is neither installed nor in the script's folder,
+    where it has been read."""
+    if name in (OWN, *sys.stdlib_module_names) or (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+        return None
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        return None  # the script will not find it either
+    if found is None or found.origin in ("built-in", "frozen"):
+        return None
+    places = list(found.submodule_search_locations or [])
+    place = Path(places[0]) if places else Path(str(found.origin))
+    installed = tuple(str(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    is_installed = {"site-packages", "dist-packages"} & set(place.parts) or str(place).startswith(installed)
+    return None if is_installed else place.parent
 
 
 def name_of(node: ast.AST) -> str:
@@ -90,13 +167,7 @@ def ends_with(trees: Sequence[ScriptTree], function: ast.FunctionDef, seen: froz
     """Whether the process ends when this function has returned: all that mentions its name calls it at the end."""
     if id(function) in seen or function.decorator_list:
         return False
-    mentions = [
-        (tree, node)
-        for tree in trees
-        for node in tree.nodes
-        if isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef)) and node is not function
-        if (node.name if isinstance(node, ast.FunctionDef) else name_of(node)) == function.name
-    ]
+    mentions = [(tree, node) for tree in trees for node in tree.mentions(function)]
     return bool(mentions) and all(_calls_last(trees, tree, node, seen | {id(function)}) for tree, node in mentions)
 
 

@@ -7,28 +7,28 @@ are started without it (ps/server/bare_server.py): they import no torch. In any 
 from __future__ import annotations
 
 import ast
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-from torchfleet.base.errors import RoleError
 from torchfleet.base.role.process_settings import OF_JOB
-from torchfleet.launch.clusters.script_imports import Sources
-from torchfleet.launch.script_trees import OWN, ScriptTree, ends_process, ends_with, is_last, name_of
+from torchfleet.launch.script_trees import (
+    OWN,
+    NeedsScript,
+    ScriptTree,
+    ends_process,
+    ends_with,
+    is_last,
+    name_of,
+    read_trees,
+)
 
 _OURS = {f"{OWN}.lightning.FleetStrategy", f"{OWN}.transformers.FleetTrainer"}  # as fleet.prepare: servers serve there
 _OF_SERVERS = {"is_server", "init_server", "run_server", "server_index", "UserDefinedRoleMaker", "DistributedInfer"}
-_INSIDE = {"api", "apps", "base", "collective", "launch", "observe", "ps"}  # a script may add rules and more to these
 _VARIABLES = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "POD_IP", "PSERVER_")
+_OF_WORKERS = ("FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_DEVICE")  # scripts may read these
 _WORLDS = ("server", "all")  # values of comm_world with which servers take part
 _SETTERS = {"putenv", "unsetenv", "load_dotenv"}
-
-
-class _NeedsScript(Exception):
-    """Why the servers run the script. The text is empty if the source shows no server branch at all."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,14 @@ def read_branch(script: str, arguments: Sequence[str], is_module: bool) -> Serve
     """Read the server branch of a script, or of a module as `python -m` finds it from here."""
     folder = Path.cwd() if is_module else Path(script).absolute().parent
     try:
-        trees = _trees(folder, script, is_module)
+        trees = read_trees(folder, script, is_module)
+        if not any(_serves(tree) for tree in trees):
+            raise NeedsScript("")
         for tree in trees:
-            _check_surroundings(tree, folder)
+            _check_surroundings(tree)
         return ServerBranch((OF_JOB, *_options(trees, arguments)))
-    except _NeedsScript as error:
+    except NeedsScript as error:
         return ServerBranch(None, str(error))
-
-
-def _trees(folder: Path, script: str, is_module: bool) -> list[ScriptTree]:
-    sources = Sources(folder, "")
-    try:
-        found = sources.modules(script) if is_module else [Path(script).absolute()]
-        sources.follow(found)
-        trees = [ScriptTree(path, path in found) for path in sources.files]
-    except (RoleError, OSError, SyntaxError, ValueError, RecursionError):
-        raise _NeedsScript("") from None  # the script itself will say what is wrong
-    if not any(_serves(tree) for tree in trees):
-        raise _NeedsScript("")
-    for path, lines in sources.unknown.items():
-        raise _NeedsScript(f"{path.name}, line {lines[0]}, imports a module whose name is computed")
-    if sources.compiled:
-        raise _NeedsScript(f"{sources.compiled[0].name} cannot be read")
-    return trees
 
 
 def _serves(tree: ScriptTree) -> bool:
@@ -75,43 +60,33 @@ def _serves(tree: ScriptTree) -> bool:
     return is_called or any(name in _OURS for _, name in tree.top_imports())
 
 
-def _check_surroundings(tree: ScriptTree, folder: Path) -> None:
-    """Raise _NeedsScript if the file may change what a server is: its variables, its role, its rules."""
+def _check_surroundings(tree: ScriptTree) -> None:
+    """Raise NeedsScript if the file may change what a server is: its variables, its role, its rules."""
     for node, name in tree.top_imports():
         parts = name.split(".")
-        if parts[0] == OWN and len(parts) > 1 and (parts[1] in _INSIDE or parts[1] in _OF_SERVERS):
-            raise _NeedsScript(f"{tree.place(node)}, imports {name}")
+        if parts[0] == OWN and len(parts) > 1 and (parts[1] == "ps" or parts[1] in _OF_SERVERS):
+            raise NeedsScript(f"{tree.place(node)}, imports {name}, to which it may add")
         if parts[0] == "fsspec":
-            raise _NeedsScript(f"{tree.place(node)}, imports fsspec, whose settings servers need for saves")
-        if parts[0] != OWN and _is_outside(parts[0], folder):
-            raise _NeedsScript(f"{tree.place(node)}, imports {parts[0]}, which is neither in its folder nor installed")
+            raise NeedsScript(f"{tree.place(node)}, imports fsspec, whose settings servers need for saves")
     for node in tree.texts:
-        if isinstance(node, ast.Constant) and str(node.value).startswith(_VARIABLES):
-            raise _NeedsScript(f"{tree.place(node)}, names the variable {node.value}")
+        if isinstance(node, ast.Constant) and _is_about_role(str(node.value)):
+            raise NeedsScript(f"{tree.place(node)}, names the variable {node.value}")
+    own_names = tree.fleet_names()
     for node in tree.nodes:
         if _sets_variable(tree, node):
-            raise _NeedsScript(f"{tree.place(node)}, sets a variable of the environment")
+            raise NeedsScript(f"{tree.place(node)}, sets a variable of the environment")
         if isinstance(node, ast.Call) and any(_is_world(value) for value in _values(node)):
-            raise _NeedsScript(f"{tree.place(node)}, may meet servers (comm_world)")
+            raise NeedsScript(f"{tree.place(node)}, may meet servers (comm_world)")
         if isinstance(node, ast.Call) and name_of(node.func) == "getattr" and _first_name(node) in tree.aliases:
-            raise _NeedsScript(f"{tree.place(node)}, uses a name of torchfleet that is computed")
+            raise NeedsScript(f"{tree.place(node)}, uses a name of torchfleet that is computed")
+        if _changes_torchfleet(tree, node, own_names):
+            raise NeedsScript(f"{tree.place(node)}, changes something in torchfleet")
         if tree.fleet_call(node) == "init" and isinstance(node, ast.Call):
             _check_role_maker(tree, node)
 
 
-def _is_outside(name: str, folder: Path) -> bool:
-    """Whether the source of a module is neither installed nor in the script's folder, where it has been read."""
-    if name in sys.stdlib_module_names or (folder / name).is_dir() or (folder / f"{name}.py").is_file():
-        return False
-    try:
-        found = find_spec(name)
-    except (ImportError, ValueError):
-        return True
-    if found is None or found.origin in (None, "built-in", "frozen"):
-        return False
-    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    parts = Path(str(found.origin)).parts
-    return not ({"site-packages", "dist-packages"} & set(parts) or str(found.origin).startswith(tuple(installed)))
+def _is_about_role(name: str) -> bool:
+    return name.startswith(_VARIABLES) and name not in _OF_WORKERS
 
 
 def _sets_variable(tree: ScriptTree, node: ast.AST) -> bool:
@@ -125,6 +100,20 @@ def _sets_variable(tree: ScriptTree, node: ast.AST) -> bool:
     if isinstance(user, ast.Subscript):
         return not isinstance(user.ctx, ast.Load)
     return not (isinstance(user, ast.Attribute) and user.attr in ("get", "items", "keys", "values", "copy"))
+
+
+def _changes_torchfleet(tree: ScriptTree, node: ast.AST, names: set[str]) -> bool:
+    """Whether the node assigns to an attribute or an item of what was imported from torchfleet."""
+    if isinstance(node, ast.Call) and name_of(node.func) in ("setattr", "patch", "object"):
+        return any(_root(value) in names for value in node.args)
+    is_assigned = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+    return is_assigned and _root(node) in names
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return name_of(node)
 
 
 def _first_name(call: ast.Call) -> str:
@@ -149,7 +138,7 @@ def _check_role_maker(tree: ScriptTree, call: ast.Call) -> None:
     is_none = given is None or (isinstance(given, ast.Constant) and given.value is None)
     is_plain = tree.fleet_call(given) == "PaddleCloudRoleMaker" and isinstance(given, ast.Call) and not given.args
     if not is_none and not (is_plain and all(keyword.arg == "is_collective" for keyword in given.keywords)):
-        raise _NeedsScript(f"{tree.place(call)}, gives fleet.init a role maker of its own")
+        raise NeedsScript(f"{tree.place(call)}, gives fleet.init a role maker of its own")
 
 
 def _options(trees: Sequence[ScriptTree], arguments: Sequence[str]) -> list[str]:
@@ -161,12 +150,12 @@ def _options(trees: Sequence[ScriptTree], arguments: Sequence[str]) -> list[str]
     tree, first = next((each for each in mentions if name_of(each[1]).startswith("is_")), mentions[0])
     branch = next((node for node in tree.nodes if isinstance(node, ast.If) and first in ast.walk(node.test)), None)
     if branch is None:
-        raise _NeedsScript(f"{tree.place(first)}, has {name_of(first)} in another form than `if fleet.is_server():`")
+        raise NeedsScript(f"{tree.place(first)}, has {name_of(first)} in another form than `if fleet.is_server():`")
     initialize = _check_branch(trees, tree, branch)
     allowed = {id(node) for part in (branch.test, *_branch(tree, branch)) for node in ast.walk(part)}
     other = next(((tree, node) for tree, node in mentions if id(node) not in allowed), None)
     if other is not None:
-        raise _NeedsScript(f"{other[0].place(other[1])}, has {name_of(other[1])} outside of the server branch")
+        raise NeedsScript(f"{other[0].place(other[1])}, has {name_of(other[1])} outside of the server branch")
     return _loaded(trees, tree, initialize, told)
 
 
@@ -181,23 +170,23 @@ def _is_of_servers(tree: ScriptTree, node: ast.AST) -> bool:
 
 
 def _branch(tree: ScriptTree, branch: ast.If) -> list[ast.stmt]:
-    """The statements that run on a server. Raises _NeedsScript if the condition is another one."""
+    """The statements that run on a server. Raises NeedsScript if the condition is another one."""
     test = branch.test
     is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     asked = tree.fleet_call(test.operand if isinstance(test, ast.UnaryOp) else test)
     if asked not in ("is_server", "is_worker"):
-        raise _NeedsScript(f"{tree.place(branch)}, has another condition than fleet.is_server()")
+        raise NeedsScript(f"{tree.place(branch)}, has another condition than fleet.is_server()")
     return branch.body if (asked == "is_server") != is_negated else branch.orelse
 
 
 def _check_branch(trees: Sequence[ScriptTree], tree: ScriptTree, branch: ast.If) -> ast.Call:
-    """Raise _NeedsScript unless a server does init_server and run_server here, and nothing afterwards. Returns the call
+    """Raise NeedsScript unless a server does init_server and run_server here, and nothing afterwards. Returns the call
     of init_server."""
     statements = _branch(tree, branch)
     calls = [node.value if isinstance(node, ast.Expr) else None for node in statements[:2]]
     names = [tree.fleet_call(call) for call in calls]
     if names != ["init_server", "run_server"] or len(statements) > 3:
-        raise _NeedsScript(f"{tree.place(branch)}, does more on a server than init_server and run_server")
+        raise NeedsScript(f"{tree.place(branch)}, does more on a server than init_server and run_server")
     last = statements[2] if len(statements) == 3 else None
     function = tree.function_of(branch)
     if last is None:
@@ -207,7 +196,7 @@ def _check_branch(trees: Sequence[ScriptTree], tree: ScriptTree, branch: ast.If)
     else:
         is_over = ends_process(last)
     if not is_over:
-        raise _NeedsScript(f"{tree.place(branch)}, may do more on a server after run_server")
+        raise NeedsScript(f"{tree.place(branch)}, may do more on a server after run_server")
     assert isinstance(calls[0], ast.Call)
     return calls[0]
 
@@ -223,7 +212,7 @@ def _loaded(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.Call, told:
     if dirname is None and not parts:
         return []
     if not isinstance(dirname, str) or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise _NeedsScript(f"{tree.place(call)}, gives init_server something else than names")
+        raise NeedsScript(f"{tree.place(call)}, gives init_server something else than names")
     return [f"--load={dirname}", *(f"--load_name={part}" for part in parts)]
 
 
@@ -235,13 +224,13 @@ def _same_for_workers(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.C
         same = other.parents.get(node)
         is_same = isinstance(same, ast.Call) and _arguments(same) == _arguments(call)
         if not is_same or other is not tree or other.function_of(node) is not tree.function_of(call):
-            raise _NeedsScript(f"{tree.place(call)}, loads what init_worker is not given in the same words")
+            raise NeedsScript(f"{tree.place(call)}, loads what init_worker is not given in the same words")
         between = range(call.lineno, getattr(node, "lineno", 0) + 1)
         stores = [n for n in tree.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in used]
         if not between or any(name.lineno in between for name in stores):
-            raise _NeedsScript(f"{tree.place(call)}, loads what may be something else on workers")
+            raise NeedsScript(f"{tree.place(call)}, loads what may be something else on workers")
     if not started:
-        raise _NeedsScript(f"{tree.place(call)}, loads what no worker knows")
+        raise NeedsScript(f"{tree.place(call)}, loads what no worker knows")
     return told
 
 

@@ -37,6 +37,7 @@ from torchfleet.launch.roles import (
 )
 from torchfleet.launch.server_command import add_option as add_script_option
 from torchfleet.launch.server_command import with_server_command
+from torchfleet.launch.server_nursery import nursery_of
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
 from torchfleet.ps.net.keys import is_private
@@ -143,7 +144,8 @@ class ServerLauncher:
                 kept = stack.enter_context(log_store(durability_variables(options), run_dir))
                 asked = stack.enter_context(coordination(url, num_replicas(options.replicas), attempt))
                 local_tasks = _tasks(made, options, layout, num_workers, {**kept, **asked})
-                supervisor = supervisor_of(made, layout, local_tasks, run_dir, attempt)
+                nursery = stack.enter_context(nursery_of(made, local_tasks))
+                supervisor = supervisor_of(made, layout, local_tasks, run_dir, attempt, nursery)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break

@@ -29,8 +29,9 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
-from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command
+from torchfleet.launch.processes import ROLES, module_command, script_command
 from torchfleet.launch.server_command import server_command
+from torchfleet.launch.server_nursery import TIE_TO_PARENT
 from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
