@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Protocol
 
+from torchfleet.base.role.process_settings import FORK_SERVERS
 from torchfleet.launch.job_spec import JobSpec, Task
 
 # Run before the command itself: if the launcher is killed, the kernel ends its children (PR_SET_PDEATHSIG).
@@ -131,9 +132,10 @@ class ServerNursery:
 
 @contextlib.contextmanager
 def nursery_of(job: JobSpec, tasks: Sequence[Task]) -> Iterator[ServerNursery | None]:
-    """Yield a nursery if several servers of this machine do without the script, else None."""
+    """Yield a nursery if several servers of this machine do without the script, and FLEET_FORK_SERVERS is not 0; else
+    None."""
     num_servers = sum(task.role == "server" for task in tasks)
-    if not job.server_command or num_servers < 2:
+    if not job.server_command or num_servers < 2 or os.environ.get(FORK_SERVERS) == "0":
         yield None
         return
     with contextlib.closing(ServerNursery()) as made:

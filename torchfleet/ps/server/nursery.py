@@ -26,7 +26,7 @@ from torchfleet.ps.server.main import main
 from torchfleet.ps.server.warm import warm_up
 
 MAX_REQUEST = 1 << 17  # bytes of a request
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Nursery:
@@ -105,6 +105,8 @@ class Nursery:
 def _run(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
+    name = f"fleet server {os.environ.get('FLEET_SERVER_INDEX', '')}"  # its command line is the nursery's
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
     os.chdir(request["folder"])
     if num_threads() > 1:  # something that was imported has started one, which a fork does not have
         os.execv(sys.executable, [sys.executable, "-m", "torchfleet.server", *request["options"]])
