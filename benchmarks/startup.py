@@ -6,7 +6,7 @@
 Three ways to start the same servers: `script`, each runs the training script and imports torch; `bare`, each is an
 interpreter of its own without the script; `forked`, as fleetrun does it: forked by one process that has imported what
 servers need. A worker declares a small table and makes a step, so that all servers serve. Memory is the sum of the
-servers' proportional shares (PSS), in which a page that n processes share counts 1/n, and of their resident sizes (RSS).
+proportional shares (PSS) of all processes but the worker, in which a page that n processes share counts 1/n in each.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.exec
 _MODULE = "torchfleet.ps.server.nursery"
 _MAX_REQUEST = 1 << 17  # bytes, as in ps/server/nursery.py
 _START = 120.0  # seconds in which a nursery starts, on busy cores too
-_END = 5.0  # seconds in which an idle nursery ends
 
 
 class Spawned(Protocol):
@@ -123,11 +122,8 @@ class ServerNursery:
 
     def close(self) -> None:
         self._requests.close()
-        try:
-            self._process.wait(_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.terminate()  # it may still be importing
+        self._process.wait()
 
 
 @contextlib.contextmanager

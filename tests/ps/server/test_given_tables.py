@@ -68,7 +68,7 @@ def test_a_rule_that_the_server_does_not_know_leads_to_the_script() -> None:
     body = msgspec.to_builtins(GivenTables([WORDS]))
     body["tables"][0]["rule"] = {"name": "of_the_script"}
     kind, text = refusal(Waiting().tell(body))
-    assert kind == "WireError"
+    assert kind == "TableError"
     assert names(text, "of_the_script", "--servers_run_script")
 
 

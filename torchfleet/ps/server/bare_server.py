@@ -40,6 +40,13 @@ class BareServer(JobServer):
         if chosen is not None:
             self.load(*chosen)
 
+    def _warm_up(self) -> None:
+        """A backup does not know its tables before its primary sends them. On the machine of its primary, which has
+        compiled the kernels before that, it loads them when it needs them, rather than compile all that there are."""
+        hosts = {place.rpartition(":")[0] for place in self._info.replica_places}
+        if self._server.state.tables or len(hosts) > 1 or self._run.are_kernels_compiled:
+            super()._warm_up()
+
     def _wait_for_tables(self, inbox: TablesInbox) -> GivenTables:
         """Wait however long it takes: the launcher ends this process if the job fails before."""
         self._server.loading = NO_TABLES

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchfleet.base.errors import CheckpointError, WireError
+from torchfleet.base.errors import CheckpointError, TableError, WireError
 from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import unpack
@@ -67,11 +67,11 @@ class TablesInbox:
         self._is_here = threading.Event()
 
     def take(self, request: Request) -> None:
-        """Keep the first that comes; a repeat changes nothing. Raises WireError."""
+        """Keep the first that comes; a repeat changes nothing. Raises WireError or TableError."""
         try:
             given = unpack(only(request), GivenTables, MAX_BYTES)
-        except WireError as error:
-            raise WireError(
+        except (TableError, WireError) as error:
+            raise type(error)(
                 f"{error}. If the script adds rules or kinds of tables, start it with fleetrun --servers_run_script: "
                 "this server has imported none of its modules."
             ) from None

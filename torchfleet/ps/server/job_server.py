@@ -147,7 +147,7 @@ class JobServer:
         if not self.is_listening:
             self.listen()
         if not self._is_ready:
-            self._run.warm_up(self._tell_compilation)
+            self._warm_up()
             if self._run.lacks_log:
                 self._server.loading = "it is writing the first copy of its tables to its log"
             self._end_answers()
@@ -155,6 +155,9 @@ class JobServer:
         self._run.begin_log()
         assert self._run.listener is not None
         return self._run.listener
+
+    def _warm_up(self) -> None:
+        self._run.warm_up(self._tell_compilation)
 
     def _tell_tables(self) -> None:
         if self._server.state.tables:

@@ -100,9 +100,14 @@ class ServerRun:
         if specs:
             self._compiler = warm_up_rest()
 
+    @property
+    def are_kernels_compiled(self) -> bool:
+        """Whether all kernels are in the cache of this machine."""
+        return mark_of_all().exists()
+
     def load_kernels(self) -> None:
         """Load all kernels if they are compiled: a server that waits for its tables has the time."""
-        if mark_of_all().exists():
+        if self.are_kernels_compiled:
             warm_up()
 
     def open_status(self) -> None:
