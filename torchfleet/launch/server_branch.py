@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchfleet.base.role.process_settings import OF_JOB
+from torchfleet.launch.clusters.script_imports import OWN
 from torchfleet.launch.script_trees import (
-    OWN,
     NeedsScript,
     ScriptTree,
     ends_process,
@@ -70,7 +70,7 @@ def _check_surroundings(tree: ScriptTree) -> None:
             raise NeedsScript(f"{tree.place(node)}, imports fsspec, whose settings servers need for saves")
     for node in tree.texts:
         if isinstance(node, ast.Constant) and _is_about_role(str(node.value)):
-            raise NeedsScript(f"{tree.place(node)}, names the variable {node.value}")
+            raise NeedsScript(f"{tree.place(node)}, names the variable {node.value!s}")
     own_names = tree.fleet_names()
     for node in tree.nodes:
         if _sets_variable(tree, node):
@@ -135,9 +135,10 @@ def _check_role_maker(tree: ScriptTree, call: ast.Call) -> None:
     if isinstance(given, ast.Name):
         stores = [node for node in tree.nodes if isinstance(node, ast.Assign) and name_of(node.targets[0]) == given.id]
         given = stores[0].value if len(stores) == 1 else given
-    is_none = given is None or (isinstance(given, ast.Constant) and given.value is None)
-    is_plain = tree.fleet_call(given) == "PaddleCloudRoleMaker" and isinstance(given, ast.Call) and not given.args
-    if not is_none and not (is_plain and all(keyword.arg == "is_collective" for keyword in given.keywords)):
+    is_plain = given is None or (isinstance(given, ast.Constant) and given.value is None)
+    if isinstance(given, ast.Call) and tree.fleet_call(given) == "PaddleCloudRoleMaker":
+        is_plain = not given.args and all(keyword.arg == "is_collective" for keyword in given.keywords)
+    if not is_plain:
         raise NeedsScript(f"{tree.place(call)}, gives fleet.init a role maker of its own")
 
 
