@@ -99,7 +99,8 @@ class Fleet:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
         process = subprocess.Popen(
             [*before, sys.executable, "-m", "torchfleet.launch", *options, str(_JOB), *job],
-            env={**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+            # Members are found by their environment, which forked servers have from the process that forked them.
+            env={**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLEET_FORK_SERVERS": "0", **variables},
             stdout=(self.folder / f"fleetrun-{len(self.launchers)}").open("wb"), stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip

@@ -34,7 +34,7 @@ def prepare(options: argparse.Namespace) -> None:
         options.questions = options.questions or str(folder / "questions.txt")
     options.dictionary, options.corpus = str(folder / "dictionary"), str(folder / "parts")
     done = folder / "parts" / DESCRIPTION
-    if fleet.is_worker() and fleet.is_first_worker():
+    if fleet.is_first_worker():
         if not done.exists():
             make(options, folder)
     else:

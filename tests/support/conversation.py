@@ -131,6 +131,7 @@ def converse(wire: Wire) -> list[Exchange]:
     for worker in (first, second):
         worker.join({"host": "here", "pid": 1, "num_workers": 2, "timeout": 60.0, "sync_timeout": 60.0})
         worker.leave()
+    first.give_tables(["server 0", "server 1"], specs, {})  # which they have: a repeat
     launcher.stop_servers()
     return record
 

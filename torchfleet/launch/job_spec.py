@@ -31,7 +31,7 @@ class Resources:
 class JobSpec:
     """A job as described by the options that all launchers share. The launcher decides where its processes run."""
 
-    command: tuple[str, ...]  # the same for every process; the environment gives each its role
+    command: tuple[str, ...]  # of the script; the environment gives each process its role
     log_dir: Path  # as given by the user; `make_run_dir` creates a folder for each run below it
     num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
     num_workers: int | None = None  # in an elastic job: the maximum
@@ -47,7 +47,12 @@ class JobSpec:
     trace_every: int = 0  # every N-th step is traced; 0: FLEET_TRACE_EVERY decides
     max_log_bytes: int = DEFAULT_BYTES  # of one log file; a process has at most two
     watching: Watching = field(default_factory=Watching)
+    server_command: tuple[str, ...] = ()  # of servers that do without the script; empty: they run it
     descriptors: tuple[int, ...] = ()  # open files of the launcher that every process on this machine inherits
+
+    def command_of(self, role: str) -> tuple[str, ...]:
+        """Return the command of a process of this role."""
+        return self.server_command if role == "server" and self.server_command else self.command
 
     @property
     def environment(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torchfleet.launch.endurance.loss import leave_for
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of, is_late
 from torchfleet.launch.processes import start_here
 from torchfleet.launch.roles import JobLayout, given_threads
+from torchfleet.launch.server_nursery import ServerNursery
 from torchfleet.launch.supervisor import JobSupervisor
 
 _PERIOD = 0.5  # seconds between two looks at the cores
@@ -105,9 +106,10 @@ class LateWorkers:
     `start` and `look` are for the supervisor, which calls `look` again and again.
     """
 
-    def __init__(self, job: JobSpec, servers: Sequence[str], log_dir: Path) -> None:
+    def __init__(self, job: JobSpec, servers: Sequence[str], log_dir: Path, begin: Start | None = None) -> None:
+        """`begin`: starts a process; None: as start_here."""
         self._job, self._servers, self._log_dir = job, servers, log_dir
-        self._begin: Start = start_here(job, log_dir)
+        self._begin = begin or start_here(job, log_dir)
         self._whole: list[RunningTask] = []  # servers, and workers that run from the beginning
         self._late: list[LateWorker] = []
         self._next = self._needed_at = 0.0
@@ -170,11 +172,19 @@ class LateWorkers:
             self._report(f"[fleetrun] cannot tell the servers: {error}")
 
 
-def supervisor_of(job: JobSpec, layout: JobLayout, tasks: Sequence[Task], log_dir: Path, attempt: int) -> JobSupervisor:
-    """Return the supervisor of a job on this machine, elastic or not."""
+def supervisor_of(
+    job: JobSpec,
+    layout: JobLayout,
+    tasks: Sequence[Task],
+    log_dir: Path,
+    attempt: int,
+    nursery: ServerNursery | None = None,
+) -> JobSupervisor:
+    """Return the supervisor of a job on this machine, elastic or not. `nursery`: forks the servers."""
+    begin = start_here(job, log_dir, nursery)
     if job.min_workers is None:
-        return JobSupervisor(job, layout, tasks, log_dir, attempt)
-    late = LateWorkers(job, layout.servers, log_dir)
+        return JobSupervisor(job, layout, tasks, log_dir, attempt, begin)
+    late = LateWorkers(job, layout.servers, log_dir, begin)
     return JobSupervisor(job, layout, tasks, log_dir, attempt, late.start, late.look)
 
 

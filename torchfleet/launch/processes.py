@@ -18,13 +18,11 @@ from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.base.monitor.json_lines import JsonLog, LineSplitter, last_lines
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
+from torchfleet.launch.server_nursery import TIE_TO_PARENT, ServerNursery, Spawned
 
 _LINE = 1 << 16  # bytes of output per read
 _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-# Run before the script itself: if the launcher is killed, the kernel ends its children (PR_SET_PDEATHSIG).
-TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
-
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_MAX_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX",
@@ -98,11 +96,12 @@ class Process:
         max_log_bytes: int = DEFAULT_BYTES,
         is_json: bool = False,
         descriptors: Sequence[int] = (),
+        nursery: ServerNursery | None = None,
     ) -> None:
         """`report` receives lines for the user: problems, and with `echo` all output. `is_json`: the log is in JSON.
-        The process inherits `descriptors` under the same numbers."""
+        The process inherits `descriptors` under the same numbers. `nursery`: forks it; only for a server's command."""
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
-        self._descriptors = tuple(descriptors)
+        self._descriptors, self._nursery = tuple(descriptors), nursery
         self.log, self._max_log_bytes, self._is_json = log_dir / task.log_name, max_log_bytes, is_json
         self.status_file = log_dir / f".status.{task.role}.{task.file_name}"
         self._start(append)
@@ -114,7 +113,17 @@ class Process:
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
         output = self._open_output(append)
-        self._process = subprocess.Popen(
+        self._process = self._forked(environment) or self._spawned(environment)
+        self._reader: threading.Thread | None = threading.Thread(
+            target=self._copy_output, args=(self._process, output), daemon=True
+        )
+        self._reader.start()
+
+    def _forked(self, environment: dict[str, str]) -> Spawned | None:
+        return None if self._nursery is None else self._nursery.start(self._command[3:], environment)
+
+    def _spawned(self, environment: dict[str, str]) -> Spawned:
+        return subprocess.Popen(
             [sys.executable, "-c", TIE_TO_PARENT, *self._command],
             env=environment,
             stdout=subprocess.PIPE,  # not the log itself: on a full disk a write would fail and end the process
@@ -123,10 +132,6 @@ class Process:
             start_new_session=True,
             pass_fds=self._descriptors,
         )
-        self._reader: threading.Thread | None = threading.Thread(
-            target=self._copy_output, args=(self._process, output), daemon=True
-        )
-        self._reader.start()
 
     def restart(self) -> None:
         """Start the task again. New output is appended to its log."""
@@ -182,19 +187,20 @@ class Process:
         return Output(self.task, self.log, self._report, self._echo, append, self._max_log_bytes, self._is_json)
 
     @staticmethod
-    def _copy_output(process: subprocess.Popen[bytes], output: Sink) -> None:
+    def _copy_output(process: Spawned, output: Sink) -> None:
         assert process.stdout
         with process.stdout as stream, contextlib.closing(output):
             while data := os.read(stream.fileno(), _LINE):
                 output.write(data)
 
 
-def start_here(job: JobSpec, log_dir: Path) -> Start:
-    """Return the function that starts a task of the job as a process of this machine."""
+def start_here(job: JobSpec, log_dir: Path, nursery: ServerNursery | None = None) -> Start:
+    """Return the function that starts a task of the job as a process of this machine. `nursery`: forks the servers."""
 
     def start(task: Task, report: Report, echo: bool, append: bool) -> Process:
         options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
-        return Process(task, job.command, log_dir, report, echo, append, *options)
+        forking = nursery if task.role == "server" else None
+        return Process(task, job.command_of(task.role), log_dir, report, echo, append, *options, forking)
 
     return start
 

@@ -36,7 +36,7 @@ class RankLauncher:
     def takes(self, options: argparse.Namespace) -> bool:
         given = [f"--{name}" for name in _OPTIONS if getattr(options, name) is not None]
         others = [f"--{name}" for name in _OPTIONS_OF_SERVERS if getattr(options, name) is not None]
-        others += [f"--{name}" for name in ("max_job_restart", "plain") if getattr(options, name)]
+        others += [f"--{name}" for name in ("max_job_restart", "plain", "servers_run_script") if getattr(options, name)]
         if given and others:
             raise RoleError(
                 f"{', '.join(given)} start a collective job, {', '.join(others)} one with parameter servers: use one "

@@ -35,6 +35,9 @@ from torchfleet.launch.roles import (
     spare_servers,
     tasks,
 )
+from torchfleet.launch.server_command import add_option as add_script_option
+from torchfleet.launch.server_command import with_server_command
+from torchfleet.launch.server_nursery import nursery_of
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
 from torchfleet.ps.net.keys import is_private
@@ -102,6 +105,7 @@ class ServerLauncher:
             "of this user (default: ipc)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+        add_script_option(group)
         add_loss_option(group)
         add_durability_options(group)
         add_options(group)
@@ -110,18 +114,18 @@ class ServerLauncher:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        job, reasons = _with_servers(job)
+        job, reasons = _with_servers(job, options)
         layout, num_workers, _ = _layout(job, options)
         reasons += told(kind_of(job, layout, options.private, options.plain))
         local_tasks = _tasks(job, options, layout, num_workers)
         lines = reasons
         for task in local_tasks:
             later = "joins when cores are free; " if is_late(job, task) else ""
-            lines += describe_task(task, job.command, f"{later}log: {job.latest / task.log_name}")
+            lines += describe_task(task, job.command_of(task.role), f"{later}log: {job.latest / task.log_name}")
         return lines
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        job, reasons = _with_servers(job)
+        job, reasons = _with_servers(job, options)
         layout, num_workers, url = _layout(job, options)
         planned = _tasks(job, options, layout, num_workers)  # finds mistakes before a folder is created
         check_free(job.watching, len(planned))
@@ -140,7 +144,8 @@ class ServerLauncher:
                 kept = stack.enter_context(log_store(durability_variables(options), run_dir))
                 asked = stack.enter_context(coordination(url, num_replicas(options.replicas), attempt))
                 local_tasks = _tasks(made, options, layout, num_workers, {**kept, **asked})
-                supervisor = supervisor_of(made, layout, local_tasks, run_dir, attempt)
+                nursery = stack.enter_context(nursery_of(made, local_tasks))
+                supervisor = supervisor_of(made, layout, local_tasks, run_dir, attempt, nursery)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break
@@ -149,14 +154,15 @@ class ServerLauncher:
         return code
 
 
-def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
-    """Return the job with `--server_num auto` replaced by a number, and lines with the reason. Other jobs are
-    unchanged."""
+def _with_servers(job: JobSpec, options: argparse.Namespace) -> tuple[JobSpec, list[str]]:
+    """Return the job with the command of its servers and their number, also for `--server_num auto`, and lines with the
+    reasons."""
+    job, told = with_server_command(job, options)
     if job.num_servers != "auto":
-        return job, []
+        return job, told
     num_workers = 1 if job.num_workers is None else job.num_workers
     num_servers, why = spare_servers(usable_cores(), num_workers, given_threads())
-    return dataclasses.replace(job, num_servers=num_servers), [why]
+    return dataclasses.replace(job, num_servers=num_servers), [why, *told]
 
 
 def _tasks(

@@ -13,13 +13,13 @@ from support import jobs
 from support.jobs import SECONDS, Net, make_part, sgd, strategy
 from support.messages import lines_naming, naming
 
-from torchfleet.api.job import server_role, worker_start
+from torchfleet.api.job import worker_start
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
 from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.launch.roles import free_ports
-from torchfleet.ps.server import server_run
+from torchfleet.ps.server import job_server, server_run
 from torchfleet.ps.server.state.server_status import ServerStatus
 from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
@@ -55,7 +55,7 @@ def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
         begun.set()
         assert go_on.wait(SECONDS)
 
-    monkeypatch.setattr(server_role, "load_model", load_slowly)
+    monkeypatch.setattr(job_server, "load_model", load_slowly)
     role.listen()
 
     def serve() -> None:

@@ -25,9 +25,10 @@ _OWN = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "POD_IP", "PSERVER_DEBUG")
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without any role in it."""
+    """This process's environment without any role in it. Servers are found by their environment, which the system shows
+    as it was when a process was started: those that fleetrun's nursery forks have the nursery's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FLEET_FORK_SERVERS": "0", **more}
 
 
 class Started:

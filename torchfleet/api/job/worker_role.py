@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,14 +68,20 @@ class WorkerRole:
         self.client = self._connect()
         self._ends.callback(self.client.close)
         try:
-            self._begin(setup, dirname)
+            self._begin(setup, dirname, var_names)
         except BaseException:
             self.abandon()
             raise
 
-    def _begin(self, setup: JobSetup, dirname: str | None) -> None:
+    def _begin(self, setup: JobSetup, dirname: str | None, var_names: Sequence[str] | None) -> None:
         """All steps that may fail: connect, join, create tables, start threads, bind the model."""
-        wait_for_servers(self.client, self.info.start_timeout)
+        plan, loaded = setup.plan, None if dirname is None else os.fspath(dirname)
+
+        def give_tables(servers: Collection[str]) -> None:
+            self.client.give_tables(servers, plan.specs, plan.layouts, loaded, var_names)
+
+        is_first = self.info.worker_index == 0
+        wait_for_servers(self.client, self.info.start_timeout, give_tables if is_first else None)
         check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()

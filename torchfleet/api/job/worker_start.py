@@ -6,7 +6,7 @@ import functools
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.server.given_tables import NO_TABLES
 from torchfleet.ps.server.replicas.pace import NO_BACKUP
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
@@ -38,8 +39,11 @@ def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
     return Patience(max(strategy.rpc_timeout, RECOVERY_TIMEOUT), strategy.rpc_retry_times, RESEND_PAUSE)
 
 
-def wait_for_servers(client: Client, seconds: float) -> None:
-    """Wait until all servers serve. Prints the servers that are still starting or loading.
+def wait_for_servers(
+    client: Client, seconds: float, give_tables: Callable[[Collection[str]], None] | None = None
+) -> None:
+    """Wait until all servers serve. Prints the servers that are still starting or loading. `give_tables`: of worker 0;
+    tells the servers of these names, which were started without a script, what their tables are.
 
     Raises ServerUnreachable, with all their names, if a server did not respond for `seconds`. A loading server
     responds. Raises FleetError if a server has waited for its backup for as long.
@@ -54,6 +58,9 @@ def wait_for_servers(client: Client, seconds: float) -> None:
         silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
         if silent:
             raise ServerUnreachable(_never_came(silent, seconds))
+        lacking = [name for name, doing in waiting.items() if doing == NO_TABLES]
+        if lacking and give_tables is not None:
+            give_tables(lacking)
         backups.look([name for name, doing in waiting.items() if doing == NO_BACKUP], now)
         lines.look(functools.partial(_by_state, waiting))
         time.sleep(_PAUSE)

@@ -13,6 +13,9 @@ from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, SETTINGS
 MAX_SECONDS = 7 * 24 * 3600.0
 MAX_FSYNC_MS = 60_000.0
 ON_LOSS, MIN_WORKERS, MAX_RESTART = "FLEET_ON_WORKER_LOSS", "FLEET_MIN_WORKERS", "FLEET_MAX_RESTART"
+OF_JOB = "--of_job"  # option of `python -m torchfleet.server`: this process is the server of the environment's role
+RUN_SCRIPT = "FLEET_SERVERS_RUN_SCRIPT"  # 1: servers run the script, whatever its source says
+FORK_SERVERS = "FLEET_FORK_SERVERS"  # 0: fleetrun starts every server as an interpreter of its own
 WAIT_FOR_BACKUPS = "FLEET_WAIT_FOR_BACKUPS"
 DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
 

@@ -58,6 +58,7 @@ def _check_kind(options: argparse.Namespace) -> None:
         "server_num", "worker_num", "server_cpus", "server_memory", "coordinator", "save_on_stop", "grace",
     )  # fmt: skip
     both = [name for name in others if getattr(options, name) is not None]
+    both += ["servers_run_script"] if options.servers_run_script else []
     both += ["durability"] if options.durability != "none" else []
     if given and both:
         raise RoleError(f"--{given[0]} makes a collective job, --{both[0]} one with servers: use one of them")

@@ -21,6 +21,7 @@ from torchfleet.launch.clusters.k8s.pod_settings import (
     variables,
 )
 from torchfleet.launch.clusters.k8s_checks import check
+from torchfleet.launch.server_command import add_option as add_script_option
 from torchfleet.observe.watch.watchers import add_exports
 
 FORMATS = ("plain", "kustomize", "jobset")
@@ -110,6 +111,7 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
         default="prefer",
         help="servers over nodes, backups away from their primaries: as far as possible, or else pods wait",
     )
+    add_script_option(group)
     group.add_argument("--user", type=int, default=10_001, metavar="UID", help="of all processes (default: 10001)")
     group.add_argument("--insecure", action="store_true", help="ranks, or workers of hybrid mode, talk without keys")
 
@@ -173,6 +175,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         user=options.user,
         metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, counts.get("ranks_per_node", 1)),
         has_json_logs=options.log_format == "json",
+        servers_run_script=options.servers_run_script,
         insecure=options.insecure,
     )
 

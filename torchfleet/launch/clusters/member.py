@@ -29,7 +29,9 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
-from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command
+from torchfleet.launch.processes import ROLES, module_command, script_command
+from torchfleet.launch.server_command import server_command
+from torchfleet.launch.server_nursery import TIE_TO_PARENT
 from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.module and not Path(options.script).is_file():
             raise RoleError(f"no script at {options.script}")
-        return _run(command)
+        return _run(command, options)
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
@@ -159,9 +161,14 @@ class Child:
         return self._process.pid
 
 
-def _run(command: Sequence[str]) -> int:
+def _run(command: Sequence[str], options: argparse.Namespace) -> int:
     environment = member_environment(os.environ)
     info = read_role(environment)
+    if info.role == SERVER:
+        bare, told = server_command(options.script, options.arguments, options.module)
+        command = bare or command
+        for line in told:
+            say(f"fleetrun: {line}")
     ending = Ending(seconds_of(GRACE, os.environ))
     port = _port(os.environ.get(PORT) or "0")
     index = info.server_index if info.role == SERVER else info.worker_index

@@ -24,6 +24,7 @@ from torchfleet.launch.endurance.durability import durability_variables, log_sto
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, waiting_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.server_command import with_server_command
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import port_variables
@@ -96,11 +97,12 @@ class RayLauncher:
         base = _variables(job, options)
         lines = [f"cluster: {options.cluster}; keys are made for this job"]
         lines += described_files(*_files(job, options, is_function=False), PACKAGE)
+        lines += with_server_command(job, options)[1] if plan.num_servers else []
         for number, task in enumerate(_described(plan, base)):
             task.environment |= port_variables(job.watching, number)
             bundle = ", ".join(f"{name} {value:g}" for name, value in bundle_of(job.resources_of(task.role)).items())
             log = f"log: {job.latest / task.log_name}"
-            lines += describe_task(task, ("python", *plan.command), f"actor with {bundle}; {log}")
+            lines += describe_task(task, ("python", *plan.command_of(task.role)), f"actor with {bundle}; {log}")
         return lines
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
@@ -128,7 +130,9 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
         num_cores = cores_of(whole.shares(job, whole.num_workers))
         with connected(address, job, num_cores, partial(_files, job, options, bool(function)), say) as folder:
             plan, run_dir = _plan(job, options, folder), job.make_run_dir()
-            say(f"[fleetrun] logs in {run_dir}")
+            told = with_server_command(job, options)[1] if plan.num_servers else []
+            for line in (f"logs in {run_dir}", *told):
+                say(f"[fleetrun] {line}")
             for attempt in range(attempts):
                 with contextlib.ExitStack() as stack:
                     kept = stack.enter_context(log_store(durability_variables(options), run_dir))
@@ -176,7 +180,8 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
     if num_servers < 1 or num_workers < 1:
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
     replicas, least = num_replicas(options.replicas), job.min_workers or num_workers
-    return RayPlan(command, name, num_servers, num_workers, replicas, least, placement=placement)
+    bare = with_server_command(job, options)[0].server_command[1:]  # the node's own interpreter is used
+    return RayPlan(command, name, num_servers, num_workers, replicas, least, placement=placement, server_command=bare)
 
 
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:

@@ -73,7 +73,8 @@ def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
     server, worker = job.resources_of("server"), job.resources_of("worker")
     if options.nproc_per_node:
         names = ("server_num", "worker_num", "server_cpus", "server_memory", "het", "save_on_stop", "key_dir")
-        wrong = [f"--{name}" for name in (*names, *DURABILITY) if getattr(options, name)]
+        more = ("servers_run_script", *DURABILITY)
+        wrong = [f"--{name}" for name in (*names, *more) if getattr(options, name)]
         if wrong:
             raise RoleError(
                 f"--nproc_per_node makes a collective job, {', '.join(wrong)} one with servers: use one kind"

@@ -15,6 +15,7 @@ from torchfleet.launch.clusters.job_options import add_counts, add_resources, ad
 from torchfleet.launch.clusters.slurm_checks import DURABILITY, check, job_name, one_line, resume_words
 from torchfleet.launch.endurance.durability import add_options as add_durability
 from torchfleet.launch.job_spec import JobSpec, Resources
+from torchfleet.launch.server_command import add_option as add_script_option
 from torchfleet.observe.watch.watchers import add_exports
 
 _PLAIN = re.compile(r"[\w.,:@%+=/-]+")  # text that sbatch reads without quotes
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", default="log", help="a folder that all nodes see (default: log)")
     add("--key_dir", help="folder of keys (default: keys are made for every job)")
     add("--insecure", action="store_true", help="talk to other nodes without keys")
+    add_script_option(parser)
     add_durability(parser.add_argument_group("logs of servers"))
     add_exports(parser.add_argument_group("watching"))
     parser.set_defaults(max_restart=0, max_job_restart=0)
@@ -179,7 +181,7 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
     found += _option("log_dir", options.log_dir) if options.log_dir != "log" else []
     if "json" in (options.log_format, log_format()):  # tasks may inherit the variable that selects json
         found += ["--log_format", options.log_format]
-    found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
+    found += [f"--{name}" for name in ("requeue", "insecure", "servers_run_script") if getattr(options, name)]
     return found
 
 

@@ -20,6 +20,7 @@ from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
+from torchfleet.launch.server_command import with_server_command
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import port_variables
@@ -81,7 +82,9 @@ class SlurmLauncher:
         num_servers, num_workers = _counts(job, step)
         places = [f"(the node of task {number}):(a port of job {step.job})" for number in range(num_servers)]
         task = _task(job, options, step, places, num_workers)
-        return describe_task(task, job.command, f"log: {job.log_dir / step.name / task.log_name}")
+        job, told = with_server_command(job, options)
+        log = f"log: {job.log_dir / step.name / task.log_name}"
+        return [*told, *describe_task(task, job.command_of(task.role), log)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         step = read_step(os.environ)
@@ -116,7 +119,10 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     """Run this task as a server or a worker."""
     say = line_printer(job.watching)
     num_servers, num_workers = _counts(job, step)
+    job, told = with_server_command(job, options)
     if step.rank == 0:
+        for line in told:
+            say(f"[fleetrun] {line}")
         say(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}")
     if step.rank < num_servers:
         meeting.publish(f"server.{step.rank}", step.rank)
@@ -128,7 +134,14 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     is_shown = step.rank == num_servers  # worker 0
     try:
         child = Process(
-            task, job.command, meeting.folder, say, is_shown, False, job.max_log_bytes, job.watching.is_json
+            task,
+            job.command_of(task.role),
+            meeting.folder,
+            say,
+            is_shown,
+            False,
+            job.max_log_bytes,
+            job.watching.is_json,
         )
         ending = Ending()
         with watched(job, step, meeting.folder, num_servers, num_workers) as (show, show_end):

@@ -137,7 +137,7 @@ class JobWarnings:
         before = self._ages[0][1]
         recent = {age: num - before.get(age, 0) for age, num in total.items() if num > before.get(age, 0)}
         age = median_age(recent)
-        if age is not None and age > OLD_NETWORK and sum(recent.values()) >= _MANY_PUSHES:
+        if age is not None and age >= OLD_NETWORK and sum(recent.values()) >= _MANY_PUSHES:
             yield "old", f"the network is old: half of the gradients come from one of {age} updates ago or more"
 
     def _silence(self, snapshot: JobSnapshot) -> Iterator[Found]:

@@ -42,6 +42,7 @@ from torchfleet.ps.server.arrays import (
     pairs,
     push_sections,
 )
+from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
@@ -88,6 +89,13 @@ def create_table(state: State, request: Request) -> Answer:
     state.add_table(spec)
     if len(state.tables) > num_before:
         state.say(f"table '{spec.name}' is made")
+    return []
+
+
+def given_tables(state: State, request: Request) -> Answer:
+    """A server that serves has its tables: this is a repeat. Raises TableError if it names others."""
+    for spec in unpack(only(request), GivenTables, MAX_BYTES).tables:
+        state.check_same(spec)
     return []
 
 
@@ -277,4 +285,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.INSPECT: CommandHandler(inspect, _ALL),
     Command.JOIN: CommandHandler(join, _ALL),
     Command.WALK: CommandHandler(walk, _ALL),
+    Command.TABLES: CommandHandler(given_tables, _FIRST),
 }

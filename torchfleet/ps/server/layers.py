@@ -4,7 +4,7 @@
 
     layer, outermost first   present                                               what it does
     TracedRequests           after the first request of a traced step              records times for replies and spans
-    Loading                  while the server loads, or waits for its backup       refuses every command but PING
+    Loading                  while the server loads, or waits for its backup       refuses all but PING and TABLES
     LongPulls                while a long pull is in progress                      holds that client's later requests
     Journal                  with a log on disk, or a backup                       writes an entry for each change
 
@@ -52,16 +52,19 @@ class Recorder(Layer, Protocol):
 
 
 class Loading:
-    """Refuses all commands but PING while the server does not serve yet."""
+    """Refuses all commands but PING while the server does not serve yet, and TABLES if it waits for them."""
 
-    def __init__(self, what: str) -> None:
-        """`what`: what the server is doing, for the text of the refusal."""
-        self.what = what
+    def __init__(self, what: str, take_tables: Callable[[Request], None] | None = None) -> None:
+        """`what`: what the server is doing, for the text of the refusal. `take_tables`: takes a request TABLES."""
+        self.what, self._take_tables = what, take_tables
 
     def around(self, inner: Run, request: Request) -> Result:
         """As Layer.around."""
         if request.message.command == Command.PING:
             return [pack({"loading": self.what})]
+        if request.message.command == Command.TABLES and self._take_tables is not None:
+            self._take_tables(request)
+            return []
         raise ServerLoading(f"this server does not serve yet: {self.what}. Ask again later.")
 
 

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.process_settings import MIN_WORKERS, OF_JOB, ON_LOSS, loss_of
 from torchfleet.base.role.role_info import LOSS_RULES
 from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.server import bare_server
 from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_run import Place, ServerRun
@@ -25,6 +26,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m torchfleet.server",
         description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
         "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
+        epilog=f"{OF_JOB}, as the first option: be the server of a job that the environment describes, as "
+        "fleetrun starts it; worker 0 says which tables it has.",
     )
     parser.add_argument(
         "--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
@@ -138,7 +141,10 @@ def _begin(options: argparse.Namespace) -> ServerRun:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == [OF_JOB]:
+        return bare_server.main(given[1:])
+    options = parse(given)
     try:
         run = _begin(options)
     except FleetError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchfleet.base.errors import FleetError, PermissionRefused, ServerBusy, WireError
 from torchfleet.base.monitor.notices import tell
@@ -75,6 +75,7 @@ class Server:
         self.traced = TracedRequests()
         self._is_traced = False
         self._loading = ""
+        self.take_tables: Callable[[Request], None] | None = None  # of a server that waits for its tables
         self._recorder: Recorder | None = None
         self._run: Run = self._execute
         self.state.work.pulls.switched = self._arrange
@@ -90,7 +91,7 @@ class Server:
         if self._is_traced:
             found.append(self.traced)
         if self._loading:
-            found.append(Loading(self._loading))
+            found.append(Loading(self._loading, self.take_tables))
         if self.state.work.pulls.lines:
             found.append(self.state.work.pulls)
         if self._recorder is not None:

@@ -1,7 +1,7 @@
 """The run of one server in a process, from start to end, with its log, status, metrics and traces.
 
-`python -m torchfleet.server` (main.py) runs one, and so does a training script whose role is server
-(api/job/server_role.py). Neither this file nor main.py imports torch.
+`python -m torchfleet.server` (main.py, or bare_server.py in a job) runs one, and so does a training script whose role
+is server (api/job/server_role.py). Neither this file nor main.py imports torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import folder_of
+from torchfleet.ps.kernels.jit import mark_of_all
 from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import ServerSocket
@@ -99,6 +100,16 @@ class ServerRun:
             warm_up(specs, are_copied=self.replica is not None or self._durability is not None)
         if specs:
             self._compiler = warm_up_rest()
+
+    @property
+    def are_kernels_compiled(self) -> bool:
+        """Whether all kernels are in the cache of this machine."""
+        return mark_of_all().exists()
+
+    def load_kernels(self) -> None:
+        """Load all kernels if they are compiled: a server that waits for its tables has the time."""
+        if self.are_kernels_compiled:
+            warm_up()
 
     def open_status(self) -> None:
         """Open the status file and the metrics port, and read the tracing settings. Raises FleetError."""

@@ -68,6 +68,7 @@ class K8sJob:
     user: int = 10_001
     metrics_port: int | None = None  # of the first process of a pod
     has_json_logs: bool = False
+    servers_run_script: bool = False  # otherwise a server pod reads in the script's source whether it needs the script
     insecure: bool = False  # servers have keys; workers of hybrid mode, and ranks, communicate without encryption
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchfleet.base.role.process_settings import MAX_RESTART, WAIT_FOR_BACKUPS
+from torchfleet.base.role.process_settings import MAX_RESTART, RUN_SCRIPT, WAIT_FOR_BACKUPS
 from torchfleet.launch.clusters.k8s.k8s_job import (
     BACKUP,
     CACHE,
@@ -178,6 +178,7 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         **({"FLEET_SAVE_ON_STOP": job.save_on_stop} if job.save_on_stop else {}),
         "FLEET_KEY_DIR": KEYS,
         **({"FLEET_INSECURE": "1"} if job.insecure else {}),
+        **({RUN_SCRIPT: "1"} if job.servers_run_script and role != WORKER else {}),
         **_endurance(job, role),
     }
     # A replica that restarts after the end of the job must not start the job again. Workers learn it from the servers.

@@ -44,6 +44,11 @@ class RayPlan:
     num_machines: int = 0  # of a collective job
     ranks_per_machine: int = 0
     placement: str = "PACK"  # of workers
+    server_command: tuple[str, ...] = ()  # of servers that do without the script; empty: they run it
+
+    def command_of(self, role: str) -> tuple[str, ...]:
+        """Return the command of a process of this role."""
+        return self.server_command if role == "server" and self.server_command else self.command
 
     @property
     def num_ranks(self) -> int:
@@ -200,7 +205,8 @@ class RayJob:
         """Implements Start."""
         job = self._job
         keys = keys_for(task.role, task.index, self._key_dir)
-        work = Work(task, self._plan.command, self._plan.script, keys, function=self._function)
+        command = self._plan.command_of(task.role)
+        work = Work(task, command, self._plan.script, keys, function=self._function)
         node = self._nodes[task.role, task.index, task.replica]
         log, is_json = self._run_dir / task.log_name, job.watching.is_json
         output = Output(task, log, report, echo, append, job.max_log_bytes, is_json)

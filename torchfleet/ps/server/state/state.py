@@ -80,18 +80,23 @@ class State:
 
     def add_table(self, spec: TableSpec) -> None:
         """Make a table, unless there is one with the same description."""
-        existing = self.tables.get(spec.number)
-        if existing is not None and existing.spec != spec:
+        if spec.number in self.tables:
+            self.check_same(spec)
+        else:
+            if len(self.tables) >= MAX_TABLES:
+                raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
+            self.tables[spec.number] = self._made(spec)
+
+    def check_same(self, spec: TableSpec) -> None:
+        """Raise TableError unless there is a table with this description."""
+        existing = self.table(spec.number)
+        if existing.spec != spec:
             there, asked = differences(existing.spec, spec)
             raise TableError(
                 f"table '{existing.spec.name}' exists with {there}, and was asked for with {asked}. All processes of "
                 "a job must build the same model and optimizer; for others start the servers anew, or give the table "
                 "another name."
             )
-        if existing is None:
-            if len(self.tables) >= MAX_TABLES:
-                raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-            self.tables[spec.number] = self._made(spec)
 
     def remake_tables(self) -> None:
         """Make all tables anew, empty, and return to the machine's clock."""

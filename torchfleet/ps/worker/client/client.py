@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
+from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.ps.server.given_tables import GivenTables
 from torchfleet.ps.tables.dense_table import WITH_STATE
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled, joined_block
@@ -39,6 +41,25 @@ class Client(Walks):
         shards = [spec.for_shard(server, self.num_servers) for server in range(self.num_servers)]
         self._ask(Command.CREATE_TABLE, [[pack(shard)] for shard in shards]).result()
         self.attach(spec)
+
+    def give_tables(
+        self,
+        names: Collection[str],
+        specs: Sequence[TableSpec],
+        layouts: Mapping[str, list[Parameter]],
+        dirname: str | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Tell the servers `names`, which were started without a script and do not serve yet, their tables and the
+        saved model to load."""
+        listed = None if var_names is None else list(var_names)
+        waits = []
+        for server, connection in enumerate(self._connections):
+            if connection.name in names:
+                shards = [spec.for_shard(server, self.num_servers) for spec in specs]
+                body = GivenTables(shards, dict(layouts), dirname, listed)
+                waits.append((connection, connection.submit(Command.TABLES, [pack(body)])))
+        Future(waits, lambda replies: None).result()
 
     def attach(self, spec: TableSpec) -> None:
         """Use a table that another client created."""
