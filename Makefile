@@ -40,11 +40,13 @@ demo: $(VENV)/.run
 	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
-# In a fresh checkout: the servers' kernels are compiled once, by one process. All processes of the tests would do it.
+# In a fresh checkout: the servers' kernels and the files of the tests are compiled once, each by one process. All
+# processes of the tests would do it.
 KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import compile_all; compile_all()"
+COMPILED := [ -d tests/__pycache__ ] || $(RUN) -m pytest --collect-only -q > /dev/null & $(KERNELS) && wait
 
 test: setup
-	$(KERNELS)
+	$(COMPILED)
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
@@ -73,7 +75,7 @@ test-install: setup
 # Without whole fleets and ranks, applications, tests that start processes, and those of more than a second: seven of ten tests.
 FLEETS := integration examples launch benchmarks collective ecosystem apps
 quick: setup
-	$(KERNELS)
+	$(COMPILED)
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
 
 check: setup

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cases import each_of
 from support.paths import ROOT, SCRIPTS, TESTS
 
 import torchfleet
@@ -173,7 +174,7 @@ def test_no_module_can_run_code_out_of_data_and_every_exception_is_needed() -> N
     assert set(EXCEPTIONS) <= called
 
 
-@pytest.mark.parametrize(
+@each_of(
     "line",
     [
         "import pickle",
@@ -204,7 +205,7 @@ def test_the_check_sees_code_that_runs_data(line: str) -> None:
     assert offences(ast.parse(line))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "line",
     [
         "model.eval()",

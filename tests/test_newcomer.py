@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
+from support.cases import each_of
 from support.paths import ROOT
 
 TASKS = ("a row rule", "a table kind", "a command of the server", "a header field", "a strategy", "a `fleet` command")
@@ -20,7 +20,7 @@ def place(path: str) -> str:
     return path if path.split("/", maxsplit=1)[0] in ("docs", "tests", "benchmarks") else f"torchfleet/{path}"
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each_of("task", TASKS)
 def test_files_and_names_of_the_list_exist(task: str) -> None:
     lines = task_lines(task)
     assert len(lines) >= 2
@@ -38,7 +38,7 @@ def test_files_and_names_of_the_list_exist(task: str) -> None:
             assert not unknown, line
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each_of("task", TASKS)
 def test_where_the_list_ends_there_is_something_that_shows_it(task: str) -> None:
     assert re.search(r"`(?:tests|docs)/", task_lines(task)[-1])
 

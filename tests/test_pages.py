@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from support.cases import each_of
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -102,7 +102,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_of("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for path, anchor in links(page):
         target = page.parent / path if path else page
@@ -111,7 +111,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{path}#{anchor}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+@each_of("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
 def test_paths_between_backticks_exist(page: Path) -> None:
     """But for the changelog, which also names what was."""
     known = existing() | own_files(page)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import pages, processes
+from support.cases import each_of
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, forked_fleetrun
 
@@ -62,12 +63,12 @@ def test_a_line_of_fleetrun_is_understood(line: str, folder: Path) -> None:
     assert cli.main(pages.planning(arguments_of(given))) == 0
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("fleet ")])
+@each_of("line", [line for line in LINES if line.startswith("fleet ")])
 def test_a_line_of_fleet_is_understood(line: str) -> None:
     assert command._parser().parse_args(arguments_of(line)[1:]).command == arguments_of(line)[1]
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if re.match(r"python examples/|fleetrun .*examples/", line)])
+@each_of("line", [line for line in LINES if re.match(r"python examples/|fleetrun .*examples/", line)])
 def test_options_of_examples_are_there(line: str) -> None:
     words = arguments_of(line)
     place = next(i for i, word in enumerate(words) if word.startswith("examples/"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.cases import each_of
 from support.extras import needing
 from support.paths import ROOT
 
@@ -92,7 +93,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     assert "repo_url" not in found  # the theme would ask the repository's host for its stars
 
 
-@pytest.mark.parametrize(
+@each_of(
     "loading",
     ['<script src="https://x.y/a.js">', "<link rel=stylesheet href=//x.y/a.css>", '<img alt="a" src="http://x.y/a.png">',
      "a { background: url('https://x.y/a.png') }", '@import "//x.y/a.css";'],

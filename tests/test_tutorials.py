@@ -30,6 +30,7 @@ FIGURES = {
     "gpus": (r"accuracy (\d\.\d+)", 0.9),
     "serving": (r": \[(0\.\d+)", 0.7),
 }
+LONG = {"criteo", "word_vectors", "gpus"}  # pages of an example that has tests of its own, or like another page
 NEEDED = {"serving": ("onnx", "onnxscript", "onnxruntime", "pyarrow")}
 
 
@@ -48,7 +49,9 @@ def assert_figures(page: str, printed: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", FIGURES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in FIGURES]
+)
 def test_a_page_can_be_followed(page: str, folder: Path) -> None:
     needs(*NEEDED.get(page, ()))
     assert_figures(page, pages.follow(TUTORIALS / f"{page}.md", folder))

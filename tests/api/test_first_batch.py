@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import each_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchfleet as fleet
@@ -41,7 +42,7 @@ class Stream(IterableDataset[int]):
         raise AssertionError("a stream is read")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "expected"),
     [
         (lambda data: DataLoader(data, 256, shuffle=True), 256),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 from support.messages import naming
 from torch.utils.data import (
     BatchSampler,
@@ -85,7 +86,7 @@ def test_a_round_of_all_workers_is_a_batch_of_a_loader_with_as_many_samples(num:
 WEIGHTS = [1.0] * 20 + [0.0] * 7
 
 
-@pytest.mark.parametrize(
+@each_of(
     "options",
     [
         lambda size: {"batch_size": size, "shuffle": True},
@@ -161,7 +162,7 @@ def test_samples_are_dealt_out_evenly_to_one_sample(num: int) -> None:
         assert sorted({x for worker in found for batch in worker for x in batch}) == list(range(total))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "make",
     [
         lambda: DataLoader(Numbers(26), 4, shuffle=True),
@@ -179,8 +180,8 @@ def test_every_sample_goes_to_one_worker_though_each_has_its_own_random_numbers(
     assert len(found[0]) == len(found[1])
 
 
-@pytest.mark.parametrize("size", [5, 1, None])
-@pytest.mark.parametrize("kind", [Numbers, Stream])
+@each_of("size", [5, 1, None])
+@each_of("kind", [Numbers, Stream])
 def test_workers_have_as_many_batches_where_samples_do_not_go_round(kind: Any, size: int | None) -> None:
     """16 samples and three workers: two samples are given twice, where one batch is one sample."""
     found = epochs(lambda: DataLoader(kind(16), size), 3)

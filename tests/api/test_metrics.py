@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.extras import Late
 from support.messages import naming
 
@@ -127,7 +128,7 @@ def test_without_any_sample_the_area_is_one_half_and_the_histograms_are_empty() 
     assert [stat.tolist() for stat in stats] == [[0.0] * 11] * 4
 
 
-@pytest.mark.parametrize("num_thresholds", [1, 2, 200, 4095, 100_000])
+@each_of("num_thresholds", [1, 2, 200, 4095, 100_000])
 def test_there_is_one_bin_more_than_thresholds_and_probability_one_is_in_the_last(num_thresholds: int) -> None:
     meter = AUC(num_thresholds, from_logits=False)
     meter.update([0.0, 1.0], [0, 1])
@@ -149,7 +150,7 @@ def test_more_thresholds_come_closer_to_the_exact_area() -> None:
 # The window of the last updates
 
 
-@pytest.mark.parametrize(("slide_steps", "num_updates"), [(20, 19), (20, 20), (20, 21), (20, 57), (1, 3), (3, 2)])
+@each_of(("slide_steps", "num_updates"), [(20, 19), (20, 20), (20, 21), (20, 57), (1, 3), (3, 2)])
 def test_the_batch_statistics_are_those_of_the_last_updates(slide_steps: int, num_updates: int) -> None:
     meter = AUC(num_thresholds=500, slide_steps=slide_steps)
     batches = [batch(seed, 10 + seed % 7) for seed in range(num_updates)]
@@ -212,7 +213,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_logits_of_every_shape_count_alike(kind: str) -> None:
     # Logits halfway between two bins: no rounding can move them.
     bins = np.random.default_rng(0).integers(0, 100, 300)
@@ -234,13 +235,13 @@ def test_probabilities_are_taken_as_they_are(shape: tuple[int, ...]) -> None:
     assert meter.compute()[2][2].tolist() == [1.0] * 8 + [0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
+@each_of("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
 def test_scores_of_every_kind_of_number_count(dtype: torch.dtype) -> None:
     meter = AUC()
     assert meter.update(torch.tensor([2, 1, -1, -2]).to(dtype), torch.tensor([1, 1, 0, 0])) == 1.0
 
 
-@pytest.mark.parametrize(
+@each_of(
     "labels",
     [
         [1, 0, 1],
@@ -271,7 +272,7 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("kind", EXTREME)
+@each_of("kind", EXTREME)
 def test_extreme_logits_go_to_the_outer_bins_without_a_warning(kind: str) -> None:
     meter = AUC(num_thresholds=10)
     with warnings.catch_warnings():
@@ -314,7 +315,7 @@ REFUSED: dict[str, tuple[Any, Any, bool, str]] = {
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("mistake", REFUSED)
+@each_of("mistake", REFUSED)
 def test_a_batch_that_makes_no_sense_is_refused_and_counts_nothing(mistake: str) -> None:
     scores, labels, from_logits, text = REFUSED[mistake]
     meter = AUC(from_logits=from_logits)
@@ -323,7 +324,7 @@ def test_a_batch_that_makes_no_sense_is_refused_and_counts_nothing(mistake: str)
     assert sum(stat.sum() for stat in meter.compute()[2]) == 0
 
 
-@pytest.mark.parametrize(
+@each_of(
     "options",
     [
         {"num_thresholds": 0},
@@ -468,7 +469,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_of("way", WAYS)
 def test_ratios_of_one_process_are_plain_divisions(way: str) -> None:
     made = WAYS[way]
     for name, expected in (("acc", 9 / 12), ("mae", 9 / 12), ("mse", 9 / 12), ("rmse", math.sqrt(9 / 12))):
@@ -477,8 +478,8 @@ def test_ratios_of_one_process_are_plain_divisions(way: str) -> None:
         assert found == pytest.approx(expected), name
 
 
-@pytest.mark.parametrize("name", ["sum", "max", "min"])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)], ids=str)
+@each_of("name", ["sum", "max", "min"])
+@each_of("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)], ids=str)
 def test_reductions_of_one_process_return_what_was_given(name: str, shape: tuple[int, ...]) -> None:
     function = getattr(metrics, name)
     array = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
@@ -493,7 +494,7 @@ def test_reductions_of_one_process_return_what_was_given(name: str, shape: tuple
     assert torch.equal(tensor.double(), torch.from_numpy(array))
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, np.float32(1.5), np.int64(7)], ids=repr)
+@each_of("value", [3, 2.5, True, np.float32(1.5), np.int64(7)], ids=repr)
 def test_numbers_stay_numbers(value: Any) -> None:
     for function in (metrics.sum, metrics.max, metrics.min):
         found = function(value)
@@ -521,15 +522,15 @@ def test_what_was_given_is_not_changed_when_the_result_is() -> None:
     assert tensor.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["acc", "mae", "mse", "rmse"])
-@pytest.mark.parametrize("total", [0, -1, 0.0], ids=str)
+@each_of("name", ["acc", "mae", "mse", "rmse"])
+@each_of("total", [0, -1, 0.0], ids=str)
 def test_no_samples_is_an_error_that_names_the_metric(name: str, total: float) -> None:
     with pytest.raises(FleetError, match=naming(f"fleet.metrics.{name}")):
         getattr(metrics, name)(3, total)
 
 
-@pytest.mark.parametrize("name", ["sum", "max", "min"])
-@pytest.mark.parametrize("value", ["three", None, [1, "a"], 1j, print, [[1, 2], [3]]], ids=str)
+@each_of("name", ["sum", "max", "min"])
+@each_of("value", ["three", None, [1, "a"], 1j, print, [[1, 2], [3]]], ids=str)
 def test_what_is_no_number_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(FleetError, match=r"fleet.metrics"):
         getattr(metrics, name)(value)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.messages import names, naming
 from support.scripts import slotted
 
@@ -248,7 +249,7 @@ def test_a_period_without_end_means_only_at_the_end(part: jobs.Part, data: Any, 
 # Mistakes
 
 
-@pytest.mark.parametrize("var_dict", [None, {}, [], ["loss"], "loss"])
+@each_of("var_dict", [None, {}, [], ["loss"], "loss"])
 def test_what_is_no_dict_is_refused(var_dict: Any) -> None:
     with pytest.raises(FleetError, match="dict"):
         fleet.FetchHandler(var_dict)
@@ -260,7 +261,7 @@ def test_what_cannot_be_watched_is_refused_by_name(what: Any) -> None:
         fleet.FetchHandler({"loss": "loss", "auc": what})
 
 
-@pytest.mark.parametrize("period", [0, -1, float("nan"), "5", None])
+@each_of("period", [0, -1, float("nan"), "5", None])
 def test_a_period_that_is_none_is_refused(period: Any) -> None:
     with pytest.raises(FleetError, match=naming("period_secs", 0)):
         fleet.FetchHandler({"loss": "loss"}, period)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 from support.messages import naming
 from support.paths import ROOT
 
@@ -64,7 +65,7 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner in LISTED for name in LISTED[owner].split()])
+@each_of(("owner", "name"), [(owner, name) for owner in LISTED for name in LISTED[owner].split()])
 def test_a_name_of_the_documents_works_or_says_what_to_use(owner: str, name: str) -> None:
     if owner in OBJECTS and hasattr(OBJECTS[owner], name):
         return
@@ -96,7 +97,7 @@ def test_the_page_lists_every_name() -> None:
     assert [name for table in tables for name in table if not re.search(rf"(?<!\w){name}(?!\w)", PAGE)] == []
 
 
-@pytest.mark.parametrize("name", paddle_names.FLEET)
+@each_of("name", paddle_names.FLEET)
 def test_an_attribute_of_fleet_says_what_to_use(name: str) -> None:
     vars(fleet).pop(name, None)  # a submodule that another test has imported
     with pytest.raises(AttributeError, match=re.escape(paddle_names.FLEET[name])):
@@ -175,7 +176,7 @@ def test_setters_of_a_dataset_are_its_init(tmp_path: Path) -> None:
             dataset.global_shuffle(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", [2, 3, True, "1", None])
+@each_of("mode", [2, 3, True, "1", None])
 def test_other_modes_of_a_save_are_errors(mode: Any) -> None:
     with pytest.raises(FleetError, match=naming("mode", 0, 1)):
         fleet.save_persistables("model", mode=mode)

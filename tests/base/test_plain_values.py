@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import FleetError
 from torchfleet.base.plain_values import pack, unpack
 
 
-@pytest.mark.parametrize(
+@each_of(
     "value",
     [
         None, True, -3, 2**64 - 1, 0.1, float("inf"), "text", b"\0bytes", [], [1, [2, "x"]], (), (1, (2.5, None)),
@@ -30,8 +31,8 @@ def test_what_python_has_comes_back_with_its_types(value: Any) -> None:
     assert repr(found) == repr(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
+@each_of("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@each_of("shape", [(), (0, 3), (2, 3)], ids=str)
 def test_tensors_come_back_with_type_shape_and_numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(6).to(dtype)[: max(1, int(np.prod(shape)))].resize_(shape)
     found = unpack(pack([tensor, tensor.t() if len(shape) == 2 else tensor]))
@@ -51,7 +52,7 @@ def test_arrays_and_states_of_models_come_back() -> None:
     assert unpack(pack(OrderedDict(a=1))) == {"a": 1}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("value", "text"),
     [
         ([{"model": torch.nn.Linear(1, 1)}], "result[0]['model'] Linear state_dict"),
@@ -74,7 +75,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
         pack(endless, "result")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("kind", "dtype", "shape"),
     [
         (1, "_dynamo", [1]), (1, "float32", [2**64 - 1]), (1, "float32", [2**63, 0]),

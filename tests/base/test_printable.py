@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-import pytest
+from support.cases import each_of
 
 from torchfleet.base.printable import bare, printable
 
@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@each_of("command", COMMANDS.values(), ids=COMMANDS)
 def test_what_commands_a_terminal_is_taken_out(command: str) -> None:
     assert printable(f"before {command}") == "before "
     assert bare(f"before {command}") == "before "

@@ -12,7 +12,8 @@ from support.paths import ROOT
 from benchmarks import abuse
 
 
-@pytest.mark.parametrize("attacks", [["gathers"], pytest.param(["leave", "gathers"], marks=pytest.mark.long)], ids=len)
+@pytest.mark.long
+@pytest.mark.parametrize("attacks", [["gathers"], ["leave", "gathers"]], ids=len)
 def test_a_server_outlives_attacks_and_holds_little_of_them(attacks: list[str]) -> None:
     """No figure of speed: other tests run beside this one. Real interpreters, because memory is looked at."""
     options = ["--seconds", "1", "--json", "--only", ",".join(attacks), "--keys_per_pull", "1000"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import processes
+from support.cases import each_of
 from support.paths import ROOT
 from support.scripts.launching import clean_environment
 
@@ -21,7 +22,7 @@ def moved(by: float, seeds: int = 3) -> list[list[float]]:
     return [[first, last + by] for first, last in LOCAL[:seeds]]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("sync", "asynchronous", "broken"),
     [
         (0.0, 0.0, []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 
 from benchmarks.scale import means, result_of
@@ -36,7 +37,7 @@ def test_a_log_without_all_epochs_is_an_error() -> None:
         outcome([log((100, 0.5))], setting("async", 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_of("mode", MODES)
 def test_a_workers_batch_stays_the_same_in_every_mode(mode: str) -> None:
     flags = script_flags(setting(mode, 4))
     batch = int(flags[flags.index("--batch_size") + 1])

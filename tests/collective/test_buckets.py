@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import each_of
 from support.ranks import Ranks
 
 from torchfleet.collective.buckets import average, buckets
@@ -17,7 +18,7 @@ def tensors_of(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Te
     return [torch.zeros(size, dtype=dtype) for size in sizes]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("sizes", "max_bytes", "expected"),
     [
         ((1, 2, 3), 12, [[1, 2], [3]]),

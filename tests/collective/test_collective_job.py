@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import each_of
 from support.collective_oracles import job_of
 from support.messages import lines_naming, names, naming
 from support.ranks import Ranks
@@ -362,7 +363,7 @@ def test_configs_without_their_switch_are_an_error() -> None:
         check(fleet.DistributedStrategy(a_sync=True))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fields", "size", "expected"),
     [
         ({}, 4, (4, 1, 1, 1)),

@@ -108,7 +108,7 @@ FP16 = {"amp": True, "amp_configs": {"init_loss_scaling": 128.0}}
 RECOMPUTE = {"recompute": True, "recompute_configs": {"checkpoints": ["0", "1", "2"]}}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("amp", [AMP, FP16], ids=["bfloat16", "float16"])
 def test_amp_recompute_sharding_equals_amp(trained: Trained, stage: int, amp: dict[str, Any]) -> None:
     """1e-5: the same half precision products, but gradients are summed in another order and Adam divides by √v."""
@@ -159,7 +159,7 @@ def test_pipeline_recompute_amp_equals_one_rank(trained: Trained, mode: str, amp
     assert all(math.isnan(loss) for loss in found[0]["losses"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_hybrid_sharding_equals_data_parallelism(trained: Trained, stage: int) -> None:
     hybrid = {"stage": stage, "sharding_degree": 2, "hybrid_dp": True}
     found = trained(4, optimizer="momentum", sharding=True, sharding_configs=hybrid)
@@ -172,7 +172,7 @@ def test_pipeline_beside_data_parallelism(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("pure", ["use_pure_fp16", "use_pure_bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
 def test_pure_parameters_under_sharding(trained: Trained, pure: str, stage: int) -> None:
     sharding = {"sharding": True, "sharding_configs": {"stage": stage}} if stage else {}
     fields = {"amp": True, "amp_configs": {pure: True}}

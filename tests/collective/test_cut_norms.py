@@ -24,6 +24,8 @@ WORDS, DIM, INNER, CLIP = 12, 8, 16, 0.05
 LR, MOMENTUM, BETAS, EPS, DECAY = 0.5, 0.9, (0.8, 0.95), 1e-6, 0.01
 STAGES, PRECISIONS, RULES = (0, 1, 2, 3), ("float32", "bfloat16"), ("clip", "lars", "lamb")
 CASES = list(itertools.product(STAGES, PRECISIONS))
+SOME = [case for number, case in enumerate(CASES) if number % 4 in (0, 3)]  # every stage, and both precisions
+OTHERS = [case for case in CASES if case not in SOME]
 LARS = {"lars_coeff": 0.02, "lars_weight_decay": DECAY, "epsilon": 1e-9, "exclude_from_weight_decay": ["bias"]}
 LAMB = {"lamb_weight_decay": DECAY, "exclude_from_weight_decay": ["bias"]}
 
@@ -96,14 +98,22 @@ def train_one(stage: int, precision: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def all_cases(ranks: Ranks) -> list[dict[str, Any]]:
-    return ranks.run(train_all, 4, cases=CASES)
+def some(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(train_all, 4, cases=SOME)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case_name(*case))
-def trained(all_cases: list[dict[str, Any]], request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def others(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(train_all, 4, cases=OTHERS)
+
+
+@pytest.fixture(
+    params=[*SOME, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)], ids=lambda case: case_name(*case)
+)
+def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     """The precision, and what every rank found."""
     stage, precision = request.param
+    all_cases = request.getfixturevalue("some" if request.param in SOME else "others")
     return precision, [found[case_name(stage, precision)] for found in all_cases]
 
 

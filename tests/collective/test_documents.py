@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from support.cases import each_of
 from support.paths import ROOT
 from support.ranks import Ranks
 
@@ -84,7 +85,7 @@ def told(page: str, head: str) -> dict[str, str]:
     return {cells[0].strip("`"): cells[1] for cells in rows(page, f"| {head} | default |")}
 
 
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"adaptive_localsgd", "hybrid"}))
+@each_of("name", sorted(set(CONFIGS) - {"adaptive_localsgd", "hybrid"}))
 def test_tables_of_keys_are_complete_and_right(name: str) -> None:
     keys = {key: str(value.default) for key, value in CONFIGS[name].items()}
     assert told(f"{name}.md", f"`{name}_configs`") == keys
@@ -133,9 +134,7 @@ def test_every_field_and_key_is_among_those_of_paddle() -> None:
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, DOCS.parent / "paddle.md", DOCS.parent / "architecture.md"], ids=lambda page: page.name
-)
+@each_of("page", [*PAGES, DOCS.parent / "paddle.md", DOCS.parent / "architecture.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link

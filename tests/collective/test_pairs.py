@@ -48,6 +48,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "adaptive_localsgd": {},
     "gradient_merge": {"gradient_merge_configs": {"k_steps": 2}},
 }
+TURNS = 5  # of which two are trained in `make test`
 # What computes the same numbers, for a model without batch norms.
 SAME = ("tensor_parallel", "recompute", "build_strategy", "pipeline", "use_hierarchical_allreduce", "nccl_comm_num",
         "sharding 1", "sharding 2", "sharding 3")  # fmt: skip
@@ -68,14 +69,14 @@ def fields_of(pair: tuple[str, ...], kind: str) -> dict[str, Any]:
 def pairs_of(kind: str, every: bool) -> list[tuple[str, str]]:
     """Those that the table of docs/collective/README.md allows, of strategies that this network has the layers for.
 
-    `every`: all of them. Else they go by turns to one network, to the other, and to nobody; a pair of the third turn
+    `every`: all of them. Else they go by TURNS to one network, to the other, and to nobody; a pair of the third turn
     that only one network can train is trained, too.
     """
     lacks = {"resnet": "tensor_parallel", "bert": "sync_batch_norm"}
     found: list[tuple[str, str]] = []
     for number, pair in enumerate(combinations(FIELDS, 2)):
         turns = {(kind == "resnet"), 2} if any(name in pair for name in lacks.values()) else {(kind == "resnet")}
-        is_due = every or number % 3 in turns
+        is_due = every or number % TURNS in turns
         if not is_due or lacks[kind] in pair or pair[0].split()[0] == pair[1].split()[0]:
             continue
         if pair[0] == "build_strategy" and pair[1] in ("dgc", "lars", "lamb"):
@@ -193,7 +194,8 @@ def test_pairs_train_the_examples(ranks: Ranks, every: bool, kind: str, size: in
             assert "localsgd" in name or all(torch.equal(value, other) for other in same), (name, key)
 
 
-def test_every_strategy_is_in_several_pairs() -> None:
+def test_every_strategy_is_in_a_pair_and_most_are_in_several() -> None:
     assert {name.split()[0] for name in FIELDS} == set(ORDER)
     tried = Counter(name for kind in SECOND for pair in pairs_of(kind, every=False) for name in pair)
-    assert min(tried[name] for name in FIELDS) >= 3, tried
+    assert min(tried[name] for name in FIELDS) >= 1, tried
+    assert sum(tried[name] > 2 for name in FIELDS) > len(FIELDS) / 2, tried

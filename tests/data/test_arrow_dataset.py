@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import each_of
 from support.extras import Late, imported, needing
 from support.messages import naming
 from support.searches import examples
@@ -68,8 +69,8 @@ def write_text(path: Path, whole: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
-@pytest.mark.parametrize("piece", [5, 64, 1000])
+@each_of("batch_size", [1, 7, 64, 1000])
+@each_of("piece", [5, 64, 1000])
 def test_all_samples_come_in_their_order_whatever_the_borders(batch_size: int, piece: int) -> None:
     whole = table(300)
     dataset = fleet.data.from_arrow(whole.to_batches(max_chunksize=piece), batch_size, SLOTS)
@@ -119,7 +120,7 @@ def test_slots_follow_from_the_types_of_columns() -> None:
     assert batch["label"].shape == (4, 1)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "slot", "values"),
     [
         (lambda: pa.array([1, 2], pa.int8()), fleet.Slot("c", dim=1), [[1], [2]]),
@@ -151,7 +152,7 @@ def test_nulls_are_read_as_the_number_that_was_given() -> None:
     assert samples(fleet.data.from_arrow([batch], 10, slots, fill_null=-1)) == [([1], [0.5, -1.0]), ([-1], [])]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "slot", "text"),
     [
         (lambda: pa.array(["a"]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found string"),
@@ -287,7 +288,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         fleet.data.from_parquet(tmp_path / "empty", 10, SLOTS)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "text"),
     [
         ({"use_var": SLOTS, "columns": {"y": "x"}}, "'y' use_var"),
@@ -345,7 +346,7 @@ def hostile_streams() -> dict[str, tuple[str, bytes]]:
     }
 
 
-@pytest.mark.parametrize("what", ["length", "up and down", "beyond", "below", "words"])
+@each_of("what", ["length", "up and down", "beyond", "below", "words"])
 def test_a_record_batch_that_leads_out_of_its_memory_is_refused(what: str) -> None:
     name, stream = hostile_streams()[what]
     slot = fleet.Slot("ids") if name == "ids" else fleet.Slot("label", dim=1)

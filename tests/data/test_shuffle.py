@@ -555,7 +555,7 @@ def test_over_servers_a_seed_may_be_used_again() -> None:
     """Every day its own files, and the same script."""
     with in_process(2) as servers:
         for _ in range(3):
-            assert_dealt(shuffled(numbered([30, 10, 20]), real_workers(servers, 3, timeout=2.0), seed=7), 60)
+            assert_dealt(shuffled(numbered([30, 10, 20]), real_workers(servers, 3), seed=7), 60)
 
 
 def test_over_servers_many_shuffles_follow_each_other() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import DataError
@@ -221,19 +222,19 @@ def test_a_slot_needs_a_name(name: Any) -> None:
         Slot(name)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "", None, torch.float32, np.int64, "INT64", ["int64"]])
+@each_of("dtype", ["float64", "int32", "", None, torch.float32, np.int64, "INT64", ["int64"]])
 def test_a_slot_of_another_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(DataError, match=naming("'a'", "dtype", "int64", "float32")):
         Slot("a", dtype=dtype)
 
 
-@pytest.mark.parametrize("dim", [0, -1, 1.0, "3", (1,), float("nan")])
+@each_of("dim", [0, -1, 1.0, "3", (1,), float("nan")])
 def test_a_slot_of_an_impossible_size_is_refused(dim: Any) -> None:
     with pytest.raises(DataError, match=naming("'a'", "dim", 1)):
         Slot("a", dim=dim)
 
 
-@pytest.mark.parametrize("slots", [[], (), None, ["a"], [Slot("a"), "b"], "a", [Slot]])
+@each_of("slots", [[], (), None, ["a"], [Slot("a"), "b"], "a", [Slot]])
 def test_a_layout_of_no_slots_or_other_things_is_refused(slots: Any) -> None:
     with pytest.raises(DataError, match=naming("use_var", "fleet.Slot")):
         SampleLayout(slots)
@@ -264,7 +265,7 @@ def test_a_batch_survives_pickling() -> None:
     assert [part.tolist() for part in again["b"].split()] == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("offsets", [[], [0], [0, 3], [0, 1, 3], [0, 0, 0, 3]])
+@each_of("offsets", [[], [0], [0, 3], [0, 1, 3], [0, 0, 0, 3]])
 def test_a_ragged_unpacks_and_splits_whatever_its_number_of_samples(offsets: list[int]) -> None:
     ragged = Ragged(torch.arange(3), torch.tensor(offsets, dtype=torch.int64))
     values, starts = ragged

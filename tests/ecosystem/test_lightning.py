@@ -104,6 +104,7 @@ def test_a_checkpoint_of_plain_lightning_is_restored_into_a_fleet(job: Any, tmp_
     fleet.stop_worker()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("lightning_imported")
 def test_one_server_and_two_workers_train_to_the_result_of_lightning(job: Any, tmp_path: Path) -> None:

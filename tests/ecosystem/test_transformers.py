@@ -147,7 +147,10 @@ def test_mixed_precision_of_the_trainer_which_a_collective_model_would_not_get_i
 @pytest.mark.usefixtures("transformers_imported")
 @pytest.mark.parametrize(
     ("kind", "processes"),
-    [("servers", ["--server_num", "1", "--worker_num", "2"]), ("collective", ["--nproc_per_node", "2"])],
+    [
+        ("servers", ["--server_num", "1", "--worker_num", "2"]),
+        pytest.param("collective", ["--nproc_per_node", "2"], marks=pytest.mark.long),  # tests/apps has two ranks, too
+    ],
     ids=["one server, two workers", "two ranks"],
 )
 def test_two_processes_with_half_of_each_batch_train_to_the_result_of_the_trainer(

@@ -49,7 +49,10 @@ def test_a_batch_is_that_of_all_workers_unless_an_example_compares_samples_withi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "make"), [("deepfm", lambda: DeepFM(4)), ("dlrm", lambda: DLRM(4))])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("deepfm", lambda: DeepFM(4)), pytest.param("dlrm", lambda: DLRM(4), marks=pytest.mark.long)],
+)
 def test_two_servers_and_two_workers_tell_clicks_as_well_as_plain_torch(name: str, make: type, tmp_path: Path) -> None:
     flags = ["--rows", ROWS, "--seed", SEED, "--dim", 4]
     saved, training = tmp_path / "model", ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", 0.05]
@@ -81,6 +84,7 @@ def test_wide_and_deep_is_trained_from_a_dataset_in_three_modes(tmp_path: Path) 
     assert names(found["geo"], "epoch 1", "3,600")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not REAL.is_file(), reason="needs the shared data")
 def test_real_rows_are_learned() -> None:
     output = printed("deepfm/train.py", "--mode", "sync", "--data", REAL, "--epochs", 1, "--lr", 0.02)

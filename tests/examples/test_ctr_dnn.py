@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.extras import needing
 from support.messages import lines_naming
 from support.paths import ROOT
@@ -164,6 +165,7 @@ def test_given_rows_are_split_with_the_last_tenth_to_test(tmp_path: Path, num: i
     assert_split(tmp_path / "data", rows, 7)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the shared data")
 def test_real_rows_are_split_with_the_last_tenth_to_test_and_can_be_trained_on(tmp_path: Path) -> None:
     run("prepare.py", "--data", KAGGLE, "--parts", 4, "--out", tmp_path / "data")
@@ -190,10 +192,12 @@ def test_an_epoch_in_one_process_learns(data: Path, printed: str, threads: int) 
     assert re.search(r"watch: loss \d\.\d+, AUC of all 0\.\d+", text)
 
 
+@pytest.mark.long
 def test_a_run_in_one_process_can_be_repeated_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     assert test_aucs(run("train.py", "--data", data, *QUICK, "--threads", 1)) == [trained[1]]
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_save(data: Path, trained: tuple[Path, float]) -> None:
     model, auc = trained
     still = run("train.py", "--data", data, *QUICK, "--init_model", model, "--lr", 0, "--embedding_lr", 0)
@@ -232,6 +236,7 @@ def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Pat
     assert auc > 0.63
 
 
+@pytest.mark.long
 def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: Path, few: Path) -> None:
     copied = tmp_path / "my examples"
     copied.mkdir()
@@ -348,7 +353,7 @@ MISTAKES: dict[str, tuple[str, tuple[object, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@each_of("mistake", MISTAKES)
 def test_a_mistake_is_named(
     mistake: str, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,7 +384,9 @@ def test_a_process_without_data_ends_with_an_error_and_does_not_hang(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "lr"), [("rowwise_adagrad", "0.05"), ("ftrl", "0.05")])
+@pytest.mark.parametrize(
+    ("rule", "lr"), [("rowwise_adagrad", "0.05"), pytest.param("ftrl", "0.05", marks=pytest.mark.long)]
+)
 def test_another_rule_for_rows_learns_too(data: Path, rule: str, lr: str, tmp_path: Path) -> None:
     """On the same data every rule learns what Adam learns, roughly; chance is 0.5."""
     quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0")

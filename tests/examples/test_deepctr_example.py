@@ -50,6 +50,7 @@ def test_one_process_in_sync_mode_is_as_good_as_plain_torch_to_the_last_digit(mo
     assert auc(run(monkeypatch, "--mode", "sync", *ROWS)) == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
     roles = ["--server_num", "1", "--worker_num", "2"]

@@ -97,6 +97,7 @@ def test_the_quick_sparse_benchmark_is_a_small_one(monkeypatch: pytest.MonkeyPat
         assert 0 < getattr(quick, name) < getattr(usual, name), name
 
 
+@pytest.mark.long
 @needing("gensim")
 @pytest.mark.slow
 def test_the_word2vec_benchmark_reports_all_its_figures():
@@ -110,6 +111,7 @@ def test_the_word2vec_benchmark_reports_all_its_figures():
     assert "geo_words_per_s" not in found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_streaming_benchmark_keeps_its_budget_and_its_hot_keys():
     found = benchmark("streaming", "--quick")
@@ -119,6 +121,7 @@ def test_the_streaming_benchmark_keeps_its_budget_and_its_hot_keys():
     assert found["last_to_first"] == pytest.approx(found["keys_per_s"][-1] / found["keys_per_s"][0], rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_shrink_benchmark_drops_half_of_the_rows():
     found = benchmark("shrink", "--quick")
@@ -126,6 +129,7 @@ def test_the_shrink_benchmark_drops_half_of_the_rows():
     assert found["p999_ratio"] == pytest.approx(found["p999_beside_ms"] / found["p999_alone_ms"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_online_benchmark_drops_rows():
     """The run with most policies, of three."""
@@ -148,6 +152,7 @@ def test_the_online_benchmark_compares_its_runs():
     assert (found["rows_ratio_dropped"], found["bytes_ratio_counted"]) == (0.1, 0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_killed_at_random_leave_the_model_of_a_run_that_nobody_disturbed():
     found = benchmark("kills", "--quick")

@@ -1,16 +1,11 @@
 """examples/word2vec from end to end: words are learned in one process and by fleets, in every mode; vectors are saved
 in every format and judged; training goes on from a save; what an earlier command left is used, or made anew; mistakes
-are named in one line.
-
-A fleet of four processes imports torch four times. One test pays for that, with fleetrun; the others fork their
-processes from one that has imported everything and loaded all kernels (`Nursery`)."""
+are named in one line."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import re
 import runpy
 import shutil
@@ -22,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import jobs, processes
+from support import jobs
+from support.cases import each_of
 from support.extras import imported
 from support.messages import lines_naming, names
 from support.paths import ROOT
@@ -89,98 +85,19 @@ def refused(script: str, *arguments: object) -> str:
     return err.getvalue().splitlines()[-1]
 
 
-NURSERY = """
-import contextlib, io, json, os, runpy, signal, sys, threading, time
-from support import jobs
-from torchfleet.launch.roles import free_ports
-
-SCRIPT, FOLDER = sys.argv[1:]
-
-def train(arguments):
-    sys.argv = [SCRIPT, *arguments]
-    runpy.run_path(SCRIPT, run_name="__main__")
-
-def work(log, arguments, environment):
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1), os.dup2(file, 2)
-    os.environ.update(environment)
-    status = 1
-    try:
-        train(arguments)
-        status = 0
-    except SystemExit as ended:
-        print(ended.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
-
-with open(f"{FOLDER}/text", "w") as file:
-    file.write("a b c d " * 1000)
-for engine in ("torch", "kernel"):  # all kernels are loaded before there are children
-    with contextlib.redirect_stdout(io.StringIO()), jobs.clean_facade():
-        train(["--text", f"{FOLDER}/text", "--work", FOLDER, "--engine", engine])
-assert threading.active_count() == 1, threading.enumerate()
-for line in sys.stdin:
-    job = json.loads(line)
-    common = {"FLEET_SERVER_ENDPOINTS": ",".join(f"127.0.0.1:{port}" for port in free_ports(job["servers"]))}
-    common["FLEET_NUM_WORKERS"] = str(job["workers"])
-    running, statuses, deadline = {}, {}, time.monotonic() + job["seconds"]
-    for role in ("server", "worker"):
-        for i in range(job[f"{role}s"]):
-            environment = {**common, "FLEET_ROLE": role.upper(), f"FLEET_{role.upper()}_INDEX": str(i)}
-            environment["FLEET_STATUS_FILE"] = f"{job['log']}/{role}.{i}.status"
-            pid = os.fork()
-            if not pid:
-                work(f"{job['log']}/{role}log.{i}", job["arguments"], environment)
-            running[pid] = f"{role} {i}"
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-        elif any(statuses.values()) or time.monotonic() > deadline:
-            for pid in running:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    print(json.dumps(statuses), flush=True)
-"""
+def fleet_of(log: Path, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
+    """What each worker of a job of train.py printed; the job must end well."""
+    counts = ("--server_num", str(servers), "--worker_num", str(workers))
+    with forked_fleetrun(log, *counts, str(EXAMPLE / "train.py"), *map(str, arguments)) as job:
+        assert job.wait(100) == 0, job.output
+    return [(log / "latest" / f"workerlog.{i}").read_text() for i in range(workers)]
 
 
-class Nursery:
-    """A process that forks the processes of fleets."""
-
-    def __init__(self, folder: Path) -> None:
-        self._process = processes.Popen(
-            [sys.executable, "-c", NURSERY, str(EXAMPLE / "train.py"), str(folder)],
-            env=clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def train(self, log: Path, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
-        """What each worker printed; the job must end well."""
-        log.mkdir(parents=True, exist_ok=True)
-        job: dict[str, object] = {"servers": servers, "workers": workers, "log": str(log), "seconds": 60}
-        job["arguments"] = [str(argument) for argument in arguments]
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        statuses = json.loads(self._process.stdout.readline())
-        logs = {path.name: path.read_text() for path in sorted(log.glob("*log.*"))}
-        assert set(statuses.values()) == {0}, f"{statuses}\n" + "\n".join(f"{name}:\n{logs[name]}" for name in logs)
-        return [logs[f"workerlog.{i}"] for i in range(workers)]
-
-    def close(self) -> None:
-        self._process.communicate(timeout=200)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with contextlib.closing(Nursery(tmp_path_factory.mktemp("nursery"))) as made:
-        yield made
+def steps_of(log: Path, num_workers: int) -> list[int]:
+    """Of each worker, as it told the launcher."""
+    records = HistoryReader((log / "latest").resolve()).records()
+    last = {record["key"]: record["status"] for record in records if record["kind"] == "role"}
+    return [last[f"worker.{i}"]["steps"] for i in range(num_workers)]
 
 
 # What they print
@@ -288,6 +205,7 @@ def test_saves_and_vectors_that_are_there_are_replaced(trained: Trained, tmp_pat
     assert not np.array_equal(WordVectors.load(trained.text).vectors, new.vectors)
 
 
+@pytest.mark.long
 def test_nothing_given_is_a_made_up_language_of_which_max_bytes_takes_a_part(tmp_path: Path) -> None:
     """The second command must not train on what the first one has made of a part."""
     quick = ("--work", tmp_path, "--threads", 1, "--epochs", 1, "--dim", 8)
@@ -389,13 +307,12 @@ def test_the_torch_engine_learns_in_one_process(texts: Path, work: Path) -> None
 
 
 def test_workers_in_step_make_as_many_steps_and_train_what_one_process_trains(
-    texts: Path, work: Path, tmp_path: Path, nursery: Nursery
+    texts: Path, work: Path, tmp_path: Path
 ) -> None:
     options = ("--text", texts / "little", "--work", work, "--questions", texts / "questions", *BY_TORCH)
-    logs = nursery.train(tmp_path, *options, "--mode", "sync", "--vectors", tmp_path / "sync.bin")
+    logs = fleet_of(tmp_path / "log", *options, "--mode", "sync", "--vectors", tmp_path / "sync.bin")
     assert [last_loss(log) < 0.9 * UNTRAINED for log in logs] == [True, True]
-    statuses = [json.loads((tmp_path / f"worker.{i}.status").read_text()) for i in range(2)]
-    assert statuses[0]["steps"] == statuses[1]["steps"] == num_steps(logs[0])
+    assert steps_of(tmp_path / "log", 2) == [num_steps(logs[0])] * 2
     assert [*accuracies(logs[0])] == [*SECTIONS, "total"]
     assert accuracies(logs[1]) == {}  # one of them judges
     local = run("train.py", *options, "--batch_size", 1000, "--vectors", tmp_path / "local.bin")
@@ -404,9 +321,7 @@ def test_workers_in_step_make_as_many_steps_and_train_what_one_process_trains(
     np.testing.assert_allclose(sync, alone, rtol=0, atol=1e-4)
 
 
-def test_a_last_batch_of_one_pair_is_one_worker_s_and_the_other_goes_along(
-    texts: Path, tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_last_batch_of_one_pair_is_one_worker_s_and_the_other_goes_along(texts: Path, tmp_path: Path) -> None:
     """8,001 pairs or another odd number, cut so that one is left."""
     text, work = tmp_path / "text", tmp_path / "work"
     text.write_text("".join((texts / "text").open().readlines()[:100]))
@@ -417,7 +332,7 @@ def test_a_last_batch_of_one_pair_is_one_worker_s_and_the_other_goes_along(
         if (num_pairs := int(found.replace(",", ""))) % 2:
             break
     cut = ("--seed", seed, "--batch_size", (num_pairs - 1) // 2, "--rate", 1e-3)
-    logs = nursery.train(tmp_path / "log", *options, *cut, "--mode", "sync", "--vectors", tmp_path / "sync.bin")
+    logs = fleet_of(tmp_path / "log", *options, *cut, "--mode", "sync", "--vectors", tmp_path / "sync.bin")
     assert num_steps(logs[0]) == 2
     run(
         "train.py",
@@ -435,11 +350,11 @@ def test_a_last_batch_of_one_pair_is_one_worker_s_and_the_other_goes_along(
     assert [np.isfinite(last_loss(log)) for log in logs] == [True, True]
 
 
-@pytest.mark.parametrize("mode", ["async", "geo"])
-def test_workers_at_their_own_pace_learn(mode: str, texts: Path, work: Path, tmp_path: Path, nursery: Nursery) -> None:
+@pytest.mark.parametrize("mode", ["async", pytest.param("geo", marks=pytest.mark.long)])
+def test_workers_at_their_own_pace_learn(mode: str, texts: Path, work: Path, tmp_path: Path) -> None:
     options = ("--text", texts / "little", "--work", work, "--questions", texts / "questions", *BY_TORCH)
     more = ("--k_steps", 10) if mode == "geo" else ()
-    logs = nursery.train(tmp_path, *options, "--mode", mode, *more)
+    logs = fleet_of(tmp_path, *options, "--mode", mode, *more)
     # 4.16 before the first step. Measured: 3.35 to 3.46, a deviation of 0.05, as the order of steps has it.
     assert [last_loss(log) < 0.95 * UNTRAINED for log in logs] == [True, True]
     assert [*accuracies(logs[0])] == [*SECTIONS, "total"]
@@ -484,22 +399,17 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     assert [f"[worker 0] {name}" in job.output for name in found] == [True] * 7
     assert [reads_the_text(log) for log in logs] == [True, *[False] * (num_workers - 1)]
     assert lines_naming(logs[0], f"{3 * NUM_WORDS:,}", "words")
-    records = HistoryReader((tmp_path / "log" / "latest").resolve()).records()
-    last = {record["key"]: record["status"] for record in records if record["kind"] == "role"}
     expected = pytest.approx(3 * NUM_WORDS / num_workers / 9000, rel=0.2)
-    assert [last[f"worker.{i}"]["steps"] for i in range(num_workers)] == [expected] * num_workers
+    assert steps_of(tmp_path / "log", num_workers) == [expected] * num_workers
     judged = run("evaluate.py", "--vectors", tmp_path / "v.bin", "--questions", texts / "questions")
     assert accuracies(judged) == found
 
 
-def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
-    trained: Trained, texts: Path, tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(trained: Trained, texts: Path, tmp_path: Path) -> None:
     options = [option for option in trained.arguments if option not in ("--threads", 1)]
     little = ("--epochs", 1, "--rate", 1e-4)
-    logs = nursery.train(
-        tmp_path / "log", *options, *little, "--init_model", trained.model, "--save", tmp_path / "model"
-    )
+    saving = ("--init_model", trained.model, "--save", tmp_path / "model")
+    logs = fleet_of(tmp_path / "log", *options, *little, *saving)
     # An untrained model has 4.16, this one 2.3; a worker prints that of its last words, which differ from run to run.
     assert last_loss(logs[0]) < last_loss(trained.output) + 0.8
     back = run(
@@ -698,7 +608,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@each_of("mistake", MISTAKES)
 def test_a_mistake_is_named_in_one_line_before_training(
     mistake: str, mistaken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from support.fleets import Talk, assert_ok, keys_of
 from support.lossy import Faults, Network
 from support.policy_oracle import DAY, HOUR, Oracle, is_chosen, owner_of
+from support.searches import examples
 
 from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.wire import NO_CREATE, SYNC, Command, Frame, Role, pack, unpack
@@ -29,7 +30,7 @@ from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client, Future
 from torchfleet.ps.worker.client.connection import Patience
 
-NUM_SCHEDULES = 150
+NUM_SCHEDULES = examples(50)
 PATIENT = Patience(timeout=1e5, retries=16)  # so that no message is lost for good
 KEYS = list(range(12))
 COUNTED = TableSpec(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.messages import naming
 from support.scripts import inferring, slotted
 from support.scripts.inferring import Net, make_optimizer, num_rows, predictions, test_batches
@@ -126,7 +127,7 @@ def test_two_workers_predict_alike_after_training_and_in_a_job_with_more_servers
         assert "the server has served" in (log / "latest" / f"serverlog.{server}").read_text()
 
 
-@pytest.mark.parametrize("mode", jobs.MODES)
+@each_of("mode", jobs.MODES)
 def test_after_the_worker_was_stopped_an_error_says_what_to_do_instead(mode: str) -> None:
     servers = jobs.SocketServers(Net, sgd, 1, 1)
     servers.start()

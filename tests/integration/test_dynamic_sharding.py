@@ -87,15 +87,15 @@ def make(part: Part, files: Sequence[str], lease: float = 30.0, **options: Any) 
     return dataset
 
 
-def loop(part: Part, dataset: QueueDataset, pause: float = 0.0) -> list[int]:
-    """An ordinary loop; returns the numbers of the samples that were trained on."""
+def loop(part: Part, dataset: QueueDataset, after: Callable[[list[int]], Any] = lambda seen: None) -> list[int]:
+    """An ordinary loop; returns the numbers of the samples that were trained on, which `after` sees at every step."""
     seen: list[int] = []
     for batch in part.prefetch(dataset):
         part.model(batch).square().mean().backward()
         part.optimizer.step()
         part.optimizer.zero_grad()
         seen += batch["id"].reshape(-1).tolist()
-        time.sleep(pause)
+        after(seen)
     return seen
 
 
@@ -181,13 +181,23 @@ class TestThreads:
     def test_who_is_faster_takes_more_files(self, tmp_path: Path) -> None:
         sizes = [8] * 12
         files = write_files(tmp_path, sizes)
+        began, most_are_taken = threading.Event(), threading.Event()
+
+        def slowly(seen: list[int]) -> None:
+            began.set()
+            assert most_are_taken.wait(WAIT)
+
+        def fast_beside_it(seen: list[int]) -> None:
+            assert began.wait(WAIT)
+            if len(seen) >= 56:
+                most_are_taken.set()
 
         def body(part: Part) -> list[int]:
-            return loop(part, make(part, files, queue_batches=1), pause=0.1 if part.index else 0.005)
+            return loop(part, make(part, files, queue_batches=1), slowly if part.index else fast_beside_it)
 
         fast, slow = run(body)
         assert Counter(fast + slow) == Counter(numbers(sizes))
-        assert len(fast) > 2 * len(slow) > 0
+        assert len(fast) >= 56 > len(slow) > 0
 
     def test_a_dataset_made_anew_for_every_epoch_has_its_samples_every_time(self, tmp_path: Path) -> None:
         """Every iteration is a pass of its own, whichever object it is over."""
@@ -223,8 +233,17 @@ class TestThreads:
 
     def test_lists_that_differ_are_an_error_for_one_of_them(self, tmp_path: Path) -> None:
         files = write_files(tmp_path, [5, 6])
+        one_was_refused = threading.Event()
+
+        def body(part: Part) -> None:
+            try:
+                loop(part, make(part, files[: 1 + part.index]), lambda seen: one_was_refused.wait(WAIT))
+            except DataError:
+                one_was_refused.set()
+                raise
+
         with pytest.raises(DataError):
-            run(lambda part: loop(part, make(part, files[: 1 + part.index]), pause=0.5))
+            run(body)
 
     @pytest.mark.parametrize("num_taken", [1, 2, 5])
     def test_a_pass_can_be_left_in_the_middle(self, tmp_path: Path, num_taken: int) -> None:
@@ -265,7 +284,7 @@ class TestThreads:
 
         def body(part: Part) -> Any:
             dataset = make(part, files, thread_num=2)
-            return with_timeout(lambda: loop(part, dataset, pause=0.1), "a malformed file")
+            return with_timeout(lambda: loop(part, dataset), "a malformed file")
 
         (error,) = run(body, 1, num_servers=1)
         assert isinstance(error, DataError)
@@ -275,9 +294,9 @@ class TestThreads:
         files = write_files(tmp_path, sizes)
 
         def body(part: Part) -> list[int]:
-            dataset = make(part, files, lease=1.0, queue_batches=1)
+            dataset = make(part, files, lease=3.0, queue_batches=1)
             if part.index == 0:
-                return loop(part, dataset, pause=0.05)
+                return loop(part, dataset)
             batches = iter(dataset)
             next(batches)  # and never trained on
             batches.close()

@@ -29,9 +29,9 @@ class Job:
         self._stack, self._num_workers = stack, num_workers
         self.place = f"127.0.0.1:{free_ports(1)[0]}"
 
-    def server(self, num_workers: int | None = None) -> Started:
+    def server(self, *options: str, num_workers: int | None = None) -> Started:
         place = ("--endpoint", f"tcp://{self.place}", "--num_workers", str(num_workers or self._num_workers))
-        server = self._stack.enter_context(Forked([sys.executable, "-m", "torchfleet.server", *place]))
+        server = self._stack.enter_context(Forked([sys.executable, "-m", "torchfleet.server", *place, *options]))
         self._stack.callback(server.process.wait, 20)
         self._stack.callback(server.process.terminate)
         return server
@@ -63,7 +63,8 @@ def assert_ends_with(process: Started, *texts: str) -> None:
 
 
 def test_a_killed_worker_is_named_to_the_one_that_waits_and_a_second_of_its_number_is_refused(job: Job) -> None:
-    server, first, second = job.server(), job.worker(0, *ENDLESS), job.worker(1, *ENDLESS)
+    server = job.server("--orphan_timeout", "10")
+    first, second = job.worker(0, *ENDLESS), job.worker(1, *ENDLESS)
     wait_for_training(first, second)
     double = job.worker(1, *ENDLESS)
     assert double.wait(START) != 0

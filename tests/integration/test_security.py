@@ -17,6 +17,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import zmq
+from support.cases import each_of
 from support.fleets import WAIT, ServerThread
 from support.messages import naming
 
@@ -28,7 +29,8 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
-SHORT = Patience(timeout=1.0, retries=1)
+SHORT = Patience(timeout=1.0, retries=1)  # of those who are not answered
+PATIENT = Patience(timeout=WAIT, retries=1)
 SPEC = TableSpec("t", dim=1)
 NAMES = ["first_worker", "launcher", "server", "worker"]
 
@@ -46,10 +48,12 @@ def server(folder: Path) -> Iterator[ServerThread]:
         yield made
 
 
-def connect(server: ServerThread, keys: Path | None, role: Role, claims: Role | None = None) -> Client:
+def connect(
+    server: ServerThread, keys: Path | None, role: Role, claims: Role | None = None, patience: Patience = PATIENT
+) -> Client:
     """A client with the key of one role, whose messages claim another."""
     channel = SocketChannel(server.endpoint, KeyFolder(keys) if keys else None, role)
-    return Client([channel], names=[server.endpoint], role=claims or role, patience=SHORT)
+    return Client([channel], names=[server.endpoint], role=claims or role, patience=patience)
 
 
 class TestKeygen:
@@ -184,14 +188,14 @@ class TestStrangers:
         assert insider.pull("t", [1]).result().tolist() == [[0]]
 
     def test_one_without_keys_gets_no_answer(self, server: ServerThread, insider: Client) -> None:
-        self.stays_outside(connect(server, None, Role.LAUNCHER), server, insider)
+        self.stays_outside(connect(server, None, Role.LAUNCHER, patience=SHORT), server, insider)
 
     def test_one_with_keys_of_its_own_gets_no_answer(
         self, server: ServerThread, insider: Client, folder: Path, tmp_path: Path
     ) -> None:
         keygen(tmp_path / "own")
         shutil.copy(folder / "server.key", tmp_path / "own" / "server.key")  # it even knows the server's public key
-        self.stays_outside(connect(server, tmp_path / "own", Role.LAUNCHER), server, insider)
+        self.stays_outside(connect(server, tmp_path / "own", Role.LAUNCHER, patience=SHORT), server, insider)
 
     def test_one_with_the_servers_own_key_is_refused_all_that_clients_ask(
         self, server: ServerThread, insider: Client, folder: Path, tmp_path: Path
@@ -217,7 +221,8 @@ class TestStrangers:
 
     def test_a_client_does_not_talk_to_a_server_with_another_key(self, server: ServerThread, tmp_path: Path) -> None:
         keygen(tmp_path / "others")
-        with closing(connect(server, tmp_path / "others", Role.WORKER)) as client, pytest.raises(ServerUnreachable):
+        stranger = connect(server, tmp_path / "others", Role.WORKER, patience=SHORT)
+        with closing(stranger) as client, pytest.raises(ServerUnreachable):
             client.ping()
 
     def test_not_one_byte_of_a_reply_goes_to_a_plain_socket(self, server: ServerThread, insider: Client) -> None:
@@ -226,9 +231,10 @@ class TestStrangers:
         null_greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
         request = b"".join(bytes([0, len(frame)]) + bytes(frame) for frame in encode(Message(Command.PING, 3)))
-        with socket.create_connection((host, int(port)), timeout=0.5) as plain:
+        with socket.create_connection((host, int(port)), timeout=WAIT) as plain:
             plain.sendall(null_greeting[:11])  # it goes on when it knows the version
             greeting = _read(plain, 64)
+            plain.settimeout(0.5)
             with contextlib.suppress(OSError):
                 plain.sendall(null_greeting[11:] + ready + request)
             rest = _read(plain, 4096)
@@ -262,7 +268,7 @@ class TestStrangers:
             Thread(target=accept, daemon=True).start()
             keys = KeyFolder(folder)
             channel = SocketChannel(f"tcp://127.0.0.1:{middle.getsockname()[1]}", keys, Role.FIRST_WORKER)
-            with closing(Client([channel], patience=Patience(5, 1))) as client:
+            with closing(Client([channel], patience=PATIENT)) as client:
                 client.create_table(TableSpec("a rather secret name", dim=1))
                 client.assign("a rather secret name", [1], np.full((1, 1), 1234.5, np.float32))
             for end in ends:
@@ -273,7 +279,7 @@ class TestStrangers:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize(
+    @each_of(
         "endpoint",
         ["tcp://127.0.0.1:0", "tcp://127.9.9.9:1", "tcp://localhost:5", "tcp://[::1]:0", "ipc:///tmp/x", "ipc://x"],
     )
@@ -281,7 +287,7 @@ class TestAddresses:
         assert is_private(endpoint)
         require_keys(endpoint, None, insecure=False)
 
-    @pytest.mark.parametrize(
+    @each_of(
         "endpoint",
         [
             "tcp://*:0",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cases import each_of
 from support.fleets import ForkedServer
 
 import torchfleet as fleet
@@ -111,7 +112,7 @@ def test_wrong_storages_are_refused(settings: dict[str, object], named: str) -> 
         Model(**settings)
 
 
-@pytest.mark.parametrize("memory", ["much", "0", "1MB", -1, True])
+@each_of("memory", ["much", "0", "1MB", -1, True])
 def test_wrong_sizes_of_memory_are_refused(memory: str | int) -> None:
     with pytest.raises(TableError, match="memory"):
         fleet.Tiered(memory, "rows")

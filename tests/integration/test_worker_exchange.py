@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.fleets import Fleet, in_process
+from support.fleets import WAIT, Fleet, in_process
 from support.jobs import in_threads
 from support.lossy import Faults, Network
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.data import Slot
@@ -31,7 +32,7 @@ from torchfleet.ps.worker.peers import Exchange, Parcel, SharedFiles, Workers
 
 PATIENT = Patience(timeout=600.0, retries=12)
 LEASE = 86400.0  # of real seconds: nobody dies here
-NUM_SCHEDULES = 150
+NUM_SCHEDULES = examples(50)
 
 
 class Mismatch(AssertionError):
@@ -234,7 +235,7 @@ def test_parcels_that_never_come_are_an_error_in_time(fleet: Fleet) -> None:
 
 
 def test_thousands_of_small_parcels_reach_a_worker_that_is_slow_to_take(fleet: Fleet) -> None:
-    sender, receiver = exchange(fleet, 0, 2), exchange(fleet, 1, 2, timeout=2.0)
+    sender, receiver = exchange(fleet, 0, 2), exchange(fleet, 1, 2)
     got: list[int] = []
     for number in range(3000):
         sender.send(1, [np.array([number], np.uint64)], lambda parcel: None)
@@ -284,7 +285,7 @@ def test_a_global_shuffle_can_be_made_again_and_again(tmp_path: Path, seed: int 
     with in_process(2) as fleet:
 
         def work(index: int) -> list[list[int]]:
-            dataset = Together(lambda: Workers(fleet.client(worker=index), index, num, timeout=3.0))
+            dataset = Together(lambda: Workers(fleet.client(worker=index), index, num, timeout=WAIT))
             dataset.init(batch_size=10, use_var=[Slot("id", dim=1)])
             dataset.set_filelist([str(tmp_path / f"part-{index}")])
             dataset.load_into_memory()

@@ -173,6 +173,16 @@ def test_a_worker_at_its_steps_goes_on_when_the_first_have_finished_and_its_loss
     assert job.workers[0].returncode == -signal.SIGKILL
 
 
+def test_none_joins_while_a_server_has_ended(job: Job) -> None:
+    job.server.signal(0)  # ends with status 0, before the first worker does
+    job.cores = 16
+    job.pass_time(10)
+    assert job.running == []
+    job.server.restart()
+    job.pass_time()
+    assert job.running == [1, 2]
+
+
 def test_a_worker_that_the_supervisor_ends_has_ended(job: Job) -> None:
     job.cores = 3
     job.pass_time()
@@ -198,16 +208,47 @@ def test_threads_that_are_no_number_are_refused_before_anything_starts(
     assert not (tmp_path / "log").exists()
 
 
+ONE_JOINS = """
+import os, sys, time
+from pathlib import Path
+
+here = Path(sys.argv[1])
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def workers():
+    return [Path("/proc", path.suffix[1:]) for path in here.glob("worker.*")]
+
+
+if os.environ["FLEET_ROLE"] == "SERVER":
+    wait_until(lambda: len(workers()) >= 2 and not any(worker.exists() for worker in workers()))
+    sys.exit()
+Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "async"}')
+(here / f"worker.{os.getpid()}").touch()
+if os.environ["FLEET_WORKER_INDEX"] == "0":
+    wait_until(lambda: len(workers()) >= 2)
+else:
+    time.sleep(1000)  # it makes no step, and is ended after worker 0
+"""
+
+
 def test_the_supervisor_lets_a_worker_join_and_the_job_finishes(
     cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(late_workers, "leave_for", lambda worker, way, servers: None)  # a stand-in does not listen
     cores[0] = 3
-    line = ["--log_dir", str(tmp_path), "--worker_num", "1:3", STAND_IN, "sleep:3", "async,sleep:2"]
+    (tmp_path / "train.py").write_text(ONE_JOINS)
+    line = ["--log_dir", str(tmp_path / "log"), "--worker_num", "1:3", str(tmp_path / "train.py"), str(tmp_path)]
     assert cli.main(line) == 0
     assert lines_naming(capfd.readouterr().out, "[fleetrun]", "worker 1", 3)
-    assert sorted(path.name for path in (tmp_path / "latest").glob("workerlog.*")) == ["workerlog.0", "workerlog.1"]
+    logs = (tmp_path / "log" / "latest").glob("workerlog.*")
+    assert sorted(path.name for path in logs) == ["workerlog.0", "workerlog.1"]
 
 
 LATE_FAILS = """

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 from support.scripts.launching import SOON, TINY, Forked
 
@@ -134,9 +135,7 @@ class TestTasks:
             assert info.num_workers == 3
             assert len(info.worker_endpoints) == len(layout.workers)
 
-    @pytest.mark.parametrize(
-        "workers", [("h:0", "h:0", "h:0"), ("h:2", "h:0"), ("h:0", "h:1"), ("h:0", "g:0", "h:3"), ("h:5", "h:6")]
-    )
+    @each_of("workers", [("h:0", "h:0", "h:0"), ("h:2", "h:0"), ("h:0", "h:1"), ("h:0", "g:0", "h:3"), ("h:5", "h:6")])
     def test_workers_without_a_port_never_get_an_address_twice(self, workers: tuple[str, ...]) -> None:
         task = tasks(JobLayout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
         info = PaddleCloudRoleMaker(environment=task.environment).read()
@@ -180,7 +179,7 @@ def test_a_worker_started_by_hand_says_which_variable_is_missing() -> None:
     assert "fleetrun" in last
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("cores", "workers", "threads", "servers", "why"),
     [
         (16, 8, None, 8, "8 workers of 1 thread leave 8 of 16 cores, and a server uses one"),

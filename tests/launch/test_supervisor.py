@@ -169,7 +169,9 @@ class TestStandIns:
             assert job.left(grace=SOON) == []
 
     def test_children_of_a_worker_that_was_started_again_end_with_the_job(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--max_restart", "1", STAND_IN, "sleep:3", "async,child,die,exit") as job:
+        done = tmp_path / "done"
+        roles = (f"until:{done}", f"async,child,die,touch:{done}")
+        with fleetrun(tmp_path / "log", "--max_restart", "1", STAND_IN, *roles) as job:
             assert job.wait(SOON) == 0
             assert lines_naming(job.output, "worker 0", "-9")
             assert job.left(grace=SOON) == []

@@ -28,9 +28,9 @@ def covering(*columns: Sequence[Any]) -> list[Any]:
     ]
 
 
-def first_of(seeds: Sequence[int]) -> list[Any]:
+def first_of(cases: Sequence[Any]) -> list[Any]:
     """All of them, for pytest.mark.parametrize; but for the first they are marked `long`."""
-    return [pytest.param(seed, marks=pytest.mark.long if at else ()) for at, seed in enumerate(seeds)]
+    return [pytest.param(case, marks=pytest.mark.long if at else ()) for at, case in enumerate(cases)]
 
 
 def _pairs(one: Sequence[int]) -> set[tuple[tuple[int, int], tuple[int, int]]]:

@@ -150,11 +150,15 @@ class LateWorkers:
             worker.is_waiting = False
 
     def _fit(self, num_cores: int, now: float) -> None:
-        """Let one worker join or leave if the cores of this machine allow or require it."""
+        """Let one worker join or leave if the cores of this machine allow or require it.
+
+        None joins while a server has ended: the job is about to end, or the server starts again and takes its core.
+        """
         running = [worker for worker in self._late if worker.is_running]
         others = sum(1 if p.task.role == "server" else _threads(p.task) for p in self._whole if p.returncode is None)
         free = num_cores - others - sum(_threads(worker.task) for worker in running)
-        ready = (worker for worker in self._late if worker.is_waiting and worker.not_before <= now)
+        may_join = all(p.returncode is None for p in self._whole if p.task.role == "server")
+        ready = (worker for worker in self._late if may_join and worker.is_waiting and worker.not_before <= now)
         if free < 0 and running:
             self._leave(running[-1], f"leaves: {num_cores} cores are left on this machine", is_told=True)
         elif (worker := next(ready, None)) is not None and free >= _threads(worker.task):

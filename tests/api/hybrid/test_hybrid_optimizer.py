@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.extras import needing
 from support.jobs import TABLES, Batch, Net, Part
 from support.messages import naming
@@ -279,7 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_what_cannot_be_had_beside_rows_is_refused(name: str) -> None:
     fields, text = REFUSED[name]
     with pytest.raises(StrategyError, match=naming(*text.split())):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from support.cases import each_of
 
 from torchfleet.api.hybrid.meeting_place import Place, usual_backend
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("places", "backend"),
     [
         ([Place("cpu")], "gloo"),

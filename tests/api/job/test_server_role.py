@@ -68,8 +68,8 @@ def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
     assert list(client.unready(SECONDS).values()) == ["it is loading models/today"]
     with pytest.raises(ServerLoading, match=naming("models/today")):
         client.stats()
-    threading.Timer(1.0, go_on.set).start()
-    wait_for_servers(client, 0.5)  # longer than that without an end: one that is loading gives signs
+    threading.Timer(2.5, go_on.set).start()
+    wait_for_servers(client, 2.0)  # longer than that without an end: one that is loading gives signs
     assert lines_naming(capsys.readouterr().out, "server 0", "models/today")
     assert client.unready(SECONDS) == {}
     client.join({"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0})

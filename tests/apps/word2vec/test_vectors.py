@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.extras import Late
 from support.fleets import in_process
 from support.messages import naming
@@ -202,7 +203,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["vectors"]
 
 
-@pytest.mark.parametrize("word", ["", "new york", "a\tb", "a\n", "\x0b", "\x0c", "\r"])
+@each_of("word", ["", "new york", "a\tb", "a\n", "\x0b", "\x0c", "\r"])
 def test_a_word_with_white_space_is_refused(word: str) -> None:
     with pytest.raises(DataError, match=naming(2)):
         WordVectors(["a", word], random_vectors(2, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from support.cases import each_of
 from support.messages import names
 
 from torchfleet.base.monitor.bottleneck import Machine, bottleneck, num_more_servers
@@ -13,7 +13,7 @@ from torchfleet.observe.watch.display import JobLoad
 ROOMY = Machine(num_cores=16, num_processes=5)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("busy", "waits", "machine", "told"),
     [
         (
@@ -50,7 +50,7 @@ def test_it_says_nothing_of_what_it_does_not_know() -> None:
     assert bottleneck([], [0.5], ROOMY) == bottleneck([0.5], [], ROOMY) == ""
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("busy", "wait", "num_more"),
     [
         ([0.9], 0.5, 1),  # twice the requests: 1.8 loops' work, which fills two at 0.9

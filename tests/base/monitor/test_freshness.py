@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
+from support.cases import each_of
 
 from torchfleet.base.monitor.freshness import OLD_NETWORK, advice, ages_by_kind, median, summed
 
@@ -29,9 +29,7 @@ def test_histograms_of_status_files_have_texts_as_keys() -> None:
     assert summed([read, {4: 1}, {}]) == {4: 3, 16: 1}
 
 
-@pytest.mark.parametrize(
-    ("ages", "expected"), [({}, None), ({3: 1}, 3), ({0: 5, 9: 5}, 0), ({0: 5, 9: 6}, 9), ({9: 1, 2: 1, 4: 1}, 4)]
-)
+@each_of(("ages", "expected"), [({}, None), ({3: 1}, 3), ({0: 5, 9: 5}, 0), ({0: 5, 9: 6}, 9), ({9: 1, 2: 1, 4: 1}, 4)])
 def test_the_median_is_the_age_that_half_of_the_pushes_do_not_exceed(
     ages: dict[int, int], expected: int | None
 ) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import RoleError
@@ -46,7 +47,7 @@ def test_a_line_that_never_ends_comes_in_parts() -> None:
     assert max(len(str(line["text"])) for line in found) <= 1 << 16
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "level"),
     [
         ("step 100 | loss 0.5", "info"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
@@ -19,7 +20,7 @@ NAMES = ["a_sync_configs", *(f"{name}_configs" for name in CONFIGS)]
 
 
 class TestReading:
-    @pytest.mark.parametrize("name", NAMES)
+    @each_of("name", NAMES)
     def test_attributes_and_items_are_the_same(self, name: str) -> None:
         configs = getattr(DistributedStrategy(), name)
         assert configs
@@ -58,7 +59,7 @@ class TestReading:
 
 
 class TestAssigning:
-    @pytest.mark.parametrize("name", NAMES)
+    @each_of("name", NAMES)
     def test_what_was_read_can_be_assigned(self, name: str) -> None:
         strategy = DistributedStrategy()
         setattr(strategy, name, getattr(DistributedStrategy(), name))
@@ -106,7 +107,7 @@ class TestAssigning:
         assert second.amp_configs.custom_black_list == []
         assert DistributedStrategy().amp_configs.custom_black_list == []
 
-    @pytest.mark.parametrize(("name", "aliases"), ALIASES.items())
+    @each_of(("name", "aliases"), ALIASES.items())
     def test_an_alias_is_a_name_of_a_key(self, name: str, aliases: Mapping[str, str]) -> None:
         for alias, key in aliases.items():
             assert key in CONFIGS[name]

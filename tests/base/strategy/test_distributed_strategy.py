@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import StrategyError
@@ -100,7 +101,7 @@ def settings() -> st.SearchStrategy[dict[str, Any]]:
 
 
 class TestFields:
-    @pytest.mark.parametrize("name", [*DEFAULTS, "a_sync_configs", *COLLECTIVE, *NEVER])
+    @each_of("name", [*DEFAULTS, "a_sync_configs", *COLLECTIVE, *NEVER])
     def test_every_documented_field_exists(self, name: str) -> None:
         getattr(DistributedStrategy(), name)
 
@@ -169,7 +170,7 @@ class TestRefusals:
         with pytest.raises(StrategyError, match=naming("a_sync_configs", f"'{key}'", *known)):
             DistributedStrategy(a_sync_configs={key: 1})
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("name", "value", "expected"),
         [
             ("a_sync", 1, "bool"),
@@ -226,7 +227,7 @@ class TestRefusals:
             return
         assert 0 <= Patience(30.0, strategy.rpc_retry_times).resend_at(0.0, 1, 30.0) <= 30.0
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("key", "value", "expected"),
         [
             ("k_steps", True, "int"),
@@ -248,7 +249,7 @@ class TestRefusals:
         assert expected in str(caught.value)
         assert repr(value) in str(caught.value)
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("key", "least"),
         [
             ("k_steps", 0),
@@ -270,7 +271,7 @@ class TestRefusals:
             strategy.a_sync_configs = {"k_steps": 9, "send_queue_size": 0}
         assert strategy.a_sync_configs["k_steps"] == 7
 
-    @pytest.mark.parametrize(("name", "value"), COLLECTIVE.items())
+    @each_of(("name", "value"), COLLECTIVE.items())
     def test_a_collective_field_in_a_job_with_servers_is_named(self, name: str, value: Any) -> None:
         strategy = DistributedStrategy(**{name: value})
         assert strategy != DistributedStrategy()
@@ -283,11 +284,11 @@ class TestRefusals:
         with pytest.raises(StrategyError, match=naming(f"{name}={value!r}", f"{default!r}")):
             DistributedStrategy(**{name: value})
 
-    @pytest.mark.parametrize("name", [*COLLECTIVE, *NEVER])
+    @each_of("name", [*COLLECTIVE, *NEVER])
     def test_a_collective_field_takes_its_own_default(self, name: str) -> None:
         assert DistributedStrategy(**{name: getattr(DistributedStrategy(), name)}) == DistributedStrategy()
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("fields", "text"),
         [
             ({"amp": 1}, "amp bool 1"),
@@ -368,7 +369,7 @@ class TestContradictions:
         assert strategy.mode == "geo"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fields", "mode"),
     [
         ({}, "sync"),
@@ -384,7 +385,7 @@ def test_the_mode_follows_from_a_sync_k_steps_and_half_async(fields: dict[str, A
 
 
 class TestUse:
-    @pytest.mark.parametrize("name", [*DEFAULTS, "a_sync_configs", "amp"])
+    @each_of("name", [*DEFAULTS, "a_sync_configs", "amp"])
     def test_no_field_changes_after_use_and_the_user_is_named(self, name: str) -> None:
         strategy = DistributedStrategy()
         strategy.freeze("fleet.distributed_optimizer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
@@ -45,7 +46,7 @@ def test_values_are_the_defaults_until_they_are_set() -> None:
     assert not MoreFields().noise
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "value", "text"),
     [
         ("noise", 1, "noise expects a bool, found 1"),

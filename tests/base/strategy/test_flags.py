@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet import options
@@ -37,7 +38,7 @@ class TestFlags:
     def test_without_flags_all_is_default(self) -> None:
         assert strategy() == DistributedStrategy()
 
-    @pytest.mark.parametrize("name", SWITCHES)
+    @each_of("name", SWITCHES)
     def test_a_switch_is_a_flag(self, name: str) -> None:
         assert strategy(f"--{name}") == DistributedStrategy(**{name: True})
         assert strategy(f"--no-{name}") == DistributedStrategy()
@@ -56,7 +57,7 @@ class TestFlags:
         found = strategy("--fuse_grad_size_in_MB", 8, "--nccl_comm_num", 2, "--no-fuse_all_reduce_ops")
         assert found == DistributedStrategy(fuse_grad_size_in_MB=8, nccl_comm_num=2, fuse_all_reduce_ops=False)
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("name", "text", "expected"),
         [
             ("amp", '{"init_loss_scaling": 1024}', {"init_loss_scaling": 1024.0}),
@@ -131,7 +132,7 @@ class TestFile:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "hybrid"])
+    @each_of("name", [name for name in CONFIGS if name != "hybrid"])
     def test_a_dictionary_without_its_switch_names_both(self, name: str) -> None:
         with pytest.raises(StrategyError, match=naming(f"--{name}_configs", f"--{name}")):
             strategy(f"--{name}_configs", "{}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import StrategyError
@@ -113,7 +114,7 @@ def loaded(tmp_path: Path) -> Any:
 
 
 class TestTextFormat:
-    @pytest.mark.parametrize(
+    @each_of(
         ("text", "expected"),
         [
             ("", {}),
@@ -149,7 +150,7 @@ class TestTextFormat:
         assert (type(found["c"][0]), type(found["d"][0])) == (int, float)
         assert math.isnan(found["e"][0])
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("text", "line", "expected", "found"),
         [
             ("a", 1, "':' or '{'", "end of the file"),

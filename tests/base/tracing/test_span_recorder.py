@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from support.cases import each_of
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.tracing import span_recorder
@@ -141,7 +142,7 @@ def test_identities_differ_and_are_the_same_on_both_sides() -> None:
     assert 0 < request_id(5, 6) < 1 << 64
 
 
-@pytest.mark.parametrize("text", ["-1", "x", "1.5", "1" * 12, "١"])
+@each_of("text", ["-1", "x", "1.5", "1" * 12, "١"])
 def test_a_number_of_steps_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(RoleError, match="FLEET_TRACE_EVERY"):
         trace_every({"FLEET_TRACE_EVERY": text})

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
@@ -157,12 +158,11 @@ def test_the_model_itself_is_loaded(model: Path) -> None:
     assert len(VARIANTS) >= 56
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_manifest_that_describes_no_model_is_refused_by_name(model: Path, name: str) -> None:
-    storage = Storage(str(model))
-    manifest = json.loads(read_body(storage))
+@each_of("name", VARIANTS)
+def test_a_manifest_that_describes_no_model_is_refused_by_name(saved: Path, model: Path, name: str) -> None:
+    manifest = json.loads(read_body(Storage(str(saved))))
     VARIANTS[name](manifest)
-    write_body(storage, json.dumps(manifest).encode())
+    write_body(Storage(str(model)), json.dumps(manifest).encode())
     refused(model)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import each_of
 from support.messages import naming
 from support.ranks import Ranks, export_once
 from torch import nn
@@ -303,7 +304,7 @@ def backwards() -> nn.Module:
     return nn.Sequential(first, second)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("model", "said", "text"),
     [
         (Net, ["second"], "pipeline_configs['stages'] device_guard"),

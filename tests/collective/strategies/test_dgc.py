@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.collective_oracles import (
     alone,
     assert_close,
@@ -331,7 +332,7 @@ def test_backward_passes_that_are_too_early_or_too_many_and_clipping_are_errors(
     ranks.run(misused, 1)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fields", "said"),
     [
         ({"dgc_configs": {"sparsity": [0.9, 0.5]}}, "sparsity"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 from support.messages import names, naming
 from torch import nn
 
@@ -101,7 +102,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         fusion_of()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("flags", "fields", "match"),
     [
         (COMPILING[1:2], {"pipeline": True}, "fuse_bn_act_ops pipeline"),
@@ -128,7 +129,7 @@ def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], fields: di
 # Optimizers
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("kind", "options", "expected"),
     [
         (torch.optim.SGD, {"momentum": 0.9}, "fused kernel"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.collective_oracles import alone, assert_close, batches, job_of, local_sgd, mlp, strategy_of, train, values
 from support.messages import naming
 from support.ranks import Ranks
@@ -124,9 +125,7 @@ def test_the_interval_follows_the_formula_and_its_cap(
         assert exact - 1e-6 <= found < exact + 1 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("loss", "lr", "expected"), [(2.0, 0.1, 4), (0.5, 0.1, 2), (0.4, 0.1, 2), (1e-9, 0.1, 1), (2.0, 0.001, 16)]
-)
+@each_of(("loss", "lr", "expected"), [(2.0, 0.1, 4), (0.5, 0.1, 2), (0.4, 0.1, 2), (1e-9, 0.1, 1), (2.0, 0.001, 16)])
 def test_intervals_by_hand(loss: float, lr: float, expected: int) -> None:
     assert next_interval(4, 0.1, 2.0, lr, loss) == expected
 

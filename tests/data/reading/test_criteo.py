@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import names, naming
 from support.paths import REAL_DATA
 
@@ -103,7 +104,7 @@ def rows(draw: st.DrawFn) -> bytes:
 # The string hash
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "seed", "value"),
     [
         ("", 0, 0xE220A8397B1DCDAF),
@@ -217,7 +218,7 @@ def test_log_scale_takes_the_logarithm_of_the_scaled_number() -> None:
     assert plain["dense_input"][0, 1].item() == pytest.approx(-7 / 603)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("line", "values"),
     [
         (b"", ""),
@@ -240,7 +241,7 @@ def test_log_scale_takes_the_logarithm_of_the_scaled_number() -> None:
         (row(numbers=[*["1"] * 5, "é", *["1"] * 7]), "column 7; 'é'"),
     ],
 )
-@pytest.mark.parametrize("num_before", [0, 2])
+@each_of("num_before", [0, 2])
 def test_a_malformed_row_is_named_with_its_column(line: bytes, values: str, num_before: int) -> None:
     text = (row() + b"\n") * num_before + line + b"\n" + row() + b"\n"
     with pytest.raises(DataError) as caught:
@@ -266,13 +267,13 @@ def test_a_field_of_many_kilobytes_is_hashed_whole() -> None:
     check(batch, [line, row()])
 
 
-@pytest.mark.parametrize("hash_size", [0, -1, 2**63, 2**64, 1000.5, "1000", None])
+@each_of("hash_size", [0, -1, 2**63, 2**64, 1000.5, "1000", None])
 def test_an_impossible_hash_size_is_refused(hash_size: Any) -> None:
     with pytest.raises(DataError, match="hash_size"):
         fleet.CriteoFormat(hash_size=hash_size)
 
 
-@pytest.mark.parametrize("change", ["fewer", "order", "dtype", "dim", "mixed"])
+@each_of("change", ["fewer", "order", "dtype", "dim", "mixed"])
 def test_other_slots_are_refused(change: str) -> None:
     slots = fleet.CriteoFormat.slots()
     slots = {

@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.cases import each_of
 from support.messages import names, naming
 from support.zstd import CompressionParameter, ZstdCompressor, zstd
 
@@ -296,7 +297,7 @@ def test_paths_are_taken_as_text_and_as_path_objects(tmp_path: Path) -> None:
     assert check_files([]) == []
 
 
-@pytest.mark.parametrize("files", [[b"part-0"], [None], [3], [["a"]], None, 3])
+@each_of("files", [[b"part-0"], [None], [3], [["a"]], None, 3])
 def test_what_is_no_list_of_paths_is_refused(files: Any) -> None:
     with pytest.raises(DataError, match="set_filelist"):
         check_files(files)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.messages import lines_naming, naming
 
 from torchfleet.base.errors import RoleError, SecurityError
@@ -176,7 +177,7 @@ def test_the_first_task_records_what_the_others_said_last_and_whether_the_job_fi
 # Lists of hosts, held against scontrol where it is installed
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "hosts"),
     [
         ("n1", ["n1"]),
@@ -190,7 +191,7 @@ def test_names_are_written_out(text: str, hosts: list[str]) -> None:
     assert expand_hostlist(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", ",", "n[1-2", "n]1[", "n[]", "n[3-1]", "n[1-x]", "n[[1]]", "n[0-9999999]", "a,"])
+@each_of("text", ["", ",", "n[1-2", "n]1[", "n[]", "n[3-1]", "n[1-x]", "n[[1]]", "n[0-9999999]", "a,"])
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(RoleError, match=r"hosts|brackets"):
         expand_hostlist(text)

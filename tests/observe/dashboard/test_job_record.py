@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.made_history import BEGIN, MadeJob
 from support.messages import names
 
@@ -156,7 +157,7 @@ def test_machines_of_one_job_have_all_ended_before_it_has() -> None:
     assert record.snapshot()["head"]["state"] == "finished"
 
 
-@pytest.mark.parametrize(
+@each_of(
     "record",
     [
         {"time": "soon", "kind": "role", "key": "worker.0"},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.cases import each_of
 from support.messages import names
 
 from torchfleet.observe.commands import command
@@ -70,7 +71,7 @@ def test_nothing_is_found_on_a_machine_that_is_well() -> None:
     assert list(check_machine(WELL)) == []
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("change", "kind", "part"),
     [
         ({"memory_left": GB // 2}, STOPS, "537 MB of memory are left"),
@@ -123,7 +124,7 @@ def test_a_port_in_use_is_found() -> None:
     assert not list(check_ports([port]))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("requirement", "part"),
     [
         ("numpy>=1.26", ""),

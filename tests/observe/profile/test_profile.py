@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import trace_events
+from support.cases import each_of
 from support.messages import lines_naming
 from support.paths import SCRIPTS
 from support.scripts.launching import SOON, TINY, Forked, forked_fleetrun, run_dir, wait_until
@@ -165,7 +166,7 @@ def test_processes_may_begin_for_as_long_as_the_profile_is_waited_for(
     assert asked[0].until > time.time() + 7000
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "num"),
     [
         (["--steps", "5", "--server_num", "2", "t.py", "--steps", "9"], 2),

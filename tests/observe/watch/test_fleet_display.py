@@ -78,8 +78,9 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     ("how", "log_format"), [("reader leaves", "text"), ("closed", "text"), ("reader leaves", "json")]
 )
 def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: str, log_format: str) -> None:
-    command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--log_format", log_format]
-    command += [STAND_IN, "sleep:2", "async,sleep:2"]
+    log_dir, nobody_reads = tmp_path / "log", tmp_path / "nobody reads"
+    command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), "--log_format", log_format]
+    command += [STAND_IN, f"until:{nobody_reads},sleep:1", f"async,until:{nobody_reads},sleep:1"]
     popen: Any = processes.Popen
     if how == "closed":
         command, popen = ["sh", "-c", 'exec "$@" >&-', "sh", *command], subprocess.Popen
@@ -88,8 +89,9 @@ def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: st
         if how == "reader leaves":
             assert b"logs in" in job.stdout.readline()
         job.stdout.close()
+        nobody_reads.touch()
         assert job.wait(SOON) == 0
         assert job.stderr is not None
         assert b"Error" not in job.stderr.read()
-    lines = (run_dir(tmp_path) / "history.jsonl").read_text().splitlines()
+    lines = (run_dir(log_dir) / "history.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["finished"] is True

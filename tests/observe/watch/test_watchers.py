@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.extras import OTLP, needing
 from support.messages import lines_naming, naming
 
@@ -15,7 +16,7 @@ from torchfleet.launch.cli import main, options_from, parser
 from torchfleet.observe.watch.watchers import ANY_PORT, parse_with_ports, watching_of
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("line", "port", "script", "arguments"),
     [
         ("--dashboard train.py --epochs 3", ANY_PORT, "train.py", ["--epochs", "3"]),

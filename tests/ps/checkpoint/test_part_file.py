@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.extras import Late
 from support.messages import naming
 from support.searches import examples
@@ -174,7 +175,7 @@ class TestParts:
         with pytest.raises(CheckpointError):
             part_file.decode(whole[:cut], "a file")
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("shape", "offsets"),
         [
             ([2**70], [0, 4]),
@@ -203,7 +204,7 @@ class TestParts:
         with pytest.raises(CheckpointError, match="a file"):
             part_file.decode(by_hand(header), "a file")
 
-    @pytest.mark.parametrize("dtype", ["F64", "f32", "", "BOOL", "F32\0"])
+    @each_of("dtype", ["F64", "f32", "", "BOOL", "F32\0"])
     def test_other_types_are_refused(self, dtype: str) -> None:
         with pytest.raises(CheckpointError, match="'x'"):
             part_file.decode(by_hand({"x": {"dtype": dtype, "shape": [1], "data_offsets": [0, 4]}}), "a file")
@@ -263,7 +264,7 @@ class TestStorage:
         with pytest.raises(CheckpointError, match=naming("model/manifest.json")):
             read_manifest(folder)
 
-    @pytest.mark.parametrize("dirname", ["", None, 7, b"", b"bytes", ["a"]])
+    @each_of("dirname", ["", None, 7, b"", b"bytes", ["a"]])
     def test_what_is_no_path_is_refused(self, dirname: Any) -> None:
         with pytest.raises(CheckpointError):
             Storage(dirname)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import each_of
 from support.fleets import in_process
 from support.messages import naming
 from support.scripts.saved_models import MAX_TABLE_BYTES, contents, load, save
@@ -274,15 +275,15 @@ def test_the_model_itself_is_loaded(model: Path) -> None:
     assert len(VARIANTS) >= 56
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_manifest_that_describes_no_model_is_refused_by_name(model: Path, name: str) -> None:
-    manifest = manifest_of(model)
+@each_of("name", VARIANTS)
+def test_a_manifest_that_describes_no_model_is_refused_by_name(saved: Path, model: Path, name: str) -> None:
+    manifest = manifest_of(saved)
     VARIANTS[name](manifest)
     write_body(Storage(str(model)), json.dumps(manifest).encode())
     refused(model)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "body", [b"", b"{}", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"{" * 100_000, b'{"a":' * 100_000 + b"1"], ids=repr
 )
 def test_what_is_no_manifest_at_all_is_refused_by_name(model: Path, body: bytes) -> None:

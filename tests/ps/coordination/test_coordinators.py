@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.cases import each_of
 from support.messages import naming
 from support.own_etcd import started_etcd
 
@@ -88,7 +89,7 @@ def test_a_coordinator_that_is_gone_says_so(tmp_path: Path) -> None:
         made.replace(0, None, FIRST)
 
 
-@pytest.mark.parametrize("url", ["", "etcd", "zookeeper://a:1/x", "etcd://a:1", "etcd://a/x", "etcd://a:1/x y"])
+@each_of("url", ["", "etcd", "zookeeper://a:1/x", "etcd://a:1", "etcd://a/x", "etcd://a:1/x y"])
 def test_a_url_of_another_form_is_refused(url: str) -> None:
     with pytest.raises(RoleError, match="etcd://host:port/NAME"):
         make_coordinator(url)

@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 from support import twins
+from support.cases import each_of
 
 from torchfleet.ps.kernels import dense_rules
 
@@ -30,52 +31,52 @@ def run_both(kernel, twin, size: int, num_states: int, *settings, with_step: boo
             assert twins.same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
+@each_of("size", SIZES)
+@each_of(
     ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.0, True), (0.9, 0.4, False)]
 )
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of(("decay", "shrink"), DECAYS)
 def test_sgd_equals_its_numpy_twin_to_the_bit(size, momentum, dampening, nesterov, decay, shrink):
     how = momentum, dampening, nesterov, decay, shrink
     run_both(dense_rules.sgd, twins.dense_sgd, size, 1, 0.1, *how, with_step=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of("size", SIZES)
+@each_of(("decay", "shrink"), DECAYS)
 def test_adagrad_equals_its_numpy_twin_to_the_bit(size, decay, shrink):
     run_both(dense_rules.adagrad, twins.dense_adagrad, size, 1, 0.1, 1e-10, decay, shrink, with_step=False)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of("size", SIZES)
+@each_of(("decay", "shrink"), DECAYS)
 def test_adam_equals_its_numpy_twin_to_the_bit(size, decay, shrink):
     run_both(dense_rules.adam, twins.dense_adam, size, 2, 0.01, 0.9, 0.999, 1e-8, decay, shrink, with_step=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of("size", SIZES)
+@each_of(("decay", "shrink"), DECAYS)
 def test_scaled_momentum_equals_its_numpy_twin_to_the_bit(size, decay, shrink):
     how = 0.1, 1e-8, 0.9, decay, shrink
     run_both(dense_rules.scaled_momentum, twins.dense_scaled_momentum, size, 2, *how, with_step=False)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of("size", SIZES)
+@each_of("momentum", [0.0, 0.9])
+@each_of("centered", [False, True])
+@each_of(("decay", "shrink"), DECAYS)
 def test_rmsprop_equals_its_numpy_twin_to_the_bit(size, centered, momentum, decay, shrink):
     how = 0.01, 0.9, 1e-8, centered, momentum, decay, shrink
     run_both(dense_rules.rmsprop, twins.dense_rmsprop, size, 3, *how, with_step=False)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (1.0, 0.0), (0.5, 0.1)])
+@each_of("size", SIZES)
+@each_of(("l1", "l2"), [(0.0, 0.0), (1.0, 0.0), (0.5, 0.1)])
 def test_ftrl_equals_its_numpy_twin_to_the_bit(size, l1, l2):
     run_both(dense_rules.ftrl, twins.dense_ftrl, size, 2, 0.1, l1, l2, 1.0, 0.5, with_step=False)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("decay", "shrink"), DECAYS)
+@each_of("size", SIZES)
+@each_of(("decay", "shrink"), DECAYS)
 def test_lion_equals_its_numpy_twin_to_the_bit(size, decay, shrink):
     run_both(dense_rules.lion, twins.dense_lion, size, 1, 0.1, 0.9, 0.99, decay, shrink, with_step=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.cases import each_of
 
 from torchfleet.ps.kernels import lookup
 
@@ -32,10 +33,10 @@ def plain_unpool(
     return sums, touched
 
 
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("most", [1, 4], ids=["one id", "many"])
-@pytest.mark.parametrize("dim", [1, 2, 3, 4, 7, 10, 16])
-@pytest.mark.parametrize("gap", [0, 13])
+@each_of("mean", [False, True])
+@each_of("most", [1, 4], ids=["one id", "many"])
+@each_of("dim", [1, 2, 3, 4, 7, 10, 16])
+@each_of("gap", [0, 13])
 def test_unpool_sums_as_numpy_does_in_the_same_order(dim: int, most: int, mean: bool, gap: int) -> None:
     rng = np.random.default_rng(dim)
     index, offsets = bags(rng, most)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import twins
+from support.cases import each_of
 
 from torchfleet.ps.kernels.random import CONSTANT, NORMAL, TRUNCATED_NORMAL, UNIFORM, initialise, normal_quantile
 from torchfleet.ps.tables.settings.spec import Initializer, TableSpec
@@ -55,7 +56,7 @@ def pulled(kind: str, a: float, b: float, seed: int, name: str, key: int) -> str
     return " ".join(f"{word:08x}" for word in bits)
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: f"{golden[0]}-{golden[4]}-{golden[5]:x}")
+@each_of("golden", GOLDEN, ids=lambda golden: f"{golden[0]}-{golden[4]}-{golden[5]:x}")
 def test_first_values_are_those_of_every_release_and_architecture(golden):
     assert pulled(*golden[:-1]) == golden[-1]
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
+from support.cases import each_of
 
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
@@ -73,8 +74,8 @@ def test_all_finite_is_numpys_for_every_bit_pattern(bits):
     assert rows.all_finite(bits) == np.isfinite(bits.view(np.float32)).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 15, 16, 99])
+@each_of("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@each_of("place", [0, 15, 16, 99])
 def test_all_finite_sees_one_bad_number_anywhere(bad, place):
     values = np.full(100, np.finfo(np.float32).max, np.float32)
     assert rows.all_finite(values.view(np.uint32))
@@ -89,10 +90,10 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("bounds", [NO_BOUNDS, (-0.5, 0.25), (-0.5, math.inf), (-math.inf, 0.25)])
-@pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", UPDATES)
+@each_of("bounds", [NO_BOUNDS, (-0.5, 0.25), (-0.5, math.inf), (-math.inf, 0.25)])
+@each_of("offset", [0, 2])
+@each_of("dim", DIMS)
+@each_of("name", UPDATES)
 def test_an_update_equals_its_numpy_twin_to_the_bit(name, dim, offset, bounds):
     kernel, twin, settings = UPDATES[name]
     rng = np.random.default_rng(dim)
@@ -169,8 +170,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_of("dim", DIMS)
+@each_of("name", OPTIMIZERS)
 def test_rows_are_trained_like_a_sparse_embedding_of_torch(name, dim):
     """Tolerance 1e-6: weights are below 4, where one float32 step is 2.4e-7; torch may add the gradients of a
     repeated id in another order and rounds its step size once more, which makes a few such steps in ten updates."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import twins
+from support.cases import each_of
 
 from torchfleet.ps.kernels import sparse_rules
 
@@ -40,10 +41,10 @@ def make_store(rng: np.random.Generator, update: Update, dim: int, offset: int) 
     return store
 
 
-@pytest.mark.parametrize("bounds", [NO_BOUNDS, (-0.5, 0.25)])
-@pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", UPDATES)
+@each_of("bounds", [NO_BOUNDS, (-0.5, 0.25)])
+@each_of("offset", [0, 2])
+@each_of("dim", DIMS)
+@each_of("name", UPDATES)
 def test_an_update_equals_its_numpy_twin_to_the_bit(name: str, dim: int, offset: int, bounds: Any) -> None:
     kernel, twin, settings, *_ = UPDATES[name]
     rng = np.random.default_rng(dim)

@@ -1,6 +1,6 @@
 """A hundred thousand mutated messages: decoding knows one error only, and a server answers whatever it is sent.
 
-FLEET_FUZZ_FRAMES sets how many messages are tried in all (default: a hundred thousand, in a few
+FLEET_FUZZ_FRAMES sets how many messages are tried in all (default: forty thousand, in some
 seconds; `make fuzz`: twenty million); most of them go to `decode`, the others through a whole server.
 """
 
@@ -49,7 +49,7 @@ from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 
-NUM_FRAMES = int(os.environ.get("FLEET_FUZZ_FRAMES", "100000"))
+NUM_FRAMES = int(os.environ.get("FLEET_FUZZ_FRAMES", "40000"))
 SHARE_OF_SERVER = 0.2
 PER_SERVER = 5000  # messages to one server before a fresh one takes its place
 MOST_FLIPS = 8

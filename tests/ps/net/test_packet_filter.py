@@ -72,8 +72,8 @@ def attacked(kind: str, how: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_libzmq_alone_aborts() -> None:
-    """If it does not any more, resets need not be ignored."""
-    assert attacked("plain", "reset")[0] == -signal.SIGABRT
+    """If it does not any more, resets need not be ignored. On a busy machine, the queue may not be full in time."""
+    assert any(attacked("plain", "reset")[0] == -signal.SIGABRT for _ in range(10))
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import zmq
+from support.cases import each_of
 from support.fleets import WAIT
 
 from torchfleet.ps.net.unread import COUNTED, MAX_UNREAD, Unread, size_of
@@ -16,7 +16,7 @@ from torchfleet.ps.net.unread import COUNTED, MAX_UNREAD, Unread, size_of
 LARGE, SMALL = np.zeros(COUNTED, np.uint8), np.zeros(8, np.uint8)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("frames", "index"),
     [
         ([b"header", LARGE], 1),

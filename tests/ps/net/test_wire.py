@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.cases import each_of
 from support.messages import naming
 
 from torchfleet.base.errors import FleetError, WireError
@@ -188,8 +189,8 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
 
 
 class TestStrictness:
-    @pytest.mark.parametrize(("frames", "text"), BROKEN.values(), ids=BROKEN.keys())
-    @pytest.mark.parametrize("carry", [as_bytes, off_by(0), off_by(3)], ids=["bytes", "aligned", "unaligned"])
+    @each_of(("frames", "text"), BROKEN.values(), ids=BROKEN.keys())
+    @each_of("carry", [as_bytes, off_by(0), off_by(3)], ids=["bytes", "aligned", "unaligned"])
     def test_a_broken_message_is_refused(
         self, frames: list[bytes], text: str, carry: Callable[[object], object]
     ) -> None:
@@ -221,7 +222,7 @@ class TestStrictness:
             tracemalloc.stop()
         assert peak < 100_000, f"decoding took {peak:,} bytes"
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("frames", "call"),
         [
             ([], 0),
@@ -242,7 +243,7 @@ class TestBodies:
     def test_a_body_comes_back(self, spec: TableSpec) -> None:
         assert unpack(decode(encode(Message(1, arrays=[pack(spec)]))).arrays[0], TableSpec) == spec
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("body", "text"),
         [
             ({"name": 5}, "Expected `str`, got `int`"),
@@ -260,7 +261,7 @@ class TestBodies:
             unpack(pack(body), TableSpec)
         assert text in str(caught.value)
 
-    @pytest.mark.parametrize(
+    @each_of(
         "body",
         [
             {"dim": 0},
@@ -282,8 +283,8 @@ class TestBodies:
         with pytest.raises(WireError, match="bytes"):
             unpack(Array(0, np.zeros((4, 1), dtype)), TableSpec)
 
-    @pytest.mark.parametrize("kind", [TableSpec, BarrierBody, dict])
-    @pytest.mark.parametrize(
+    @each_of("kind", [TableSpec, BarrierBody, dict])
+    @each_of(
         "garbage",
         [
             b"",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from support.cases import each_of
 from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
 from support.messages import INTERNAL_ERROR, names
 
@@ -30,6 +31,10 @@ NAN = float("nan")
 
 @pytest.fixture
 def talk(server: Server) -> Talk:
+    return with_tables(server)
+
+
+def with_tables(server: Server) -> Talk:
     talk = Talk(server)
     for spec in TABLES:
         talk.create(spec)
@@ -67,10 +72,11 @@ class TestRoles:
     FIRST = (Command.CREATE_TABLE, Command.SET, Command.ERASE)
     REPLICAS = frozenset({Command.FOLLOW, Command.APPEND, Command.CONFIRM, Command.LOST})  # of server/replicas
 
-    @pytest.mark.parametrize("command", [c for c in Command if c <= Command.STOP], ids=lambda command: command.name)
-    @pytest.mark.parametrize("role", Role, ids=lambda role: role.name)
-    @pytest.mark.parametrize("is_proved", [False, True], ids=["by its word", "by its key"])
-    def test_a_command_is_for_its_roles(self, talk: Talk, command: Command, role: Role, is_proved: bool) -> None:
+    @each_of("command", [c for c in Command if c <= Command.STOP], ids=lambda command: command.name)
+    @each_of("role", Role, ids=lambda role: role.name)
+    @each_of("is_proved", [False, True], ids=["by its word", "by its key"])
+    def test_a_command_is_for_its_roles(self, command: Command, role: Role, is_proved: bool) -> None:
+        talk = with_tables(Server(max_table_bytes=1 << 22))
         least = (
             Role.LAUNCHER if command is Command.STOP else Role.FIRST_WORKER if command in self.FIRST else Role.WORKER
         )

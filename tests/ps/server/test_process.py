@@ -181,7 +181,7 @@ class TestEnd:
             assert server.wait(WAIT) == 0
 
     def test_a_signal_ends_it_in_the_middle_of_traffic(self, server: ServerProcess) -> None:
-        with closing(Client.connect([server.endpoint], patience=Patience(1.0, 1))) as client:
+        with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
             client.create_table(TableSpec("t", dim=4))
             for i in range(200):
                 client.pull("t", range(1000))

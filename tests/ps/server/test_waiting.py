@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from support.cases import each_of
 from support.fleets import Talk, assert_ok, push_arrays, refusal
 from support.messages import names
 
@@ -139,8 +140,8 @@ def test_a_server_that_was_told_no_number_takes_workers_of_any() -> None:
     assert_ok(meeting.join(Talk(meeting.server, client=99, worker=5), num_workers=6))
 
 
-@pytest.mark.parametrize("field", ["timeout", "sync_timeout"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e9, float("nan")])
+@each_of("field", ["timeout", "sync_timeout"])
+@each_of("value", [0.0, -1.0, 1e9, float("nan")])
 def test_time_outs_out_of_range_are_refused(field: str, value: float) -> None:
     meeting = Meeting(1, joined=0)
     assert refusal(meeting.join(meeting.workers[0], **{field: value}))[0] == "WireError"

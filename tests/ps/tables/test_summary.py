@@ -221,12 +221,12 @@ def test_shows_without_a_time_have_not_decayed() -> None:
 
 
 def test_a_slice_is_short() -> None:
-    """It runs between the requests of a job. 1.2 ms was measured on a 2 GHz core; the best of several, with room."""
+    """It runs between the requests of a job. 1.2 ms of a 2 GHz core was measured; the best of several, with room."""
     keys, values, statistics = rows_of(2, 1 << 14)
     values = np.tile(values, (1, 6))[:, :16]
     summary, best = Summary(SHOWN, NOW, 10), math.inf
     for _ in range(10):
-        start = time.perf_counter()
+        start = time.thread_time()
         summary.add(keys, values, statistics)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     assert best < 0.008

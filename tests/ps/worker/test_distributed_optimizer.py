@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batches
 from support.messages import naming
 
@@ -239,7 +240,7 @@ def test_hooks_around_the_step_are_called() -> None:
     assert called == ["before", "after"]
 
 
-@pytest.mark.parametrize("mode", list(jobs.MODES))
+@each_of("mode", list(jobs.MODES))
 def test_the_loop_is_the_same_in_every_mode(mode: str) -> None:
     with one_worker(Net(), mode=mode, num_servers=2) as part:
         losses = []

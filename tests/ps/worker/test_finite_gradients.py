@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Servers, one_worker
 from support.messages import naming
 
@@ -69,15 +70,15 @@ def spoiled_row(value: float) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("mode", jobs.MODES)
+@each_of("mode", jobs.MODES)
 def test_nan_in_a_dense_gradient_names_the_parameter_and_the_step(mode: str) -> None:
     text = naming("step 3", "NaN", "'tower.1.bias'")
     with one_worker(Net(), mode=mode, servers=Servers(2)) as part:
         refused_and_then_trained(part, spoiled_parameter, text)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("mode", jobs.MODES)
+@each_of("value", [NAN, INF, -INF])
+@each_of("mode", jobs.MODES)
 def test_nan_in_a_row_names_the_table_and_the_id_as_it_was_given(mode: str, value: float) -> None:
     text = naming("step 3", "NaN", "'rows'", "-7")
     with one_worker(Net(), mode=mode, num_servers=2) as part:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Part
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, OneCycleLR, SequentialLR, StepLR
 
@@ -61,14 +62,14 @@ def run_schedule(
     return jobs.run(body, make_model, lambda m: jobs.sgd(m, 1.0), mode=mode, num_workers=num_workers).results
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@each_of("wrap", [False, True])
+@each_of("name", SCHEDULES)
 def test_a_scheduler_that_advances_with_every_step_counts_those_of_all_workers(name: str, wrap: bool) -> None:
     expected = plain_rate(SCHEDULES[name], 2 * STEPS)
     assert run_schedule(SCHEDULES[name], wrap=wrap) == [pytest.approx(expected, rel=1e-9)] * 2
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "num_steps"),
     [
         ({"every": 5}, STEPS // 5),  # per epoch
@@ -80,7 +81,7 @@ def test_a_scheduler_that_advances_with_every_step_counts_those_of_all_workers(n
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["StepLR", "SequentialLR"])
+@each_of("name", ["StepLR", "SequentialLR"])
 def test_other_schedulers_count_as_their_script_does(name: str, options: dict[str, Any], num_steps: int) -> None:
     rates = run_schedule(SCHEDULES[name], **options)
     assert rates == [pytest.approx(plain_rate(SCHEDULES[name], num_steps), rel=1e-9)] * options.get("num_workers", 2)

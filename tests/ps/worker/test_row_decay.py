@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Net, Part, assert_equal_values, worker_batches
 from support.messages import naming
 
@@ -69,8 +70,8 @@ def plain_values(rule: str, num_workers: int = 1, is_decoupled: bool = False) ->
     return jobs.values_of(model)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("mode", "num_workers"), [("sync", 1), ("sync", 2), ("async", 1)])
+@each_of("rule", RULES)
+@each_of(("mode", "num_workers"), [("sync", 1), ("sync", 2), ("async", 1)])
 def test_rows_that_a_step_touches_decay_as_in_torch(rule: str, mode: str, num_workers: int) -> None:
     done = jobs.run(steps, Net, make(rule), mode=mode, num_workers=num_workers, num_servers=2)
     assert_equal_values(done.values(**jobs.TABLES), plain_values(rule, num_workers), TOLERANCE)
@@ -91,7 +92,7 @@ def test_with_adamw_the_decay_is_decoupled() -> None:
     assert_equal_values(done.values(**jobs.TABLES), plain_values("adam", is_decoupled=True), TOLERANCE)
 
 
-@pytest.mark.parametrize("decay", [-1.0, "0.1", float("nan"), True, None])
+@each_of("decay", [-1.0, "0.1", float("nan"), True, None])
 def test_a_decay_that_is_no_number_above_zero_is_refused(decay: Any) -> None:
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(model.parameters()), "row_weight_decay": decay}], lr=0.1)

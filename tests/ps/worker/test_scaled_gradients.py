@@ -6,9 +6,9 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Batch, Net, Part, assert_equal_values, loss_of, one_worker, worker_batches
 
 TOLERANCE = 1e-6
@@ -46,8 +46,8 @@ def scaled_steps(
     return scales
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo"])
+@each_of("clips", [False, True])
+@each_of("mode", ["sync", "half_async", "async", "geo"])
 def test_the_loop_with_a_scaler_is_that_of_torch(mode: str, clips: bool) -> None:
     """SGD, and dense embeddings in plain torch, which clips no sparse gradients."""
     torch.manual_seed(0)

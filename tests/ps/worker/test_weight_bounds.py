@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Part, assert_equal_values
 from support.messages import naming
 
@@ -75,8 +76,8 @@ def plain_values(rule: str, first: dict[str, torch.Tensor], num_workers: int) ->
     return jobs.values_of(model)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("mode", "num_workers"), [("sync", 1), ("sync", 2), ("half_async", 1), ("async", 1)])
+@each_of("rule", RULES)
+@each_of(("mode", "num_workers"), [("sync", 1), ("sync", 2), ("half_async", 1), ("async", 1)])
 def test_training_equals_torch_that_clamps_after_each_update(rule: str, mode: str, num_workers: int) -> None:
     optimizer = jobs.fleet_optimizer(rule, **RULES[rule])
     done = jobs.run(settled_steps, Bounded, optimizer, mode=mode, num_workers=num_workers, num_servers=2)
@@ -95,7 +96,7 @@ def test_one_bound_may_be_infinite_and_whole_numbers_will_do(bounds: Any) -> Non
     assert f"weight_bounds=({float(bounds[0])}, {float(bounds[1])})" in repr(module)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("bounds", "message"),
     [
         ((1.0, 1.0), "weight_bounds low high float32 (1.0, 1.0)"),

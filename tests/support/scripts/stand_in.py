@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 1000.0  # longer than any test
@@ -25,6 +26,10 @@ def main() -> None:
         print(f"{name} {value}", flush=True)
         if name == "sleep":
             time.sleep(float(value or SECONDS))
+        elif name == "touch":
+            Path(value).touch()
+        elif name == "until":
+            wait_until(Path(value).exists, f"{value} is not there")
         elif name == "serve":
             serve()
         elif name == "reach":
@@ -57,13 +62,20 @@ def serve() -> None:
 def reach() -> None:
     """Until server 0 can be connected to."""
     host, _, port = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[0].rpartition(":")
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
+
+    def is_reached() -> bool:
         with socket.socket() as there:
-            if there.connect_ex((host, int(port))) == 0:
-                return
+            return there.connect_ex((host, int(port))) == 0
+
+    wait_until(is_reached, "the server cannot be reached")
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            sys.exit(otherwise)
         time.sleep(0.05)
-    sys.exit("the server cannot be reached")
 
 
 if __name__ == "__main__":

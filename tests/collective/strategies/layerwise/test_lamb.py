@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 from support.collective_oracles import alone, assert_close, batches, gradients, job_of, lamb_step, mlp, train, values
 from support.ranks import Ranks
 
@@ -77,7 +78,7 @@ def test_a_loaded_state_goes_on_as_before() -> None:
     assert_close(values(second), values(whole), atol=0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("inner", "options", "said"),
     [
         (torch.optim.SGD, {}, "torch.optim.Adam"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import each_of
 from support.messages import naming
 from support.ranks import Ranks
 from torch import nn
@@ -98,7 +99,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # Which modules
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("patterns", "expected"),
     [
         (["encoder.layer.*"], [f"encoder.layer.{i}" for i in range(DEPTH)]),
@@ -117,9 +118,7 @@ def test_patterns_name_modules(patterns: list[str], expected: list[str]):
     assert [names[id(module)] for module in chosen(net, patterns)] == expected
 
 
-@pytest.mark.parametrize(
-    "pattern", ["encoder.layer", "encoder.layer.[03]", "layer.*", "encoder.*.*.*.*", "Encoder", "."]
-)
+@each_of("pattern", ["encoder.layer", "encoder.layer.[03]", "layer.*", "encoder.*.*.*.*", "Encoder", "."])
 def test_other_names_match_nothing(pattern: str):
     with pytest.raises(ModelError, match=naming("recompute_configs['checkpoints']", f"'{pattern}'")):
         chosen(Net(), [pattern])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.cases import each_of
 from support.messages import lines_naming, naming
 from support.paths import ROOT
 
@@ -180,7 +181,7 @@ def keys_of_a_job(folder: Path) -> str:
     return (folder / "server.key_secret").read_text()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "text"),
     [
         ("a.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"),
@@ -228,7 +229,7 @@ def test_a_key_of_our_own_is_known_under_any_name(tmp_path: Path) -> None:
     assert secret_sign("settings.txt", keys_of_a_job(tmp_path / "keys")) is not None
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "text"),
     [
         ("a.py", 'password = os.environ["PASSWORD"]'),
@@ -254,7 +255,7 @@ def test_what_only_speaks_of_secrets_is_not_taken_for_one(name: str, text: str) 
     assert secret_sign(name, text) is None
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "is_refused"),
     [
         ("DB_PASSWORD=x", True),
@@ -310,8 +311,8 @@ def test_a_key_is_refused_by_its_own_name_too(script: Path, tmp_path: Path) -> N
             script_files(script, named=[str(named)])
 
 
-@pytest.mark.parametrize("word", ["secret", "a-", "token=", "kind: Secret" + " " * 1000, "eyJ" + "a" * 12 + "-"])
-@pytest.mark.parametrize("name", ["a.py", "a.yaml"])
+@each_of("word", ["secret", "a-", "token=", "kind: Secret" + " " * 1000, "eyJ" + "a" * 12 + "-"])
+@each_of("name", ["a.py", "a.yaml"])
 def test_the_search_takes_time_in_proportion_to_the_text(name: str, word: str) -> None:
     """A sixteenfold text: by bounded repetitions about 16 times as long, by others up to 256 times."""
     texts = [(word * (num // len(word) + 1))[:num] for num in (1 << 13, 1 << 17)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from support.cases import each_of
 from support.logged_work import Work, make_server, whole_state
 from support.messages import naming
 
@@ -124,7 +125,7 @@ def test_zeros_in_what_was_synced_are_damage(entry: Entry) -> None:
             list(Records(memoryview(whole + lost), "a file", is_synced=True))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("data", "expected"),
     [
         (b"", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import twins
+from support.cases import each_of
 from support.fleets import push_arrays
 from support.logged_work import SPECS, MemorySink, Work, make_server, whole_state
 
@@ -35,7 +36,7 @@ def replayed(entries: list[list[bytes]]) -> Replay:
     return replay
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each_of("seed", range(3))
 def test_whoever_applies_the_same_entries_is_the_same_server(seed: int) -> None:
     server, handler, sink, work = logged(seed)
     work.steps(300)
@@ -63,7 +64,7 @@ def test_keys_that_are_made_to_collide_are_taken_whole_and_replayed(name: str) -
     assert whole_state(replayed(sink.entries).server) == whole_state(server)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each_of("seed", range(3))
 def test_a_copy_that_is_filled_beside_serving_is_the_same_server(seed: int) -> None:
     server, handler, _, work = logged(seed)
     work.steps(100)

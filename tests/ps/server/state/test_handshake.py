@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.cases import each_of
 from support.fleets import Talk, assert_ok, refusal
 from support.jobs import Net, Servers, Worker, make_part, roles, sgd, strategy
 from support.messages import lines_naming, names, naming
@@ -139,8 +140,8 @@ def test_every_field_of_a_table_is_among_the_cases() -> None:
     assert set(OTHER_SPEC) | {"name", "rule", "shard", "num_shards"} == set(TableSpec.__struct_fields__)
 
 
-@pytest.mark.parametrize(("field", "before", "after"), other_specs(), ids=[case[0] for case in other_specs()])
-@pytest.mark.parametrize("is_made", [False, True], ids=["as worker 0 said", "as the server has it"])
+@each_of(("field", "before", "after"), other_specs(), ids=[case[0] for case in other_specs()])
+@each_of("is_made", [False, True], ids=["as worker 0 said", "as the server has it"])
 def test_another_table_is_refused_by_its_field_and_both_values(
     field: str, before: TableSpec, after: TableSpec, is_made: bool
 ) -> None:

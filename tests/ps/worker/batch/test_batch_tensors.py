@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from support.cases import each_of
 
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
 
 IDS = torch.arange(9)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("inputs", "num"),
     [
         ([], 0),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Part, Servers, one_worker
 
 import torchfleet
@@ -91,8 +92,8 @@ WAYS: dict[str, tuple[Callable[..., list[torch.Tensor]], Callable[[int], tuple[l
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_servers", [1, 3])
+@each_of("way", WAYS)
+@each_of("num_servers", [1, 3])
 def test_six_slots_cost_one_pull_and_one_push_per_server_from_the_third_step_on(way: str, num_servers: int) -> None:
     take, make = WAYS[way]
     servers = Servers(num_servers)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import each_of
 from support.jobs import Servers, one_worker
 
 import torchfleet
@@ -81,7 +82,7 @@ def train(model: torch.nn.Module, optimizer: Any, batches: list[torch.Tensor]) -
     return losses
 
 
-@pytest.mark.parametrize("take", TAKES)
+@each_of("take", TAKES)
 def test_computed_ids_cost_one_pull_per_server_from_the_third_step_on_and_train_as_torch(take: str) -> None:
     """The last batch is smaller. 1e-6: sums of a few numbers below 1."""
     model = Features(TAKES[take])
@@ -161,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], list[torch.Tensor]], str]
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@each_of("kind", REFUSED)
 def test_what_cannot_be_foreseen_trains_as_torch_and_says_why(kind: str) -> None:
     """No random number is drawn that torch would not draw, and no row is made that is not looked up."""
     take, why = REFUSED[kind]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import each_of
 from support.lossy import Faults, LossyChannel, Network
 from support.messages import names, naming
 
@@ -253,7 +254,7 @@ class TestErrors:
         assert type(caught.value) is kind
         assert names(str(caught.value), "server 3 (there)", "PUSH", "so it is")
 
-    @pytest.mark.parametrize("kind", ["SystemExit", "annotations", "__name__", "", "x" * 1000, "FleetErrors"])
+    @each_of("kind", ["SystemExit", "annotations", "__name__", "", "x" * 1000, "FleetErrors"])
     def test_a_class_that_is_not_ours_becomes_a_server_error(self, kind: str) -> None:
         line = self.line_with(kind)
         with pytest.raises(ServerError):
@@ -266,7 +267,7 @@ class TestErrors:
             with pytest.raises(kind):
                 line.connection.wait(line.submit())
 
-    @pytest.mark.parametrize(
+    @each_of(
         "arrays",
         [
             [],

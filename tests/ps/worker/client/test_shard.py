@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
+from support.cases import each_of
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -35,7 +36,7 @@ def owners(spec: TableSpec, keys: np.ndarray, num_servers: int) -> list[int]:
     return found.tolist()
 
 
-@pytest.mark.parametrize("num_servers", GOLDEN_OWNERS)
+@each_of("num_servers", GOLDEN_OWNERS)
 def test_owners_are_those_of_every_release_and_architecture(num_servers):
     assert owners(SPARSE, np.array(GOLDEN_KEYS, np.uint64), num_servers) == GOLDEN_OWNERS[num_servers]
 
@@ -45,15 +46,15 @@ def test_the_owner_of_a_key_is_that_of_the_formula(keys, num_servers):
     assert owners(SPARSE, keys, num_servers) == [twins.owner_of(key, num_servers) for key in keys.tolist()]
 
 
-@pytest.mark.parametrize("num_servers", [2, 3, 4, 5, 6, 7])
-@pytest.mark.parametrize("first", [0, 10**9, 2**40])
+@each_of("num_servers", [2, 3, 4, 5, 6, 7])
+@each_of("first", [0, 10**9, 2**40])
 def test_consecutive_ids_are_spread_within_a_twentieth_of_evenly(num_servers, first):
     ids = np.arange(first, first + 100_000, dtype=np.uint64)
     counts = np.array([len(keys) for keys in shard(SPARSE, ids, num_servers).keys])
     assert np.abs(counts / (100_000 / num_servers) - 1).max() < 0.05
 
 
-@pytest.mark.parametrize("stride", [2, 3, 7, 64, 2**20, 2**32])
+@each_of("stride", [2, 3, 7, 64, 2**20, 2**32])
 def test_ids_that_share_a_divisor_are_spread_too(stride):
     ids = np.arange(100_000, dtype=np.uint64) * np.uint64(stride)
     for num_servers in (2, 3, 4, 7):
@@ -109,8 +110,8 @@ def test_unsigned_keys_keep_their_value(dtype):
     assert found.dtype == np.uint64
 
 
-@pytest.mark.parametrize("order", ["<", ">"])
-@pytest.mark.parametrize("kind", ["i4", "u4", "i8", "u8"])
+@each_of("order", ["<", ">"])
+@each_of("kind", ["i4", "u4", "i8", "u8"])
 def test_keys_keep_their_value_in_either_byte_order(kind, order):
     """Arrays that were read from a file in network order have a dtype that says so."""
     assert as_keys(np.array([1, 2, 258], order + kind)).tolist() == [1, 2, 258]
@@ -131,7 +132,7 @@ def test_no_keys_are_keys_whatever_their_dtype(empty):
     assert found.shape == (0,)
 
 
-@pytest.mark.parametrize("bad", [[1.0], [True], ["1"], [2**64], [-1, 2**64 - 1], [None]])
+@each_of("bad", [[1.0], [True], ["1"], [2**64], [-1, 2**64 - 1], [None]])
 def test_keys_that_are_not_integers_of_64_bits_are_refused(bad):
     with pytest.raises(TableError, match="keys"):
         as_keys(bad)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
+from support.cases import each_of
 
 from torchfleet.ps.worker.batch.bags import split_slots
 from torchfleet.ps.worker.batch.batch_tensors import keys_of
@@ -50,8 +50,8 @@ def gradients(num_slots: int, arrange: Callable[[torch.Tensor], torch.Tensor], c
     return found[1]
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_of("num_slots", [1, 3])
+@each_of("layout", LAYOUTS)
 def test_gradients_are_those_of_torch_however_they_lie(layout: str, num_slots: int) -> None:
     direct, copied = (gradients(num_slots, LAYOUTS[layout], copy) for copy in (False, True))
     assert np.array_equal(direct.view(np.uint32), copied.view(np.uint32))

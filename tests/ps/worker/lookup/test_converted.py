@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import each_of
 from support.jobs import fleet_optimizer, one_worker
 from support.messages import names, naming
 
@@ -97,7 +98,7 @@ def test_class_attributes_and_results_are_those_of_torch() -> None:
     assert sorted(vars(again.items)) == sorted(vars(plain.items))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "value"),
     [("max_norm", 1.0), ("num_embeddings", 60), ("embedding_dim", 8), ("padding_idx", None), ("sparse", False)],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Servers, one_worker
 from support.messages import names, naming
 from torch.nn import functional as F
@@ -57,8 +58,8 @@ def step(part: jobs.Part, *arguments: torch.Tensor, weights: torch.Tensor | None
 # Ids of any shape and size
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 2)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@each_of("shape", [(), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 2)])
+@each_of("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_the_output_has_the_shape_of_the_ids_and_a_dimension_more(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ids = torch.arange(max(1, int(np.prod(shape)))).reshape(shape).to(dtype)
     with one_worker(One(), num_servers=2) as part:
@@ -191,8 +192,8 @@ def bag_pair(mode: str, **options: Any) -> tuple[torch.nn.EmbeddingBag, torch.nn
     return bag, copy.deepcopy(bag)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize(
+@each_of("mode", ["sum", "mean"])
+@each_of(
     "arguments",
     [
         (torch.tensor([1, 2, 2, 9, 0, 5]), torch.tensor([0, 2, 2, 5])),  # an empty bag between
@@ -302,8 +303,8 @@ def test_modules_of_one_table_have_their_own_padding() -> None:
 # Prediction
 
 
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo"])
-@pytest.mark.parametrize("how", ["eval", "no_grad"])
+@each_of("mode", ["sync", "half_async", "async", "geo"])
+@each_of("how", ["eval", "no_grad"])
 def test_prediction_creates_no_rows_and_reads_unseen_ids_as_zeros(mode: str, how: str) -> None:
     servers = Servers(2)
     with one_worker(One(), servers=servers, mode=mode) as part:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Part, Servers, one_worker
 
 import torchfleet
@@ -101,8 +102,8 @@ CALLS: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = {
 # Prediction
 
 
-@pytest.mark.parametrize("how", ["eval", "no_grad"])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo", "hybrid"])
+@each_of("how", ["eval", "no_grad"])
+@each_of("mode", ["sync", "half_async", "async", "geo", "hybrid"])
 def test_prediction_reads_what_others_have_written_since_the_last_call(mode: str, how: str) -> None:
     ids = torch.tensor([1, 2, 3])
     with one_worker(Towers(), mode=mode, num_servers=2) as part:
@@ -226,9 +227,9 @@ def towers_step(model: Any, users: torch.Tensor, items: torch.Tensor) -> torch.T
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(users))) + again.square().mean()
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("per_step", [1, 3])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "geo"])
+@each_of("prefetch", [False, True])
+@each_of("per_step", [1, 3])
+@each_of("mode", ["sync", "half_async", "geo"])
 def test_towers_called_by_themselves_train_to_the_result_of_torch(mode: str, per_step: int, prefetch: bool) -> None:
     rng = np.random.default_rng(0)
     batches = [
@@ -370,8 +371,8 @@ class Mixed(torch.nn.Module):
             return trained, self.rows(ids)
 
 
-@pytest.mark.parametrize("order", ["read first", "train first"])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo", "hybrid"])
+@each_of("order", ["read first", "train first"])
+@each_of("mode", ["sync", "half_async", "async", "geo", "hybrid"])
 def test_a_read_without_gradients_does_not_make_training_begin_from_zeros(mode: str, order: str) -> None:
     with one_worker(Mixed(order), mode=mode) as part:
         for number in range(4):

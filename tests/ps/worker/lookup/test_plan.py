@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Net
 from support.messages import names, naming
 
@@ -143,15 +144,15 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED)
-@pytest.mark.parametrize("model", [lambda: torch.nn.Linear(2, 1), lambda: Pair(SparseEmbedding(2))])
+@each_of("case", UNSUPPORTED)
+@each_of("model", [lambda: torch.nn.Linear(2, 1), lambda: Pair(SparseEmbedding(2))])
 def test_an_unsupported_optimizer_or_option_is_named(case: str, model: Callable[[], torch.nn.Module]) -> None:
     make, text = UNSUPPORTED[case]
     with pytest.raises(ModelError, match=naming(*text.split())):
         plan_of(model(), lambda made: make(list(made.parameters())))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "option"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), "weight_decay"),

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
+from support.cases import each_of
 from support.jobs import Servers, one_worker
 from support.messages import naming
 from support.scripts import slotted
@@ -122,8 +123,8 @@ def test_a_list_of_slots_reads_and_learns_as_torchs_bags(
     assert servers.num_rows("rows") == len(seen)
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("lists", [[[1, 2, 2], [], [5]], [[]], [[], [], []], [], [[9] * 50], [[], [3]], [[3], []]])
+@each_of("pooling", ["sum", "mean"])
+@each_of("lists", [[[1, 2, 2], [], [5]], [[]], [[], [], []], [], [[9] * 50], [[], [3]], [[3], []]])
 def test_one_slot_gives_one_row_per_sample(pooling: str, lists: list[list[int]]) -> None:
     with one_worker(Slots(pooling=pooling), num_servers=2) as part:
         bag = oracle(part, pooling, None)
@@ -227,7 +228,7 @@ def test_the_gradient_of_a_slot_used_twice_counts_twice() -> None:
 # Mistakes
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("slots", "text"),
     [
         ([], "slots"),
@@ -253,9 +254,7 @@ def test_a_slot_of_numbers_is_refused() -> None:
             part.model(wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"C1": ragged([[1], [2]]), "C2": ragged([[1], [2]])}, ["C1"], [["C", "1"]], None, 3, [3], [None]]
-)
+@each_of("wrong", [{"C1": ragged([[1], [2]]), "C2": ragged([[1], [2]])}, ["C1"], [["C", "1"]], None, 3, [3], [None]])
 def test_what_is_no_slot_is_refused_as_such(wrong: Any) -> None:
     """The whole batch instead of one of its slots, the name of a slot instead of the slot."""
     with one_worker(Slots()) as part, pytest.raises((ModelError, TypeError)):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import jobs
+from support.cases import each_of
 from support.grids import first_of
 from support.jobs import TABLES, Net, Part, Servers, assert_equal_values, fleet_optimizer, one_worker, wait_until
 from support.messages import naming
@@ -70,8 +71,8 @@ def test_requests_that_threads_sent_again_count_among_those_of_the_worker() -> N
 # One worker: as torch
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("num_servers", [1, 3])
+@each_of("rule", RULES)
+@each_of("num_servers", [1, 3])
 def test_half_async_with_one_worker_equals_torch(rule: str, num_servers: int) -> None:
     done = jobs.run(train, Net, fleet_optimizer(rule, **RULES[rule]), mode="half_async", num_servers=num_servers)
     assert_equal_values(done.values(**TABLES), plain(rule, 1), TOLERANCE)
@@ -89,8 +90,8 @@ def test_half_async_with_prefetch_equals_torch() -> None:
     assert done.servers.staleness("items") == {0: STEPS}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("num_servers", [1, 3])
+@each_of("rule", RULES)
+@each_of("num_servers", [1, 3])
 def test_async_with_a_flush_after_each_step_equals_torch(rule: str, num_servers: int) -> None:
     def body(part: Part) -> None:
         for batch in jobs.worker_batches(0, STEPS):
@@ -407,8 +408,8 @@ class RowsAndDense(RowsOnly):
         self.out = torch.nn.Linear(2, 1)
 
 
-@pytest.mark.parametrize("make", [RowsAndDense, RowsOnly])
-@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+@each_of("make", [RowsAndDense, RowsOnly])
+@each_of("mode", ["sync", "async", "geo"])
 def test_without_launch_barrier_all_workers_get_the_values_of_worker_0(make: type[torch.nn.Module], mode: str) -> None:
     """Worker 0 comes last. Nobody waits for all, but everybody for its values."""
 
@@ -508,8 +509,8 @@ def test_a_dead_server_is_named_in_the_training_thread(mode: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("mode", list(jobs.MODES))
-@pytest.mark.parametrize("where", ["dense", "rows"])
+@each_of("mode", list(jobs.MODES))
+@each_of("where", ["dense", "rows"])
 def test_a_gradient_that_is_not_a_number_is_an_error_that_names_where_it_is(mode: str, where: str) -> None:
     class Broken(Linear):
         def forward(self, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -522,7 +523,8 @@ def test_a_gradient_that_is_not_a_number_is_an_error_that_names_where_it_is(mode
     part.worker = jobs.Worker(part.job, servers)
 
     def train_on() -> None:
-        for _ in range(200):
+        end = time.monotonic() + jobs.SECONDS
+        while time.monotonic() < end:
             step(part, torch.tensor([1]))
             time.sleep(0.005)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import TABLES, Net, Part, Servers, assert_equal_values, fleet_optimizer, one_worker, wait_until
 from support.messages import naming
 from test_asynchronous import Tower
@@ -95,7 +96,7 @@ def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is(configs
         assert done.servers.table("items", server).step == 2 * sum(num_steps)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("configs", "bound"),
     [({}, 4), ({"max_staleness": 0}, 0), ({"max_staleness": 9}, 9), ({"gather": 2}, 0), ({"send_queue_size": 4}, 0)],
     ids=str,
@@ -197,7 +198,7 @@ def test_everything_gathered_has_reached_the_tables_when_a_worker_stops(mode: st
         assert servers.table("dense.0", server).get(0, 2).tolist() == pytest.approx([expected] * 2)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fields", "text"),
     [
         ({"a_sync": False, "a_sync_configs": {"gather": 4}}, "'gather' sync"),

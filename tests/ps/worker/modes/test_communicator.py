@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.grids import covering
 from support.jobs import (
     TABLES,
@@ -96,8 +97,8 @@ def test_a_repeated_run_is_equal_to_the_bit(rule: str) -> None:
     assert runs[0].results == runs[1].results
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("num_workers", [1, 3])
+@each_of("rule", RULES)
+@each_of("num_workers", [1, 3])
 def test_one_server_and_three_servers_are_equal_to_the_bit(rule: str, num_workers: int) -> None:
     runs = [
         jobs.run(train, Net, fleet_optimizer(rule, **RULES[rule]), num_workers=num_workers, num_servers=num_servers)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.grids import first_of
 from support.jobs import TABLES, Net, Part, Servers, assert_equal_values, fleet_optimizer, one_worker
 from support.messages import naming
@@ -68,8 +69,8 @@ def local(part: Part, table: str, ids: list[int]) -> torch.Tensor:
 # One worker
 
 
-@pytest.mark.parametrize("k_steps", [1, 3, 7, 100])
-@pytest.mark.parametrize("num_servers", [1, 2])
+@each_of("k_steps", [1, 3, 7, 100])
+@each_of("num_servers", [1, 2])
 def test_one_worker_equals_local_sgd(k_steps: int, num_servers: int) -> None:
     """1e-6, as in test_communicator.py. What is sent is x - b and the servers add it to b, rounded twice: their rows
     may differ from the worker's by that, and the worker takes theirs over only where others changed them."""

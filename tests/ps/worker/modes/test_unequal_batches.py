@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.fleets import Talk, assert_ok, keys_of, refusal, values_of
 from support.jobs import TABLES, Net, Part, assert_equal_values, combined, fleet_optimizer, make_batch, plain_step
 from support.messages import lines_naming, naming
@@ -51,8 +52,8 @@ def plain(rule: str, num_workers: int, of: Batches = batches_of) -> dict[str, to
     return jobs.values_of(model)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("num_workers", "num_servers"), [(2, 1), (3, 2)])
+@each_of("rule", RULES)
+@each_of(("num_workers", "num_servers"), [(2, 1), (3, 2)])
 def test_training_equals_one_process_on_the_combined_batches(rule: str, num_workers: int, num_servers: int) -> None:
     make = fleet_optimizer(rule, **RULES[rule])
     run = jobs.run(train, Net, make, num_workers=num_workers, num_servers=num_servers)

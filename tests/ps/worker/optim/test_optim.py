@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Part
 from support.messages import naming
 
@@ -90,8 +91,8 @@ def row_by_row(make_rows: Any, make_tower: Any, start: dict[str, torch.Tensor], 
     return {"ids": model.ids.weight.detach(), **dict(model.tower.named_parameters(prefix="tower"))}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "hybrid"])
-@pytest.mark.parametrize("name", KINDS)
+@each_of("mode", ["sync", "async", "hybrid"])
+@each_of("name", KINDS)
 def test_a_job_is_trained_as_plain_torch_trains_the_rows_that_a_step_touches(name: str, mode: str) -> None:
     make = KINDS[name]
     with jobs.one_worker(Layers(state="none"), lambda m: make(m.parameters()), mode=mode, num_servers=2) as part:
@@ -135,8 +136,8 @@ def test_geo_refuses_other_rules_and_names_the_table() -> None:
         jobs.one_worker(model, mode="geo").__enter__()
 
 
-@pytest.mark.parametrize("mode", ["sync", "hybrid"])
-@pytest.mark.parametrize("name", ["rowwise", "ftrl", "lion", "rmsprop both"])
+@each_of("mode", ["sync", "hybrid"])
+@each_of("name", ["rowwise", "ftrl", "lion", "rmsprop both"])
 def test_the_rule_of_one_table_takes_precedence(name: str, mode: str) -> None:
     """The rest is trained by the optimizer of the job; the table's rate changes by a scheduler of its own."""
     own: Any = {
@@ -268,7 +269,7 @@ def test_a_model_with_rules_of_its_own_is_saved_and_resumed(tmp_path: Path) -> N
 # Wrong uses
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("make", "words"),
     [
         (lambda: fleet.optim.FTRL(lr=0.1, l1=-1.0), ("FTRL", "'l1'", 0)),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.cases import each_of
 from support.jobs import Net, assert_equal_values, loss_of, one_worker, worker_batches
 from support.messages import naming
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@each_of("use", USES)
 def test_computing_with_the_weight_is_an_error_that_names_it_and_the_way_out(use: str) -> None:
     with one_worker(Net()) as part:
         with pytest.raises(ModelError, match=naming("'items.weight'", "'items'")) as found:
