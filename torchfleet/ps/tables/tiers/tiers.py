@@ -18,9 +18,9 @@ from torchfleet.ps.kernels.merge import unique
 from torchfleet.ps.kernels.statistics import NEVER, oldest
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
-from torchfleet.ps.tables.tiers.cold_rows import ColdRows, Slots
+from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.directory import Directory, Places
-from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Words, keys_of
+from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words, keys_of
 from torchfleet.ps.tables.tiers.passes import Pass, Passes
 
 CHUNK = 2048  # keys per call of the map
