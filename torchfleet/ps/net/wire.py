@@ -66,6 +66,7 @@ class Command(IntEnum):
     APPEND = 23
     CONFIRM = 24
     LOST = 25
+    SUBSCRIBE = 26
 
 
 class Role(IntEnum):

@@ -42,6 +42,7 @@ from torchfleet.ps.server.arrays import (
     pairs,
     push_sections,
 )
+from torchfleet.ps.server.changed_rows import subscribe
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
@@ -277,4 +278,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.INSPECT: CommandHandler(inspect, _ALL),
     Command.JOIN: CommandHandler(join, _ALL),
     Command.WALK: CommandHandler(walk, _ALL),
+    Command.SUBSCRIBE: CommandHandler(subscribe, _ALL),
 }
