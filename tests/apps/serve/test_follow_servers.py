@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.chains import Chain
-from support.fleets import LEAST_PATIENCE, ServerThread
+from support.fleets import LEAST_PATIENCE, ForkedServer, ServerThread
 
 from torchfleet.apps.serve import follower as follower_module
 from torchfleet.apps.serve import pushed_rows
@@ -32,10 +33,16 @@ ALL = np.arange(400)
 class Training:
     """Two servers with tables, a worker, and the follower of both."""
 
-    def __init__(self, folder: Path, keys: KeyFolder | None = None, key_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keys: KeyFolder | None = None,
+        key_dir: str | None = None,
+        start: Callable[..., Any] = ServerThread,
+    ) -> None:
         """`keys`: of servers and worker; `key_dir`: those that the follower has."""
-        self._keys = keys
-        self.servers = [ServerThread("tcp://127.0.0.1:0", keys) for _ in range(2)]
+        self._keys, self._start = keys, start
+        self.servers = [start("tcp://127.0.0.1:0", *([keys] if keys else [])) for _ in range(2)]
         self.endpoints = [server.endpoint for server in self.servers]
         self.worker = self.connected()
         self.chain = Chain(str(folder / "model"), SPECS)
@@ -64,7 +71,7 @@ class Training:
     def restart(self, number: int) -> None:
         """Another process at the same address, with empty tables."""
         self.servers[number].close()
-        self.servers[number] = ServerThread(self.endpoints[number])
+        self.servers[number] = self._start(self.endpoints[number])
         self.worker.close()
         self.worker = self.connected()
 
@@ -146,6 +153,32 @@ def test_a_restarted_server_is_read_anew(training: Training) -> None:
     training.follower.step()
     training.assert_follows()
     assert read_status(training.work).num_resyncs == 2
+
+
+@pytest.mark.slow
+def test_a_killed_server_changes_no_answer_and_is_followed_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "RETRY", 0.0)
+    monkeypatch.setattr(follower_module, "_PATIENCE", Patience(timeout=2.0, retries=0))
+    training = Training(tmp_path, start=ForkedServer)
+    training.train()
+    for _ in range(2):
+        training.follower.step()
+    number, expected = training.version().number, training.version().rows("items", ALL)
+    training.servers[0].kill()
+    training.follower.step()
+    assert training.version().number == number
+    np.testing.assert_array_equal(training.version().rows("items", ALL), expected)
+    assert read_status(training.work).trouble
+    training.restart(0)
+    training.train()
+    for _ in range(20):  # a server that has just started may be slow to answer
+        training.follower.step()
+        if not read_status(training.work).trouble:
+            break
+    training.assert_follows()
+    training.close()
 
 
 def test_without_servers_the_version_stays_and_newer_saves_are_taken_over(
