@@ -28,7 +28,7 @@ def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
     """Print tables, requests and workers of servers. `asked`: host:port, separated by commas, or the folder of a run
     that has not ended, or the --log_dir that holds it.
     """
-    endpoints = _of_run(Path(asked)) if os.path.isdir(asked) else list(map(_endpoint, asked.split(",")))
+    endpoints = servers_of_run(Path(asked)) if os.path.isdir(asked) else list(map(endpoint_of, asked.split(",")))
     reached, key_dir = way_in(endpoints, key_dir)
     for endpoint in reached:
         _expect_server(endpoint, bool(key_dir))
@@ -46,7 +46,7 @@ def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
     _print(endpoints, servers)
 
 
-def _of_run(folder: Path) -> list[str]:
+def servers_of_run(folder: Path) -> list[str]:
     """Return the addresses of the running servers of a run, from its record. Raises FleetError if there is none."""
     runs = RunFolders([folder])
     (run_dir,) = runs.folders(runs.names()[0]) or []
@@ -67,11 +67,11 @@ def _of_run(folder: Path) -> list[str]:
     return addresses
 
 
-def _endpoint(address: str) -> str:
+def endpoint_of(address: str) -> str:
     """Convert host:port to tcp://host:port; tcp:// and ipc:// stay unchanged. Converts all addresses of replicas."""
     address = address.strip()
     if SEPARATOR in address:
-        return SEPARATOR.join(map(_endpoint, address.split(SEPARATOR)))
+        return SEPARATOR.join(map(endpoint_of, address.split(SEPARATOR)))
     if "://" in address:
         return address
     host, _, port = address.rpartition(":")

@@ -67,6 +67,7 @@ class Command(IntEnum):
     CONFIRM = 24
     LOST = 25
     TABLES = 26
+    SUBSCRIBE = 27
 
 
 class Role(IntEnum):

@@ -42,6 +42,7 @@ from torchfleet.ps.server.arrays import (
     pairs,
     push_sections,
 )
+from torchfleet.ps.server.changed_rows import subscribe
 from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
@@ -286,4 +287,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.JOIN: CommandHandler(join, _ALL),
     Command.WALK: CommandHandler(walk, _ALL),
     Command.TABLES: CommandHandler(given_tables, _FIRST),
+    Command.SUBSCRIBE: CommandHandler(subscribe, _ALL),
 }

@@ -258,6 +258,8 @@ class Server:
         elif self._recorder.advance(now, pause, self.advance):
             self._look_for_workers(now)
         self.state.budgets.forget_idle(now)
+        if self.state.subscriptions.expire(now):
+            self.state.watch_tables()
         return self.ready()
 
     def advance(self, now: float, pause: float) -> bool:

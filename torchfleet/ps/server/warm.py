@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numba.core import event
 
 from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
+from torchfleet.ps.server.state.subscriptions import PendingKeys
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
@@ -61,6 +62,7 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
         if not specs or default_storage().memory or any(spec.storage.memory for spec in specs):
             warm_up_tiers()
         if not specs:
+            PendingKeys().note(np.arange(3, dtype=np.uint64))
             for table in (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind)):
                 _train(table)
                 if not table.spec.is_dense:

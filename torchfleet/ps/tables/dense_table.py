@@ -25,6 +25,8 @@ WITH_STATE = 1  # third number of a range: include the optimizer's state
 class DenseTable(Table):
     """Elements 0..size of this shard. Every method that raises TableError has changed nothing."""
 
+    tells_changes = True
+
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         super().__init__(spec)
         self.is_set = False  # True once a worker has set the values
@@ -98,6 +100,8 @@ class DenseTable(Table):
         self._bounds.note(rows.largest(values))
         self._weights[start : start + values.size] = values.reshape(-1)
         self.is_set = True
+        if self.watch is not None:
+            self._tell(NO_KEYS)
 
     def _check_block(self, start: int, values: Floats) -> None:
         if start or values.size != (1 + self.num_states) * self.size:
@@ -166,12 +170,16 @@ class DenseTable(Table):
         self._weights[start:stop] = block[0]
         if len(block) > 1:
             self._states[:, start:stop] = block[1:]
+        if self.watch is not None:
+            self._tell(NO_KEYS)
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """As Table.add: weights ← weights + delta."""
         self.check_add(keys, deltas)
         self.step += 1
         self._weights += deltas.reshape(-1)
+        if self.watch is not None:
+            self._tell(NO_KEYS)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
         """As Table.check_push, for a whole block and no keys."""
@@ -221,6 +229,8 @@ class DenseTable(Table):
         rule = self.spec.rule
         rate = learning_rate(rule, lr, self.step)
         rule.row_rule.apply_to_block(rule, self._weights, self._states, grads.reshape(-1), rate, self.step)
+        if self.watch is not None:
+            self._tell(NO_KEYS)
 
     def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
         """As Table.mean."""

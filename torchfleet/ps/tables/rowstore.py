@@ -41,6 +41,8 @@ _KINDS = {
 class RowStore(Table):
     """Any number of rows. Owned by one thread. A method that raises TableError has changed nothing."""
 
+    tells_changes = True
+
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec)
         self.num_evicted = 0
@@ -130,6 +132,8 @@ class RowStore(Table):
             if columns is not None and self.statistics is not None:
                 self.statistics.write(at, {name: column[some] for name, column in columns.items()})
             self._mark(at)
+        if self.watch is not None:
+            self._tell(keys)
         if self.admission is not None and self.admission.candidates is not None:
             self.admission.candidates.erase(keys)
 
@@ -142,6 +146,8 @@ class RowStore(Table):
         )
         has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
         if has_room and self.index.load(keys, whole):
+            if self.watch is not None:
+                self._tell(keys)
             return
         # which rows were dropped is recorded by a later save of the chain, not this one
         capacity, self._capacity = self._capacity, None
@@ -174,6 +180,8 @@ class RowStore(Table):
         if self.statistics is None and self.tracking is None:
             num = self.index.erase(keys)
             self.num_dropped += num
+            if self.watch is not None:
+                self._tell(keys)
             return num
         at = self.find(keys)
         return self.drop(keys[at >= 0], at[at >= 0])
@@ -185,6 +193,8 @@ class RowStore(Table):
         if self.tracking is not None and len(keys):
             self.tracking.note_gone(keys)
         self.num_dropped += len(keys)
+        if self.watch is not None:
+            self._tell(keys)
         return self.index.erase(keys)
 
     def chunks(
@@ -313,8 +323,11 @@ class RowStore(Table):
             self._initialise(self.index.store, keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
-        self._note_new(keys[fresh], at[fresh])
+        new_keys = keys[fresh]
+        self._note_new(new_keys, at[fresh])
         self._mark(at[fresh])
+        if self.watch is not None:
+            self._tell(new_keys)
 
     def _note_new(self, keys: Keys, at: Rows) -> None:
         """Called when these distinct keys have got rows."""

@@ -206,15 +206,20 @@ class SparseTable(RowStore):
         if pulled is not None:
             self._apply(store, pulled, grads, rate, self.step)
             self._mark(pulled)
+            if self.watch is not None:
+                self._tell(keys)
             return
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         for start in range(0, len(keys), CHUNK):
-            at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)
+            some = keys[start : start + CHUNK]
+            at = self._locate(some, self.admission is None, self._row_words)
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
-                at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
+                some, at, chunk = some[at >= 0], at[at >= 0], chunk[at >= 0]  # not admitted: no update
             self._apply(store, at, chunk, rate, self.step)
             self._mark(at)
+            if self.watch is not None:
+                self._tell(some)
 
     def _apply(self, store: Floats, at: Rows, grads: Floats, rate: float, step: int) -> None:
         rule = self.spec.rule
@@ -250,6 +255,8 @@ class SparseTable(RowStore):
             at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
             rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
             self._mark(at)
+        if self.watch is not None:
+            self._tell(keys)
 
     def check_erase(self, keys: Keys) -> None:
         """As Table.check_erase."""

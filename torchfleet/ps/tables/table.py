@@ -9,7 +9,7 @@ thread. A method that raises FleetError has changed nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -146,6 +146,9 @@ class Table(ABC):
         self.step = 0  # updates so far
         self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
+        # Called with the table's number and the keys of rows that changed or went, which are valid during the call; or
+        # with no keys, if the block of a dense table changed.
+        self.watch: Callable[[int, Keys], None] | None = None
 
     @property
     @abstractmethod
@@ -301,6 +304,19 @@ class Table(ABC):
     def begin_run(self) -> None:
         """Begin a new run: its workers start from the present values, as if they had been loaded from a saved model."""
         self.num_loaded = self.num_rows
+
+    # Processes that follow the table
+
+    tells_changes = False  # whether the table calls `watch` at every change of a value
+
+    def absent(self, keys: Keys) -> Keys:
+        """Those of `keys` that have no row."""
+        self._refuse("say which keys have no row")
+
+    def _tell(self, keys: Keys) -> None:
+        """Tell of a change. Callers ask first whether there is a `watch`: mostly there is none."""
+        if self.watch is not None and (len(keys) or self.spec.is_dense):
+            self.watch(self.spec.number, keys)
 
     # Between requests
 

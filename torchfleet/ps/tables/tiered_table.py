@@ -154,6 +154,8 @@ class TieredTable(SparseTable):
         self.bounds.note(rows.largest(values))
         words = values if self.statistics is None else self._with_columns(values, columns)
         self.tiers.add_cold(keys, np.ascontiguousarray(words).view(np.uint32))
+        if self.watch is not None:
+            self._tell(keys)
 
     def erase(self, keys: Keys) -> int:
         """As Table.erase."""

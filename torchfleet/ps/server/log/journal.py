@@ -20,7 +20,9 @@ from torchfleet.ps.tables.table import Table
 _UNKNOWN = Effects()  # a placeholder until the change is made
 LOOK = 0.05  # seconds between two readings of the wall clock, which tables use in whole seconds
 
-READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP, Command.TABLES})
+READS = frozenset(
+    {Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP, Command.TABLES, Command.SUBSCRIBE}
+)
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 
 

@@ -17,6 +17,7 @@ from torchfleet.ps.server.state.claims import MAX_TABLES
 from torchfleet.ps.server.state.counters import Counters
 from torchfleet.ps.server.state.saves import Saves
 from torchfleet.ps.server.state.sessions import Outcome, Sessions
+from torchfleet.ps.server.state.subscriptions import Subscriptions
 from torchfleet.ps.server.state.work_queue import WorkQueue
 from torchfleet.ps.tables.kinds import make_table
 from torchfleet.ps.tables.settings.clock import Clock
@@ -59,6 +60,7 @@ class State:
     pushes: Pushes = field(default_factory=Pushes)
     work: WorkQueue = field(init=False)
     saves: Saves = field(default_factory=Saves)
+    subscriptions: Subscriptions = field(default_factory=Subscriptions)
     counters: Counters = field(default_factory=Counters)
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)  # with replies to send
     is_following: bool = False  # the server applies entries of another server, or of its own log
@@ -86,6 +88,7 @@ class State:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
             self.tables[spec.number] = self._made(spec)
+            self.watch_tables()
 
     def check_same(self, spec: TableSpec) -> None:
         """Raise TableError unless there is a table with this description."""
@@ -101,11 +104,18 @@ class State:
     def remake_tables(self) -> None:
         """Make all tables anew, empty, and return to the machine's clock."""
         self.clock = Clock()
+        self.subscriptions.forget()
         specs, self.tables = [table.spec for table in self.tables.values()], {}  # the memory of the old ones first
         self.tables = {spec.number: self._made(spec) for spec in specs}
 
     def _made(self, spec: TableSpec) -> Table:
         return make_table(spec, self.max_table_bytes, self.clock, default_storage())
+
+    def watch_tables(self) -> None:
+        """Let the tables tell their changes, as long as a process follows them."""
+        watch = self.subscriptions.note if len(self.subscriptions) else None
+        for table in self.tables.values():
+            table.watch = watch
 
     def table(self, number: int) -> Table:
         """The table with this number in messages. Raises TableError if there is none."""

@@ -1,0 +1,184 @@
+"""The writer of versions: takes over what a job saves, or what its servers change, beside the processes that serve."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from torchfleet.apps.serve.level_file import Level
+from torchfleet.apps.serve.pushed_rows import PushedRows
+from torchfleet.apps.serve.saved_chain import News, SavedChain
+from torchfleet.apps.serve.version_maker import VersionMaker
+from torchfleet.apps.serve.version_store import VersionStore
+from torchfleet.base.errors import CheckpointError, FleetError, ServerRestarted
+from torchfleet.base.monitor.notices import tell
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.private_jobs import way_in
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.worker.client.connection import Patience
+from torchfleet.ps.worker.client.subscriber import Subscriber
+
+RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
+FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
+_PATIENCE = Patience(timeout=3.0, retries=1)
+
+
+class FollowSettings(msgspec.Struct, frozen=True):
+    """What a follower follows, and how."""
+
+    model: str  # the folder, or URL, of the saves
+    follow: bool = True  # False: take over what is there, and end
+    servers: list[str] = []  # addresses of the servers to follow; none: files alone
+    key_dir: str | None = None
+    every: float = 0.2  # seconds between two looks
+    keep: int = 8  # versions that one can go back to
+    spacing: float = 60.0  # seconds between two of these
+    unread: float = 3.0  # seconds without a reader after which the follower ends
+
+
+class Follower:
+    """Makes a new version of all that is new, at every call of `step`. Belongs to one thread."""
+
+    def __init__(self, folder: Path, settings: FollowSettings, say: Callable[[str], None] = tell) -> None:
+        self._settings, self._say = settings, say
+        self.maker = VersionMaker(folder, settings.keep, settings.spacing, say)
+        self._chain = SavedChain(settings.model)
+        self._retry_at, self._last_gap = 0.0, ""
+        self._pushed: PushedRows | None = None
+        self._client: Subscriber | None = None
+        self._answered = time.monotonic()  # when the servers last answered
+
+    @property
+    def store(self) -> VersionStore:
+        return self.maker.store
+
+    def step(self) -> None:
+        """Look once for what is new, and take it over. What goes wrong is told, and the current version stays."""
+        try:
+            if time.monotonic() >= self._retry_at:
+                if self._settings.servers and self.maker.manifest is not None:
+                    self._follow_servers()
+                else:
+                    self._follow_files()
+                self.maker.settle()
+            self.maker.publish()
+        except OSError as error:
+            self.store.status.num_disk_full += 1
+            self.maker.trouble(f"a new version cannot be written to {self.store.folder}: {error}. The old one stays.")
+            if self._pushed is not None:
+                self._pushed.is_lost = True
+            self._chain.look_again()
+            self._retry_at = time.monotonic() + RETRY
+        self.store.write_status()
+
+    def close(self) -> None:
+        """Stop. Versions stay where they are."""
+        self.maker.close()
+        self._disconnect()
+
+    # Files
+
+    def _follow_files(self) -> None:
+        try:
+            news = self._chain.news()
+            if news is not None:
+                self._take(news)
+            self.maker.trouble("")
+        except CheckpointError as error:
+            self._retry_at = time.monotonic() + RETRY
+            self._chain.look_again()
+            self.maker.trouble(f"{error}. The version of before stays.")
+
+    def _take(self, news: News) -> None:
+        """Apply saves one after the other. Those before a damaged one are taken over, then CheckpointError is
+        raised.
+        """
+        if news.gap:
+            self._note_gap(news.gap)
+        for link in news.links:
+            try:
+                level = self._chain.write(news, link, self.maker.stack)
+                network = self._chain.network(news, link)
+            except CheckpointError as error:
+                if self._chain.is_replaced:  # a save made meanwhile has replaced it: that one is read next
+                    return
+                self._note_gap(f"save {link.number} cannot be applied: {error}")
+                raise
+            created = news.created if link is news.links[-1] else link.time
+            source = f"save {link.number} of {self._chain.storage.path}"
+            self.maker.manifest = news.manifest
+            self.maker.take([level], news.is_whole and link is news.links[0], network, created, source)
+            self._chain.taken = link
+
+    def _note_gap(self, text: str) -> None:
+        if text != self._last_gap:  # once, however often it is tried
+            self._last_gap = text
+            self.store.status.num_gaps += 1
+            self._say(f"torchfleet serve: gap in the chain of saves: {text}")
+
+    # Servers
+
+    def _follow_servers(self) -> None:
+        try:
+            try:
+                self._take_changes()
+            except ServerRestarted:  # a connection belongs to one process of a server
+                self._disconnect()
+                self._take_changes()
+            self._answered = time.monotonic()
+            self.maker.trouble("")
+        except FleetError as error:
+            self._retry_at = time.monotonic() + RETRY / 5
+            self.maker.trouble(f"the servers cannot be followed: {error}")
+            if time.monotonic() - self._answered > FILES_AFTER:
+                self._follow_saves_meanwhile()
+
+    def _take_changes(self) -> None:
+        """Rows and network up to one moment of each server; all of them, if a server does not know what was sent."""
+        pushed, stack = self._subscription(), self.maker.stack
+        base: list[Level] | None = None
+        found = None if pushed.is_lost else pushed.changes(stack)
+        if found is None:
+            self.store.status.num_resyncs += 1
+            self._say("torchfleet serve: reading all rows from the servers")
+            base = pushed.read_all(stack)
+            found = pushed.changes(stack)
+        if found is None:
+            raise ServerRestarted("a server was restarted while its rows were read")
+        levels, is_network_new = found
+        if base is not None or levels or is_network_new:
+            network = pushed.network() if base is not None or is_network_new else None
+            self.maker.take([*levels, *(base or [])], base is not None, network, pushed.created, "the servers")
+
+    def _subscription(self) -> PushedRows:
+        assert self.maker.manifest is not None
+        if self._pushed is None:
+            reached, key_dir = way_in(self._settings.servers, self._settings.key_dir)
+            keys = KeyFolder(key_dir) if key_dir else None
+            self._client = Subscriber.connect(reached, keys, role=Role.WORKER, patience=_PATIENCE)
+            self._pushed = PushedRows(self._client, self.maker.manifest)
+        return self._pushed
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = self._pushed = None
+
+    def _follow_saves_meanwhile(self) -> None:
+        """Take over a save that is newer than what the servers told last. What is wrong with the servers is told."""
+        with contextlib.suppress(CheckpointError):
+            news = self._chain.news()
+            if news is None or news.created <= self.maker.created:
+                return
+            self._say("torchfleet serve: the servers do not answer; a newer save is taken over meanwhile")
+            self._chain.taken = None  # the stack has rows of the servers: the whole chain replaces it
+            self._chain.look_again()
+            whole = self._chain.news()
+            if self._pushed is not None:
+                self._pushed.is_lost = True
+            if whole is not None:
+                self._take(whole)

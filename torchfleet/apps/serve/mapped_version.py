@@ -1,0 +1,114 @@
+"""Versions of a model in files that several processes share: what describes one, and how it is read."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.apps.serve.level_file import Level, MappedLevel, TableMap, rows_of
+from torchfleet.base.errors import CheckpointError
+from torchfleet.ps.checkpoint.manifest_parts import Parameter
+from torchfleet.ps.worker.lookup.dense_group import write_words
+
+Floats = npt.NDArray[np.float32]
+
+CURRENT = "current.json"
+
+
+class Network(msgspec.Struct, frozen=True):
+    """The file with the numbers of the network, and what they belong to."""
+
+    file: str
+    size: int  # float32 numbers
+    parameters: list[Parameter]  # each with its start in the file
+
+
+class Description(msgspec.Struct, frozen=True):
+    """All that a process needs to read a version."""
+
+    number: int
+    created: float
+    source: str  # where the newest of it comes from, for people
+    tables: dict[str, int]  # name and numbers of a row
+    levels: list[Level]  # newest first
+    network: Network
+    restored: int = 0  # the number of the version that this one restores; 0: none
+
+    @property
+    def files(self) -> set[str]:
+        return {self.network.file, *(level.file for level in self.levels)}
+
+
+class MappedVersion:
+    """A ModelVersion over files of `folder`. Levels that `before` has mapped are not mapped again."""
+
+    def __init__(self, folder: Path, description: Description, before: MappedVersion | None = None) -> None:
+        """Raises FileNotFoundError if the version was replaced and removed meanwhile."""
+        self.description, self.number, self.created = description, description.number, description.created
+        known = {} if before is None else before.levels
+        self.levels: dict[str, MappedLevel] = {
+            level.file: known[level.file] if level.file in known else MappedLevel(folder, level)
+            for level in description.levels
+        }
+        stack = [self.levels[level.file] for level in description.levels]
+        self._maps: dict[str, list[TableMap]] = {
+            name: [mapped.tables[name] for mapped in stack if name in mapped.tables] for name in description.tables
+        }
+        self._parameters = _parameters(folder, description.network)
+
+    def rows(self, table: str, keys: npt.NDArray[np.int64]) -> Floats:
+        """As ModelVersion.rows."""
+        return rows_of(self._maps_of(table), self.description.tables[table], keys)
+
+    def dim(self, table: str) -> int:
+        """As ModelVersion.dim."""
+        self._maps_of(table)
+        return self.description.tables[table]
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """As ModelVersion.parameters."""
+        return self._parameters
+
+    def _maps_of(self, table: str) -> list[TableMap]:
+        if table not in self._maps:
+            names = ", ".join(self._maps) or "none"
+            raise CheckpointError(f"this model has no table '{table}'; it has {names}")
+        return self._maps[table]
+
+
+def read_current(folder: Path) -> Description | None:
+    """The description of the current version; None if there is none yet."""
+    try:
+        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=Description)
+    except FileNotFoundError:
+        return None
+
+
+def _parameters(folder: Path, network: Network) -> dict[str, torch.Tensor]:
+    if not network.size:
+        return {}
+    with open(folder / network.file, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    values: Floats = np.frombuffer(memory, np.float32, network.size)
+    return {
+        parameter.name: _tensor(parameter, values[parameter.start : parameter.start + parameter.size])
+        for parameter in network.parameters
+    }
+
+
+def _tensor(parameter: Parameter, values: Floats) -> torch.Tensor:
+    if parameter.dtype == "float32":
+        return torch.from_numpy(values).view(parameter.shape)
+    dtype: Any = getattr(torch, parameter.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"parameter '{parameter.name}' was saved as {parameter.dtype}, which torch does not know")
+    tensor = torch.empty(parameter.shape, dtype=dtype)
+    write_words(tensor, values, parameter.name)
+    return tensor

@@ -1,0 +1,143 @@
+"""The chain of saves in a folder or object store, as far as it was taken over, and what a job has added since."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from torchfleet.apps.serve.level_file import Level
+from torchfleet.apps.serve.level_stack import LevelStack
+from torchfleet.apps.serve.mapped_version import Floats
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import part_file
+from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table, read_manifest
+from torchfleet.ps.checkpoint.part_reader import read_dense, read_parts
+from torchfleet.ps.kernels.rows import all_finite
+from torchfleet.ps.tables.rows.keymap import Keys
+
+
+@dataclass(frozen=True)
+class News:
+    """Saves that are to be applied, in order."""
+
+    manifest: Manifest
+    links: Sequence[Link]
+    is_whole: bool  # the first is a full save, which replaces everything
+    created: float
+    gap: str = ""  # why the chain that was followed does not lead here
+
+
+class SavedChain:
+    """Follows the manifest of a folder. `taken` is the last save that was applied."""
+
+    def __init__(self, folder: str) -> None:
+        self.storage = Storage(folder)
+        self.taken: Link | None = None
+        self._seen: object = None  # by which a new manifest is noticed
+
+    def news(self) -> News | None:
+        """What was saved since the last call, or is left to be applied; None if there is nothing.
+
+        Raises CheckpointError if there is no complete manifest.
+        """
+        mark = self._mark()
+        if mark is not None and mark == self._seen:
+            return None
+        manifest = read_manifest(self.storage)
+        self._seen = mark
+        links = manifest.links()
+        # by the job's own clock, a time says nothing about the age of the model
+        created = time.time() if manifest.is_time_set else manifest.time
+        if self.taken is None:
+            return News(manifest, links, True, created)
+        at = next((i for i, link in enumerate(links) if _is_same(link, self.taken)), None)
+        if at is None:
+            return News(manifest, links, True, created, self._gap(links))
+        return News(manifest, links[at + 1 :], False, created) if links[at + 1 :] else None
+
+    def look_again(self) -> None:
+        """Read the manifest again at the next call of `news`, also if it is the same."""
+        self._seen = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether there is another manifest than the one that `news` has read."""
+        return self._mark() != self._seen
+
+    def write(self, news: News, link: Link, stack: LevelStack) -> Level:
+        """The rows of a save as a level. Raises CheckpointError if a file is missing, incomplete or damaged."""
+        with stack.writer() as writer:
+            for saved in news.manifest.tables:
+                if saved.is_dense:
+                    continue
+                rows, gone = link.parts_of(saved.name), link.parts_of(saved.name, "gone") if link.parent else []
+                num = sum(part.rows for part in (*rows, *gone))
+                with writer.table(saved.name, saved.dim, num) as table:
+                    for keys, values in read_parts(self.storage, link.save, rows, _rows_of(saved)):
+                        table.add(keys, values)
+                    for keys, _ in read_parts(self.storage, link.save, gone, _rows_of(saved)):
+                        table.add_gone(keys)
+            return writer.finish()
+
+    def network(self, news: News, link: Link) -> Floats:
+        """The values of all dense tables at a save, one table behind the other, as `layout` says."""
+        manifest = msgspec.structs.replace(news.manifest, save=link.save, parts=link.parts)
+        blocks = [read_dense(self.storage, manifest, table)[0] for table in dense_tables(manifest)]
+        return np.concatenate([np.empty(0, np.float32), *blocks])
+
+    def _gap(self, links: Sequence[Link]) -> str:
+        assert self.taken is not None
+        if links[0].number > self.taken.number and len(links) == 1:
+            return ""  # another full save: nothing is missing
+        return (
+            f"save {self.taken.number} was applied last, and the chain in {self.storage.path} does not contain it: it "
+            f"begins with save {links[0].number}. All of it is read."
+        )
+
+    def _mark(self) -> object:
+        """Something that differs when the manifest was replaced; None if it is not known without reading it."""
+        if not self.storage.is_local:
+            return self.storage.read(FILE) if self.storage.exists(FILE) else None
+        try:
+            found = os.stat(self.storage.place(FILE))
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def dense_tables(manifest: Manifest) -> list[Table]:
+    return [table for table in manifest.tables if table.is_dense]
+
+
+def layout(tables: Sequence[Table]) -> list[Parameter]:
+    """The parameters of these dense tables, with their places in all their blocks, one behind the other."""
+    found, start = [], 0
+    for table in tables:
+        found += [msgspec.structs.replace(own, start=own.start + start) for own in table.parameters]
+        start += table.size
+    return found
+
+
+def _is_same(link: Link, taken: Link) -> bool:
+    """Whether both hold the same model: the same save, or one made of it by compaction, which keeps number and time."""
+    return (link.number, link.time) == (taken.number, taken.time) and (link.save == taken.save or not link.parent)
+
+
+def _rows_of(saved: Table) -> Callable[[Part, part_file.Arrays], tuple[Keys, Floats]]:
+    def prepare(part: Part, arrays: part_file.Arrays) -> tuple[Keys, Floats]:
+        part_file.check_arrays(saved, part, arrays)
+        keys = np.array(arrays["keys"])  # in memory of its own: the kernels take no read-only arrays
+        if part.kind != "rows":
+            return keys, np.empty((0, saved.dim), np.float32)
+        values = np.array(arrays["rows"][:, : saved.dim])
+        if not all_finite(values.reshape(-1).view(np.uint32)):
+            raise CheckpointError(f"NaN or infinity in rows of table '{saved.name}'")
+        return keys, values
+
+    return prepare

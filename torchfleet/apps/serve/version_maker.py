@@ -1,0 +1,105 @@
+"""What the next version is made of, and when it is published: unless a user has gone back to an older one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torchfleet.apps.serve.level_file import Level
+from torchfleet.apps.serve.level_stack import LevelStack
+from torchfleet.apps.serve.mapped_version import Floats, Network
+from torchfleet.apps.serve.saved_chain import dense_tables, layout
+from torchfleet.apps.serve.version_store import Status, VersionStore
+from torchfleet.ps.checkpoint.manifest import Manifest
+
+
+class VersionMaker:
+    """Levels and network of the newest version.
+
+    Methods raise OSError if something cannot be written: what was published stays, and nothing more is published until
+    `take` has succeeded again.
+    """
+
+    def __init__(self, folder: Path, keep: int, spacing: float, say: Callable[[str], None]) -> None:
+        """`keep`, `spacing`: as in VersionStore."""
+        self.store, self._say = VersionStore(folder, keep, spacing), say
+        self.stack = LevelStack(folder, self.store.next_file())
+        self.manifest: Manifest | None = None  # of the save that describes the tables
+        self.created = 0.0
+        self._source = ""
+        self._network: Network | None = None
+        self._is_whole = False  # the rows of the stack and the network belong together
+        self._is_unpublished = False
+
+    @property
+    def status(self) -> Status:
+        return self.store.status
+
+    def take(
+        self, levels: Sequence[Level], replaces: bool, network: Floats | None, created: float, source: str
+    ) -> None:
+        """Take these levels, newest first, on top of the others or (`replaces`) in their place; and the values of all
+        dense tables, if they are others now. All of it becomes one version.
+        """
+        assert self.manifest is not None
+        self._is_whole = False
+        if replaces:
+            self.stack.reset(levels)
+        else:
+            for level in reversed(levels):
+                self.stack.add(level)
+        if network is not None:
+            parameters = layout(dense_tables(self.manifest))
+            self._network = self.store.write_network(self.store.next_file(), parameters, network)
+        self.created, self._source = created, source
+        self._is_whole = self._is_unpublished = True
+
+    def settle(self) -> None:
+        """Merge levels, if it is due."""
+        self._is_unpublished |= self.stack.settle()
+
+    def publish(self) -> None:
+        """Publish what is new, and what a user asked for; remove what no version needs."""
+        status, pin = self.status, self.store.wanted().pin
+        if pin and pin != status.pinned:
+            self._go_back(pin)
+        elif not pin and status.pinned:
+            status.pinned, self._is_unpublished = 0, True
+            self._say("torchfleet serve: the newest version is served again")
+        if not status.pinned and self._is_unpublished and self._is_whole:
+            self._publish_newest()
+        if not self.stack.is_merging:
+            self.store.remove_unused(self._files())
+
+    def trouble(self, text: str) -> None:
+        """Tell what keeps newer versions away, once; "": nothing."""
+        if text and text[:100] != self.status.trouble[:100]:
+            self._say(f"torchfleet serve: {text}")
+        self.status.trouble = text
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def _publish_newest(self) -> None:
+        assert self.manifest is not None
+        assert self._network is not None
+        tables = {table.name: table.dim for table in self.manifest.tables if not table.is_dense}
+        made = self.store.publish(self.stack.levels, tables, self._network, self.created, self._source)
+        self.status.state, self.status.source = "following", made.source
+        self._is_unpublished = False
+
+    def _go_back(self, number: int) -> None:
+        found, current = self.store.kept(number), self.store.current
+        self.status.pinned = number
+        if found is None:
+            is_there = current is not None and number in (current.number, current.restored)
+            what = "it is current" if is_there else f"kept are {self.store.numbers}; the current version stays"
+            self._say(f"torchfleet serve: version {number} was asked for: {what}")
+            return
+        source = f"version {number}: {found.source}"
+        self.store.publish(found.levels, found.tables, found.network, found.created, source, number)
+        self._say(f"torchfleet serve: went back to version {number}, of {found.source}")
+
+    def _files(self) -> set[str]:
+        network = set() if self._network is None else {self._network.file}
+        return network | {level.file for level in self.stack.levels}

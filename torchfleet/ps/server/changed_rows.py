@@ -1,0 +1,75 @@
+"""The command by which a process follows the tables of a server: what changed since its last request."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import MAX_ARRAYS, MAX_BODY, Array, pack, unpack
+from torchfleet.ps.server.arrays import only
+from torchfleet.ps.server.layers import Answer
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.server.state.subscriptions import Subscription
+
+MAX_NUMBERS = 1 << 19  # in the rows of a reply: 2 MB, one to three milliseconds
+
+
+class SubscribeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`subscriber` is a random number of the process; `received` the number of its last reply, 0 to begin."""
+
+    subscriber: int
+    received: int
+
+
+class ChangedBody(msgspec.Struct):
+    """What a reply holds; the arrays follow: per number in `rows` keys, their rows, and keys without a row any more;
+    per number in `blocks` the whole block."""
+
+    number: int
+    is_known: bool  # False: changes are kept from now on, and what was before is not known here
+    rest: int  # keys that the reply had no room for
+    changed_at: float  # seconds since 1970 of the last change
+    rows: list[int] = []
+    blocks: list[int] = []
+
+
+def subscribe(state: State, request: Request) -> Answer:
+    """Rows that changed since this subscriber's last request, as they are now, all of one moment. If `rest` is 0, the
+    subscriber has the tables of this moment, once it has applied this reply and those before it.
+    """
+    body = unpack(only(request), SubscribeBody, MAX_BODY)
+    for table in state.tables.values():
+        if not table.tells_changes:
+            raise TableError(f"table '{table.spec.name}' is of kind '{table.spec.kind}', whose changes are not told")
+    found, is_known = state.subscriptions.ask(body.subscriber, body.received, state.now())
+    state.watch_tables()
+    told = ChangedBody(found.number, is_known, 0, found.changed_at)
+    arrays = [*_rows(state, found, told), *_blocks(state, found, told)] if is_known else []
+    return [pack(told), *arrays]
+
+
+def _rows(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
+    arrays: list[Array] = []
+    num_left = MAX_NUMBERS
+    for number, pending in found.rows.items():
+        table = state.table(number)
+        if num_left > 0 and pending.num and len(arrays) < MAX_ARRAYS // 2:
+            keys = pending.take(max(1, num_left // table.spec.dim))
+            num_left -= len(keys) * table.spec.dim
+            is_gone = np.isin(keys, table.absent(keys))
+            values = table.pull(keys[~is_gone], False, None)
+            arrays += [Array(number, each) for each in (keys[~is_gone], values, keys[is_gone])]
+            told.rows.append(number)
+        told.rest += pending.num
+    return arrays
+
+
+def _blocks(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
+    """Whole blocks, with the last rows only: a network of the same moment."""
+    if told.rest:
+        return []
+    told.blocks = sorted(found.blocks)
+    found.sent_blocks, found.blocks = found.blocks, set()
+    return [Array(number, state.table(number).whole()) for number in told.blocks]  # type: ignore[arg-type]
