@@ -76,6 +76,7 @@ class Server:
         self._is_traced = False
         self._loading = ""
         self._recorder: Recorder | None = None
+        self._read_only: Layer | None = None
         self._run: Run = self._execute
         self.state.work.pulls.switched = self._arrange
 
@@ -91,6 +92,8 @@ class Server:
             found.append(self.traced)
         if self._loading:
             found.append(Loading(self._loading))
+        if self._read_only is not None:
+            found.append(self._read_only)
         if self.state.work.pulls.lines:
             found.append(self.state.work.pulls)
         if self._recorder is not None:
@@ -114,6 +117,11 @@ class Server:
     def record(self, recorder: Recorder | None) -> None:
         """Pass every change through `recorder` from now on; None: through no recorder."""
         self._recorder = recorder
+        self._arrange()
+
+    def refuse_changes(self, read_only: Layer) -> None:
+        """Pass every request through `read_only`, which refuses those that would change something."""
+        self._read_only = read_only
         self._arrange()
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
