@@ -29,6 +29,7 @@ _EXAMPLES = """examples:
   fleet export model/ --table embedding --out s3://bucket/rows.parquet
   fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
+  fleet export model/ --triton repository/                the network as a model of Triton; --onnx, --torch_export
   fleet dashboard log                                     a web page of the newest run of fleetrun, and of those before
   fleet profile --steps 20 --server_num 2 --worker_num 2 train.py     a Chrome trace of 20 steps of all processes
   fleet profile --steps 20 log/                           the same of a job that is running
