@@ -1,0 +1,1 @@
+"""Predictions over HTTP from a saved model: `fleet serve`."""
