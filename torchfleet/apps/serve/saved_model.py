@@ -46,7 +46,11 @@ class SavedModel:
     def __init__(self, folder: str) -> None:
         storage = Storage(folder)
         manifest = read_manifest(storage)
-        tables = {table.name: load_rows(storage, manifest, table) for table in manifest.tables if not table.is_dense}
+        tables = {
+            table.name: load_rows(storage, manifest, table.name, table.dim, table.size)
+            for table in manifest.tables
+            if not table.is_dense
+        }
         tensors = load_tensors(storage, manifest)
         self._version = SavedVersion(manifest.number, manifest.time, tables, tensors)
 
