@@ -30,7 +30,7 @@ FIGURES = {
     "gpus": (r"accuracy (\d\.\d+)", 0.9),
     "serving": (r": \[(0\.\d+)", 0.7),
 }
-NEEDED = {"serving": ("onnx", "onnxscript", "onnxruntime", "pyarrow")}
+NEEDED = {"serving": ("uvicorn", "httptools", "onnx", "onnxscript", "onnxruntime", "pyarrow")}
 
 
 @pytest.fixture
