@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fleets import Talk, keys_of, push_arrays, refusal, values_of
+from support.fleets import ForkedServer, Talk, keys_of, push_arrays, refusal, values_of
 from support.jobs import NUM_WORDS, TABLES, Net, fleet_optimizer, make_batch, one_worker
 
 from torchfleet.base.errors import CheckpointError, FleetError, PermissionRefused
@@ -14,7 +14,6 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.net.wire import BOUNDED, NO_CREATE, SYNC, VERSIONS, Command, Role, pack, unpack
 from torchfleet.ps.server.main import main
-from torchfleet.ps.server.process import ServerProcess
 from torchfleet.ps.server.read_only import serve_saved, served_spec, shard_of
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.owners import owners_of
@@ -118,8 +117,8 @@ def test_a_process_serves_a_shard_and_refuses_a_push(model: tuple[str, Rows]) ->
     folder, rows = model
     options = "--read_only", folder, "--shard"
     with (
-        ServerProcess("tcp://127.0.0.1:0", *options, "0/2") as first,
-        ServerProcess("tcp://127.0.0.1:0", *options, "1/2") as second,
+        ForkedServer("tcp://127.0.0.1:0", *options, "0/2") as first,
+        ForkedServer("tcp://127.0.0.1:0", *options, "1/2") as second,
         Client.connect([first.endpoint, second.endpoint]) as client,
     ):
         for name, spec in specs_of(folder).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,11 @@ from torchfleet.apps.serve.access_log import AccessLog
 from torchfleet.apps.serve.batching import Batcher, QueueFull
 from torchfleet.apps.serve.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.predictor import WrongRequest
+from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.base.errors import DataError, MissingPackage
+from torchfleet.base.errors import DataError, MissingPackage, ServerUnreachable
 from torchfleet.base.monitor.notices import tell
 
 Scope = Mapping[str, Any]
@@ -53,7 +54,7 @@ class ServingApp:
         self._bearer = b"Bearer " + token if token else b""
         self._protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
         self._batcher = Batcher(
-            model.predictor.predict,
+            self._predicted,
             settings.batch_wait_ms / 1000,
             settings.max_batch,
             settings.max_queue,
@@ -172,6 +173,8 @@ class ServingApp:
             return await waiting
         except WrongRequest as error:
             raise Refusal(400, str(error)) from None
+        except ServerUnreachable:
+            raise Refusal(503, "a server of rows does not answer: try again later", ((b"retry-after", b"1"),)) from None
         except asyncio.CancelledError:
             if not waiting.cancelled():
                 raise
@@ -179,6 +182,11 @@ class ServingApp:
             raise Refusal(503, f"no result within {seconds:g} seconds", ((b"retry-after", b"1"),)) from None
         finally:
             timer.cancel()
+
+    def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
+        results: list[Any] = self._model.predictor.predict(requests)
+        self._metrics.shards(self._model.shard_counts)
+        return results
 
     async def _body(self, receive: Receive, expected: int) -> bytes:
         """The whole body. It is bounded, and so are the bodies of all requests together."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
 from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
 from torchfleet.apps.serve.saved_model import open_model
 from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.apps.serve.sharded_model import ShardedModel, open_sharded
 from torchfleet.apps.serve.tensors import datatype_of
 
 
@@ -18,7 +20,7 @@ class ServedModel:
         """`source`: of the versions, in the place of the folder's."""
         self.described = description_of(settings)
         self._name = settings.name
-        self._source = source or open_model(settings.model, settings.follow)
+        self._source = source or _opened(settings)
         self.is_remote = bool(getattr(self._source, "is_remote", False))  # reading rows waits for other machines
         network = network_of(settings, self.described, self._source.current())
         self.predictor = Predictor(self._source, network, self.described)
@@ -39,6 +41,11 @@ class ServedModel:
         ]
 
     @property
+    def shard_counts(self) -> Mapping[str, float]:
+        """Counters of the servers that rows are read from; empty if rows are here."""
+        return self._source.metrics() if isinstance(self._source, ShardedModel) else {}
+
+    @property
     def version(self) -> ModelVersion:
         return self._source.current()
 
@@ -54,3 +61,7 @@ class ServedModel:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _opened(settings: ServeSettings) -> ModelSource:
+    return open_sharded(settings) if settings.shards else open_model(settings.model, settings.follow)

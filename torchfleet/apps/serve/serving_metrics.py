@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,20 @@ _SAMPLES = _BATCHES + len(SIZES) + 1  # also the sum of the batches
 _QUEUE = _SAMPLES + 1
 _VERSION = _QUEUE + 1
 _CREATED = _VERSION + 1
-NUM_FIELDS = _CREATED + 1
+# Of rows that are read from servers of shards: sharded_model.py. Those without a text are not counters.
+SHARD_FIELDS = {
+    "row_cache_hits": "Rows found in the cache of hot rows.",
+    "row_cache_misses": "Rows read from servers.",
+    "shard_reads": "Reads from servers of shards.",
+    "shard_hedged_reads": "Reads sent to a second server because the first was slow.",
+    "shard_hedged_reads_won": "Of these, answered by the second server first.",
+    "shard_failed_over_reads": "Reads that went to another server because one failed.",
+    "shard_failed_reads": "Reads that no server answered.",
+    "row_cache_bytes": "",
+    "shard_replicas_lost": "",
+}
+_SHARDS = _CREATED + 1
+NUM_FIELDS = _SHARDS + len(SHARD_FIELDS)
 
 
 def outcome_of(status: int) -> str:
@@ -67,6 +80,11 @@ class ServingMetrics:
 
     def version(self, number: int, created: float) -> None:
         self._own[_VERSION], self._own[_CREATED] = number, created
+
+    def shards(self, counts: Mapping[str, float]) -> None:
+        """`counts`: of this process, by the names of SHARD_FIELDS; nothing if rows are not read from servers."""
+        for i, name in enumerate(SHARD_FIELDS if counts else ()):
+            self._own[_SHARDS + i] = counts[name]
 
     def exposition(self) -> bytes:
         """All metrics as text. Raises MissingPackage without prometheus_client."""
@@ -113,8 +131,25 @@ class ServingMetrics:
                 age.add_metric([str(worker)], max(0.0, time.time() - fields[_CREATED]))
         yield version
         yield age
+        shards = dict(zip(SHARD_FIELDS, total[_SHARDS:].tolist(), strict=True))
+        if any(shards.values()):
+            yield from _shard_metrics(shards)
 
 
 def _buckets(counts: Any, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
     names = [*(f"{float(bound)}" for bound in bounds), "+Inf"]
     return list(zip(names, np.cumsum(counts).tolist(), strict=True))
+
+
+def _shard_metrics(found: Mapping[str, float]) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+    for name, text in SHARD_FIELDS.items():
+        if text:
+            yield CounterMetricFamily(f"torchfleet_serve_{name}", text, found[name])
+    hits, misses = found["row_cache_hits"], found["row_cache_misses"]
+    rate = hits / max(1.0, hits + misses)
+    yield GaugeMetricFamily("torchfleet_serve_row_cache_hit_rate", "Rows found in the cache, of all rows.", rate)
+    yield GaugeMetricFamily("torchfleet_serve_row_cache_bytes", "Memory of the cache.", found["row_cache_bytes"])
+    lost = found["shard_replicas_lost"]
+    yield GaugeMetricFamily("torchfleet_serve_shard_replicas_lost", "Servers that do not answer.", lost)

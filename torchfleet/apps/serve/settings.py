@@ -33,6 +33,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: str = ""
     token_file: str = ""
     access_log: str = ""  # a file; "-" for stdout
+    shards: str = ""  # HOST:PORT[,HOST:PORT] of read-only servers, by shard; "": rows are in this process
+    backups: str = ""  # a second server of each shard
+    row_cache: str = "256MB"  # memory for the rows of these servers that were read last; "0": none
+    key_dir: str = ""  # of the keys that these servers ask for
 
     def checked(self) -> ServeSettings:
         """With a name. Raises FleetError for settings that contradict each other or are out of range."""
@@ -43,6 +47,12 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
         if not 0 <= self.batch_wait_ms < 1000 * self.timeout_s:
             raise FleetError(f"--batch_wait_ms {self.batch_wait_ms:g} must be less than --timeout_s {self.timeout_s:g}")
+        if self.follow and self.shards:
+            raise FleetError(
+                "--follow and --shards exclude each other: read-only servers serve the save they have read"
+            )
+        if self.backups and not self.shards:
+            raise FleetError("--backups are second servers of shards: add --shards")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise FleetError("--tls_cert and --tls_key go together: give both files, or none")
         for field in ("tls_cert", "tls_key", "token_file"):

@@ -7,6 +7,7 @@ fleet serve MODEL --shards 127.0.0.1:7000,127.0.0.1:7001
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torchfleet.api.infer import load_tensors
 from torchfleet.apps.serve.hedged_read import Shard, finish
 from torchfleet.apps.serve.row_cache import RowCache
+from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shard_replica import ServedShard, ShardReplica
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
@@ -23,6 +25,7 @@ from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server.read_only import served_spec
 from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.worker.client.shard import shard
 
 DEFAULT_CACHE_BYTES = 256 << 20
@@ -96,6 +99,8 @@ class ShardedVersion:
 class ShardedModel:
     """As ModelSource: the rows of `folder` on servers, each with a shard of them. Any thread may read rows."""
 
+    is_remote = True  # a read waits for other machines
+
     def __init__(
         self,
         folder: str,
@@ -139,13 +144,12 @@ class ShardedModel:
                 replica.close()
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, and how many servers are lost now."""
+        """By name in SHARD_FIELDS: counters since the start, bytes of the cache, and how many servers are lost now."""
         caches, counts = self._version.caches.values(), [one.counts for one in self._shards]
         hits, misses = sum(cache.num_hits for cache in caches), sum(cache.num_misses for cache in caches)
         return {
             "row_cache_hits": hits,
             "row_cache_misses": misses,
-            "row_cache_hit_rate": hits / max(1, hits + misses),
             "row_cache_bytes": sum(cache.num_bytes for cache in caches),
             "shard_reads": sum(own.num_reads for own in counts),
             "shard_hedged_reads": sum(own.num_hedged for own in counts),
@@ -161,6 +165,19 @@ def _check(one: Shard) -> None:
     errors = [error for replica in one.replicas if (error := replica.trouble()) is not None]
     if len(errors) == len(one.replicas):
         raise errors[0]
+
+
+def open_sharded(settings: ServeSettings) -> ShardedModel:
+    """The model that the options of `fleet serve` describe."""
+    cache_bytes = 0 if settings.row_cache == "0" else parse_bytes(settings.row_cache, "--row_cache")
+    key_dir = settings.key_dir or os.environ.get("FLEET_KEY_DIR")
+    return ShardedModel(
+        settings.model,
+        endpoints_of("--shards", settings.shards),
+        endpoints_of("--backups", settings.backups) if settings.backups else (),
+        cache_bytes,
+        KeyFolder(key_dir) if key_dir else None,
+    )
 
 
 def endpoints_of(option: str, text: str) -> list[str]:

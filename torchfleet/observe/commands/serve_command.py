@@ -6,8 +6,10 @@ import argparse
 
 import msgspec
 
+from torchfleet.apps.serve.ray_scale import RayScale
 from torchfleet.apps.serve.serving_processes import ServingProcesses
 from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import check_installed
 from torchfleet.observe.watch.watchers import port_or_any
 
@@ -15,6 +17,8 @@ _EXAMPLES = """examples:
   fleet serve model                                 the model of a folder, on http://127.0.0.1:8000
   fleet serve model --follow                        take over what a job saves there
   fleet serve s3://bucket/model --workers 4         four processes on one port
+  fleet serve model --shards a:7000,b:7000          rows on read-only servers: docs/serving_clusters.md
+  fleet serve model --cluster ray --replicas 1:8    on Ray Serve, with as many replicas as requests need
   fleet serve model --network model.py:WideDeep     a network that could not be saved with the model
 
   curl localhost:8000/v2/models/model               the inputs and outputs of the model
@@ -60,6 +64,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_bounds(made, default)
     _add_access(made)
+    _add_shards(made, default)
+    _add_ray(made)
     made.set_defaults(run=_serve)
 
 
@@ -89,9 +95,59 @@ def _add_access(made: argparse.ArgumentParser) -> None:
     access.add_argument("--access_log", default="", metavar="FILE", help="a line of JSON per request; - for stdout")
 
 
+def _add_shards(made: argparse.ArgumentParser, default: dict[str, object]) -> None:
+    shards = made.add_argument_group("tables larger than this machine, on servers started with --read_only MODEL")
+    shards.add_argument("--shards", default="", metavar="HOST:PORT[,...]", help="shard 0, shard 1, and so on")
+    shards.add_argument("--backups", default="", metavar="HOST:PORT[,...]", help="a second server of each shard")
+    shards.add_argument(
+        "--row_cache", default=default["row_cache"], metavar="SIZE", help="memory for rows read last (256MB); 0: none"
+    )
+    shards.add_argument("--key_dir", default="", metavar="DIR", help="keys of these servers (default: FLEET_KEY_DIR)")
+
+
+def _add_ray(made: argparse.ArgumentParser) -> None:
+    ray = made.add_argument_group("on a cluster of Ray")
+    ray.add_argument("--cluster", metavar="ray[=ADDRESS]", help="as a deployment of Ray Serve; ray=local: here, to try")
+    ray.add_argument("--replicas", type=_replicas, metavar="N|MIN:MAX", help="processes, as requests need them (1)")
+    ray.add_argument("--replica_cpus", type=float, metavar="N", help="cores of each (1)")
+    ray.add_argument("--target_ongoing", type=int, metavar="N", help="requests in each that more are started at (32)")
+
+
 def _serve(options: argparse.Namespace) -> int:
     for package in ("uvicorn", "httptools"):
         check_installed(package, "fleet serve", "serve")
     names = [field.name for field in msgspec.structs.fields(ServeSettings)]
     settings = ServeSettings(**{name: getattr(options, name) for name in names}).checked()
-    return ServingProcesses(settings).run()
+    scale = _scale(options)
+    if scale is None:
+        return ServingProcesses(settings).run()
+    from torchfleet.apps.serve.ray_serving import serve_on_ray  # imports torch
+
+    return serve_on_ray(settings, scale.checked(settings))
+
+
+def _scale(options: argparse.Namespace) -> RayScale | None:
+    """How to serve on Ray; None: on this machine alone. Raises FleetError."""
+    given = {name: getattr(options, name) for name in ("replicas", "replica_cpus", "target_ongoing")}
+    if options.cluster is None:
+        other = next((name for name, value in given.items() if value is not None), None)
+        if other is not None:
+            raise FleetError(f"--{other} is about replicas on Ray: add --cluster ray")
+        return None
+    name, is_given, address = options.cluster.partition("=")
+    if name != "ray" or bool(is_given) != bool(address):
+        raise FleetError(
+            f"--cluster expects ray or ray=ADDRESS, found {options.cluster!r}. Kubernetes: fleetrun k8s serve"
+        )
+    least, most = given["replicas"] or (1, 1)
+    scale = RayScale(address or "auto", least, most)
+    more = {"cpus": given["replica_cpus"], "target_ongoing": given["target_ongoing"]}
+    return msgspec.structs.replace(scale, **{field: value for field, value in more.items() if value is not None})
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    try:
+        return (int(least), int(most)) if colon else (int(least), int(least))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or MIN:MAX; found {text!r}") from None
