@@ -31,9 +31,9 @@ def serve_on_ray(settings: ServeSettings, scale: RayScale) -> int:
     ray = required("ray", "--cluster ray", "ray", ", on every node of the cluster")
     serve = required("ray.serve", "--cluster ray", "ray", ", on every node of the cluster")
     asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
     _connect(ray, scale)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets handlers of its own
+        signal.signal(number, lambda *_: asked.set())
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
         serve.run(application(serve, settings, scale), name=settings.name, route_prefix="/", blocking=False)
