@@ -5,6 +5,7 @@ Strings are hashed, missing values are filled and lines are parsed by the code t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -49,7 +50,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     @property
     def num_values(self) -> int:
         """Values of a sample; of a ragged feature 0."""
-        return int(np.prod(self.shape, dtype=np.int64)) if self.shape is not None else 0
+        return math.prod(self.shape) if self.shape is not None else 0
 
     def hashed(self, strings: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """The ids of these strings."""

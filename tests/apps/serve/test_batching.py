@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchfleet.apps.serve.batching import Batcher, QueueFull
+from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 
@@ -24,8 +24,8 @@ class Doubled:
         return [ValueError("7") if request.num == 7 else 2 * request.num for request in requests]
 
 
-def batcher(compute: Doubled, wait: float = 0.0, in_thread: bool = False) -> Batcher:
-    return Batcher(compute, wait, 8, 16, ServingMetrics(None, 0, 1), in_thread)
+def batcher(compute: Doubled, wait: float = 0.0, in_thread: bool = False, timeout: float = 3600.0) -> Batcher:
+    return Batcher(compute, wait, 8, 16, timeout, ServingMetrics(None, 0, 1), in_thread)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -83,6 +83,17 @@ def test_an_error_is_that_of_its_request() -> None:
     good, bad = asyncio.run(run())
     assert good == 2
     assert isinstance(bad, ValueError)
+
+
+def test_a_request_that_has_waited_too_long_is_not_computed() -> None:
+    compute = Doubled()
+
+    async def run() -> Any:
+        return await batcher(compute, timeout=-1.0).submit(Samples(1, {}))
+
+    with pytest.raises(TookTooLong):
+        asyncio.run(run())
+    assert compute.batches == []
 
 
 def test_requests_that_were_given_up_are_not_computed() -> None:

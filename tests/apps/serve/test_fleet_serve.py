@@ -99,9 +99,8 @@ def test_tritonclient_gets_the_same_by_json_and_binary(served: Served, model: Pa
     expected = expected_of(model, batch).numpy()
     for is_binary_in in (False, True):
         for is_binary_out in (False, True):
-            inputs = [
-                http.InferInput(name, list(t.shape), {2: "FP32", 3: "INT64"}[t.shape[1]]) for name, t in batch.items()
-            ]
+            types = {"x": "FP32", "ids": "INT64"}
+            inputs = [http.InferInput(name, list(t.shape), types[name]) for name, t in batch.items()]
             for given, values in zip(inputs, batch.values(), strict=True):
                 given.set_data_from_numpy(values.numpy(), binary_data=is_binary_in)
             outputs = [http.InferRequestedOutput("output", binary_data=is_binary_out)]

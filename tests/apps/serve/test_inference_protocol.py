@@ -70,6 +70,32 @@ def test_requests_are_joined_in_their_order() -> None:
     assert batch.values["x"].tolist() == [[2.0], [0.5], [0.5]]
 
 
+def test_packed_requests_are_joined_with_others() -> None:
+    features = [Feature("a", shape=[2]), Feature("x", "float32", [1]), Feature("b", shape=[])]
+    described, joiner = ServingDescription(features, "batch"), Joiner(features)
+
+    def request(num: int, kind: str) -> Any:
+        start = 10 * num
+        inputs = [
+            tensor("b", kind, [num], list(range(start, start + num))),
+            tensor("a", "INT64", [num, 2], list(range(100 + start, 100 + start + 2 * num))),
+            tensor("x", "FP32", [num, 1], [0.5 + start] * num),
+        ]
+        return protocol(described).decode(json.dumps({"inputs": inputs}).encode(), None).samples
+
+    packed, other = [request(num, "INT64") for num in (2, 2, 3)], [request(num, "INT32") for num in (2, 2, 3)]
+    assert all(samples.packed is not None for samples in packed)
+    assert all(samples.packed is None for samples in other)
+    for chosen in ([0, 1], [0, 1, 2]):
+        expected = joiner.joined([other[i] for i in chosen])
+        for some in ([packed[i] for i in chosen], [packed[chosen[0]], *(other[i] for i in chosen[1:])]):
+            found = joiner.joined(some)
+            assert found.num == expected.num
+            for name, values in expected.values.items():
+                assert found.values[name].dtype == values.dtype
+                assert found.values[name].tolist() == values.tolist()
+
+
 def test_binary_tensors_follow_the_json() -> None:
     ids, strings = np.array([[5, -6]], np.int64), b"\x01\x00\x00\x00a\x00\x00\x00\x00"
     inputs = [

@@ -20,6 +20,10 @@ class QueueFull(Exception):
     """More samples wait than may wait."""
 
 
+class TookTooLong(Exception):
+    """A request was not computed in time."""
+
+
 @dataclass
 class Waiting:
     """A request in the queue."""
@@ -41,12 +45,15 @@ class Batcher:
         wait: float,
         max_batch: int,
         max_queue: int,
+        timeout: float,
         metrics: ServingMetrics,
         in_thread: bool = False,
     ) -> None:
-        """`wait`: seconds that the first request of a batch waits for others. `max_batch`, `max_queue`: samples."""
+        """`wait`: seconds that the first request of a batch waits for others. `max_batch`, `max_queue`: samples.
+        `timeout`: seconds after which a request is not computed any more.
+        """
         self._compute, self._wait, self._max_batch, self._max_queue = compute, wait, max_batch, max_queue
-        self._metrics = metrics
+        self._timeout, self._metrics = timeout, metrics
         self._queue: deque[Waiting] = deque()
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -92,13 +99,15 @@ class Batcher:
         done.add_done_callback(lambda future: self._end(batch, future.result()))
 
     def _take(self) -> list[Waiting]:
-        """The oldest requests, as many as fit into a batch. Requests whose client has gone are dropped."""
+        """The oldest requests, as many as fit into a batch. Requests that have waited too long are not taken."""
         taken: list[Waiting] = []
-        num = 0
+        num, oldest = 0, time.monotonic() - self._timeout
         while self._queue and (not taken or num + self._queue[0].samples.num <= self._max_batch):
             waiting = self._queue.popleft()
             self._num_waiting -= waiting.samples.num
-            if not waiting.answer.done():
+            if waiting.arrived < oldest and not waiting.answer.done():
+                waiting.answer.set_exception(TookTooLong())
+            elif not waiting.answer.done():
                 taken.append(waiting)
                 num += waiting.samples.num
         self._metrics.queue(self._num_waiting)

@@ -12,7 +12,7 @@ import msgspec
 
 from torchfleet import __version__
 from torchfleet.apps.serve.access_log import AccessLog
-from torchfleet.apps.serve.batching import Batcher, QueueFull
+from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
 from torchfleet.apps.serve.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.predictor import WrongRequest
 from torchfleet.apps.serve.samples import Samples
@@ -58,6 +58,7 @@ class ServingApp:
             settings.batch_wait_ms / 1000,
             settings.max_batch,
             settings.max_queue,
+            settings.timeout_s,
             metrics,
             in_thread=model.is_remote,
         )
@@ -168,20 +169,17 @@ class ServingApp:
             waiting = self._batcher.submit(samples)
         except QueueFull:
             raise Refusal(503, "the queue is full: try again later", ((b"retry-after", b"1"),)) from None
-        timer = asyncio.get_running_loop().call_later(self._settings.timeout_s, waiting.cancel)
         try:
+            if self._model.is_remote:
+                return await asyncio.wait_for(waiting, self._settings.timeout_s)
             return await waiting
         except WrongRequest as error:
             raise Refusal(400, str(error)) from None
         except ServerUnreachable:
             raise Refusal(503, "a server of rows does not answer: try again later", ((b"retry-after", b"1"),)) from None
-        except asyncio.CancelledError:
-            if not waiting.cancelled():
-                raise
+        except (TookTooLong, asyncio.TimeoutError):
             seconds = self._settings.timeout_s
             raise Refusal(503, f"no result within {seconds:g} seconds", ((b"retry-after", b"1"),)) from None
-        finally:
-            timer.cancel()
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
         results: list[Any] = self._model.predictor.predict(requests)

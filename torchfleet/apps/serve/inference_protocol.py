@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -10,8 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.api.serving.description import ServingDescription
-from torchfleet.apps.serve.samples import Samples
-from torchfleet.apps.serve.tensors import DATATYPES, datatype_of, from_bytes, from_json, strings_from_bytes
+from torchfleet.apps.serve.samples import Packing, Samples
+from torchfleet.apps.serve.tensors import (
+    DATATYPES,
+    datatype_of,
+    flat_decoder,
+    from_bytes,
+    from_json,
+    strings_from_bytes,
+)
 from torchfleet.base.errors import DataError
 from torchfleet.data.features import Feature, TextSamples
 from torchfleet.data.slots import Ragged
@@ -49,6 +57,14 @@ class InferRequest(msgspec.Struct):
     outputs: list[tuple[str, bool]]  # names, and whether as bytes
 
 
+class _PlainInput:
+    """How a feature is read from JSON of its own type."""
+
+    def __init__(self, feature: Feature) -> None:
+        self.datatype, self.shape, self.num_values = datatype_of(feature.dtype), feature.shape or [], feature.num_values
+        self.decode = flat_decoder(self.datatype).decode
+
+
 _DECODER = msgspec.json.Decoder(InferBody)
 _ENCODER = msgspec.json.Encoder()
 
@@ -63,6 +79,9 @@ class InferenceProtocol:
         self._outputs, self._max_batch = list(outputs), max_batch
         has_text = described.text is not None and TEXT not in self._features
         self._text = TextSamples(described.text) if has_text and described.text is not None else None
+        packing = Packing(described.features)
+        self._packed_types = packing.types if packing.is_possible else {}
+        self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
 
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
         """`json_size`: bytes of JSON before those of binary tensors; None: all is JSON. Raises DataError."""
@@ -76,7 +95,8 @@ class InferenceProtocol:
         if not 0 < len(found.inputs) <= MAX_INPUTS:
             raise DataError(f"expected 1 to {MAX_INPUTS:,} inputs, found {len(found.inputs)}")
         rest = view[len(body) if json_size is None else json_size :]
-        return InferRequest(self._samples(found.inputs, rest), found.id, self._asked(found))
+        samples = (None if len(rest) else self._packed(found.inputs)) or self._samples(found.inputs, rest)
+        return InferRequest(samples, found.id, self._asked(found))
 
     def encode(
         self, request: InferRequest, results: Mapping[str, npt.NDArray[Any]], model: str, version: str
@@ -118,6 +138,31 @@ class InferenceProtocol:
         if len({name for name, _ in asked}) < len(asked):
             raise DataError("an output is asked for twice")
         return asked
+
+    def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
+        """Samples of a request that gives each feature as JSON of its own type; None for others, and wrong ones."""
+        num = inputs[0].shape[0] if inputs[0].shape else 0
+        if not self._packed_types or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
+            return None
+        found: dict[str, list[Any]] = {}
+        for one in inputs:
+            plain = self._plain.get(one.name)
+            if plain is None or one.datatype != plain.datatype or one.parameters or one.shape != [num, *plain.shape]:
+                return None
+            try:
+                data = plain.decode(one.data)
+            except (msgspec.MsgspecError, RecursionError):
+                return None
+            if len(data) != num * plain.num_values:
+                return None
+            found[one.name] = data
+        if len(found) < len(inputs):
+            return None
+        packed = {
+            dtype: list(chain.from_iterable([found[feature.name] for feature in features]))
+            for dtype, features in self._packed_types.items()
+        }
+        return Samples(num, {}, packed=packed)
 
     def _samples(self, inputs: Sequence[RequestInput], rest: memoryview) -> Samples:
         given: dict[str, tuple[RequestInput, Any]] = {}

@@ -66,6 +66,11 @@ def _nested(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> lis
     return data  # type: ignore[no-any-return]
 
 
+def flat_decoder(datatype: str) -> msgspec.json.Decoder[Any]:
+    """Decodes a flat list of values of this type."""
+    return _decoder(datatype, 1)
+
+
 @functools.cache
 def _decoder(datatype: str, rank: int) -> msgspec.json.Decoder[Any]:
     kind: Any = str
