@@ -54,7 +54,7 @@ class ServingApp:
         self._bearer = b"Bearer " + token if token else b""
         self._protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
         self._batcher = Batcher(
-            self._predicted,
+            self._predicted if model.is_remote else model.predictor.predict,
             settings.batch_wait_ms / 1000,
             settings.max_batch,
             settings.max_queue,
@@ -182,6 +182,7 @@ class ServingApp:
             raise Refusal(503, f"no result within {seconds:g} seconds", ((b"retry-after", b"1"),)) from None
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
+        """As Predictor.predict, and counts what the servers of rows did."""
         results: list[Any] = self._model.predictor.predict(requests)
         self._metrics.shards(self._model.shard_counts)
         return results
