@@ -139,11 +139,18 @@ def test_a_folder_has_plain_kinds_and_kserve_apart(tmp_path: Path) -> None:
         ("--token_secret", "Not A Name"),
         ("--format", "kustomize"),
         ("--", "--port", "80"),
+        (*SHARDS, "--", "--follow"),
     ],
 )
 def test_what_pods_cannot_do_is_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(RoleError):
         main(["serve", *MODEL, *arguments])
+
+
+def test_options_that_fleet_serve_does_not_know_are_refused() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *MODEL, "--", "--wokers", "2"])
+    assert ended.value.code == 2
 
 
 def test_a_path_in_a_volume_or_in_the_image_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:

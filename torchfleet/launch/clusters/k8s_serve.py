@@ -15,6 +15,7 @@ from torchfleet.launch.clusters.k8s.pod_resources import CPUS, MEMORY
 from torchfleet.launch.clusters.k8s.serving import K8sServing
 from torchfleet.launch.clusters.k8s.serving_pods import kserve_documents, plain_documents
 from torchfleet.launch.clusters.k8s_options import add_pod_options, object_or_none, pod_settings
+from torchfleet.observe.commands import serve_command
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 FORMATS = ("plain", "kustomize", "kserve")
@@ -165,6 +166,11 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     own = next((part for part in arguments if part.partition("=")[0] in _OWN), None)
     if own:
         raise RoleError(f"-- {own}: the manifests set it themselves; leave it out")
+    parser = argparse.ArgumentParser("fleet")
+    serve_command.add_commands(parser.add_subparsers())
+    given = parser.parse_args(["serve", options.model, *arguments])  # ends with status 2 for what fleet serve refuses
+    if given.follow and options.shards:
+        raise RoleError("-- --follow and --shards exclude each other: servers of shards have read one save")
 
 
 def _check_model(options: argparse.Namespace, claimed: Sequence[str]) -> None:

@@ -102,7 +102,7 @@ def inference_service(job: K8sServing, template: Document) -> Document:
     made = k8s_object(job, "serving.kserve.io/v1beta1", "InferenceService", job.name)
     mode = {"serving.kserve.io/deploymentMode": "RawDeployment"}  # without Knative
     made["metadata"] |= {"labels": template["metadata"]["labels"]}
-    made["metadata"]["annotations"] = {**mode, **template["metadata"]["annotations"]}
+    made["metadata"]["annotations"] = {**mode, **template["metadata"].get("annotations", {})}
     pod = template["spec"]
     scaling = {
         "minReplicas": job.min_replicas,

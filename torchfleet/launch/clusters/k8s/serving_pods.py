@@ -64,7 +64,7 @@ def pod_template(job: K8sServing, role: str) -> Document:
     if job.service_account:
         spec["serviceAccountName"] = job.service_account
     found: Document = {"labels": labels(job, role)}
-    if role == SERVING:
+    if role == SERVING and not job.token_secret:  # with a token, Prometheus must be told of it
         scheme = "https" if job.tls_secret else "http"
         scrape = {"scrape": "true", "port": str(HTTP_PORT), "path": "/metrics", "scheme": scheme}
         found["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
