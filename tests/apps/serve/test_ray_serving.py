@@ -66,14 +66,13 @@ def test_replicas_answer_as_the_model_does(tmp_path: Path) -> None:
         assert served.get("/v2/health/ready")[0] == 200
         assert served.get("/v2/models/model")[1]["platform"] == "torchfleet"
 
-        def ask(seed: int) -> None:
-            batch = clicks_batch(4, seed)
-            status, found = served.infer(as_json(batch))
-            assert status == 200
-            assert found["outputs"][0]["data"] == pytest.approx(model(**batch).tolist(), abs=1e-5)
-
+        batches = [clicks_batch(4, seed) for seed in range(200)]
+        expected = [model(**batch).tolist() for batch in batches]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, range(200)))
+            answers = list(pool.map(served.infer, map(as_json, batches)))
+        assert {status for status, _ in answers} == {200}
+        for (_, found), right in zip(answers, expected, strict=True):
+            assert found["outputs"][0]["data"] == pytest.approx(right, abs=1e-5)
         assert served.infer({"inputs": []})[0] == 400
     assert served.process.returncode == 0
 

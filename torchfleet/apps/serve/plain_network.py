@@ -199,7 +199,8 @@ def _pooled(
 ) -> torch.Tensor:
     """One row per bag: bags of equal length are the rows of a matrix of ids, others begin at `offsets`."""
     if offsets is None and weights is None:
-        return layer([ids]).squeeze(1)
+        rows: torch.Tensor = layer([ids]).squeeze(1)
+        return rows
     if offsets is None:
         offsets = torch.arange(ids.shape[0]) * ids.shape[1]
     pooled: torch.Tensor = layer(ids.reshape(-1), offsets, weights)

@@ -63,4 +63,5 @@ class RowCache:
     def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
         """The places where each key may be, [len(keys), ways]."""
         sets = (keys.view(np.uint64) * _SPREAD) >> np.uint64(64 - self._bits)
-        return sets.astype(np.int64)[:, None] * _WAYS + np.arange(_WAYS)
+        places: npt.NDArray[np.int64] = sets.astype(np.int64)[:, None] * _WAYS + np.arange(_WAYS)
+        return places

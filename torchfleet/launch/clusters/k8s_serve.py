@@ -168,8 +168,8 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         raise RoleError(f"-- {own}: the manifests set it themselves; leave it out")
     parser = argparse.ArgumentParser("fleet")
     serve_command.add_commands(parser.add_subparsers())
-    given = parser.parse_args(["serve", options.model, *arguments])  # ends with status 2 for what fleet serve refuses
-    if given.follow and options.shards:
+    passed = parser.parse_args(["serve", options.model, *arguments])  # ends with status 2 for what fleet serve refuses
+    if passed.follow and options.shards:
         raise RoleError("-- --follow and --shards exclude each other: servers of shards have read one save")
 
 

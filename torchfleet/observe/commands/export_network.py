@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import PurePosixPath
+from typing import Literal
 
 from torchfleet.base.errors import FleetError
 
@@ -49,7 +50,7 @@ def exports_network(options: argparse.Namespace) -> bool:
 def export_network(options: argparse.Namespace) -> int:
     from torchfleet.apps.serve.network_export import export_onnx, export_program, export_triton  # imports torch.export
 
-    inputs = options.inputs or "ids"
+    inputs: Literal["ids", "rows"] = options.inputs or "ids"
     if options.onnx is not None:
         made, place = export_onnx(options.model, options.onnx, inputs), options.onnx
     elif options.torch_export is not None:
