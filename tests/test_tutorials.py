@@ -31,7 +31,7 @@ FIGURES = {
     "serving": (r": \[(0\.\d+)", 0.7),
 }
 LONG = {"criteo", "word_vectors", "gpus"}  # pages of an example that has tests of its own, or like another page
-NEEDED = {"serving": ("onnx", "onnxscript", "onnxruntime", "pyarrow")}
+NEEDED = {"serving": ("uvicorn", "httptools", "onnx", "onnxscript", "onnxruntime", "pyarrow")}
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy as
 from torchfleet.base.strategy.execution import BuildStrategy as BuildStrategy, ExecutionStrategy as ExecutionStrategy
 from torchfleet.base.strategy.transpiler_config import DistributeTranspilerConfig as DistributeTranspilerConfig
 from torchfleet.collective.pipeline.stages import device_guard as device_guard
+from torchfleet.data.features import Feature as Feature
 from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
 from torchfleet.data.reading.generator import (
     MultiSlotDataGenerator as MultiSlotDataGenerator,

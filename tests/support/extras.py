@@ -19,6 +19,7 @@ EXTRAS = {
     "accelerate": "transformers",
     "cloudpickle": "notebook",
     "confluent_kafka": "kafka",
+    "httptools": "serve",
     "lightning": "lightning",
     "mlflow": "mlflow",
     "onnx": "onnx",
@@ -30,6 +31,8 @@ EXTRAS = {
     "ray": "ray",
     "tensorboard": "tensorboard",
     "transformers": "transformers",
+    "uvicorn": "serve",
+    "uvloop": "serve",
     "wandb": "wandb",
 }
 OTLP = "opentelemetry.exporter.otlp.proto.http"  # other packages bring a part of opentelemetry

@@ -24,11 +24,9 @@ from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.worker.client.future import Pulled, Ready
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
-from torchfleet.ps.worker.lookup.dense_group import type_of, write_words
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.dense_group import saved_tensors, type_of, write_words
 from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.engine import Engine
-from torchfleet.ps.worker.row_state.table_rows import without_rows
 
 
 class LocalTables:
@@ -71,7 +69,10 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     manifest = read_manifest(storage)
     tables_saved = {table.name for table in manifest.tables if not table.is_dense}
     convert(model, saved_as_tables(model, tables_saved))
-    tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
+    tables = {
+        name: load_rows(storage, manifest, name, modules[0].dim, modules[0].num_embeddings or 0)
+        for name, modules in sparse_embeddings(model).items()
+    }
     _load_parameters(storage, manifest, model)
     modules = sparse_embeddings(model)
     local = LocalTables(tables)
@@ -84,23 +85,40 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     return model.eval()
 
 
-def _table(storage: Storage, manifest: Manifest, module: SparseEmbedding) -> SparseTable:
-    """A read-only in-memory table with the rows of any kind of table."""
-    kind, size = default_kind(is_dense=False, has_size=module.num_embeddings is not None), module.num_embeddings or 0
-    table = SparseTable(TableSpec(module.name or "", kind, module.dim, size, Rule(lr=0.0)), max_table_bytes())
+def load_rows(storage: Storage, manifest: Manifest, name: str, dim: int, size: int) -> SparseTable:
+    """A read-only in-memory table with the rows of any kind of table. `size`: of ids from 0 on; 0 for any ids."""
+    kind = default_kind(is_dense=False, has_size=bool(size))
+    table = SparseTable(TableSpec(name, kind, dim, size, Rule(lr=0.0)), max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
     return table
 
 
-def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
-    """Load parameters and buffers by name. The save must contain every one of the model, with the same shape."""
+def load_tensors(storage: Storage, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """All saved parameters and buffers, by name."""
+    loaded = {}
+    for name, (parameter, values) in _saved_parameters(storage, manifest).items():
+        dtype = getattr(torch, parameter.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{storage.path}: parameter '{name}' has an unknown type, {parameter.dtype!r}")
+        loaded[name] = torch.empty(parameter.shape, dtype=dtype)
+        _write(loaded[name], values, name)
+    return loaded
+
+
+def _saved_parameters(storage: Storage, manifest: Manifest) -> dict[str, tuple[Parameter, npt.NDArray[np.float32]]]:
     saved: dict[str, tuple[Parameter, npt.NDArray[np.float32]]] = {}
     for table in manifest.tables:
         if table.is_dense:
             values = read_dense(storage, manifest, table)[0]
             for parameter in table.parameters:
                 saved[parameter.name] = parameter, values[parameter.start : parameter.start + parameter.size]
-    tensors = _tensors(model)
+    return saved
+
+
+def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
+    """Load parameters and buffers by name. The save must contain every one of the model, with the same shape."""
+    saved = _saved_parameters(storage, manifest)
+    tensors = saved_tensors(model)
     wanted = [Parameter(name, list(tensor.shape), 0, type_of(tensor)) for name, tensor in tensors.items()]
     missing = sorted({parameter.name for parameter in wanted} - set(saved))
     if missing:
@@ -112,14 +130,6 @@ def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Modul
         known, values = saved[parameter.name]
         check_kind(parameter, known)
         _write(tensors[parameter.name], values, parameter.name)
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a save contains: all of a state_dict, and float32 buffers that it omits."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with without_rows():
-        kept = model.state_dict()
-    return {n: tensor for n, tensor in found.items() if tensor.numel() and (tensor.dtype == torch.float32 or n in kept)}
 
 
 def _write(tensor: torch.Tensor, values: npt.NDArray[np.float32], name: str) -> None:

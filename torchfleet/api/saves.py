@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.stop_request import end_with_save
 from torchfleet.base.paddle_names import SAVING, SAVING_INFERENCE, with_paddle_arguments
 from torchfleet.base.storage import Storage
+from torchfleet.data.features import Feature
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.manifest_file import has_manifest
 
@@ -51,13 +52,17 @@ def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: boo
 
 
 @with_paddle_arguments(SAVING_INFERENCE)
-def save_inference_model(dirname: str) -> None:
+def save_inference_model(dirname: str, features: Sequence[Feature] = ()) -> None:
     """Save what prediction needs into `dirname`: tables and parameters without optimizer state. Worker 0 only.
 
-    load_inference_model and DistributedInfer read it.
+    load_inference_model, DistributedInfer and `fleet serve` read it. `features` describes inputs of the model for
+    `fleet serve`, by name: how it hashes strings for them, and what stands for those that a request does not give
+    (docs/serving.md).
     """
     _check_dirname("save_inference_model", dirname)
-    get_job(NO_WORKER).first_worker("save_inference_model").save(dirname, "inference")
+    worker = get_job(NO_WORKER).first_worker("save_inference_model")
+    worker.describer.describe(features)
+    worker.save(dirname, "inference")
     current.callbacks.save(dirname)
 
 

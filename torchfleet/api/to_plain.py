@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
 from torchfleet.api import process_role
+from torchfleet.api.model_copy import copied
 from torchfleet.api.plain_layers import KeyedEmbedding, SizedEmbedding
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
@@ -15,15 +15,6 @@ from torchfleet.ps.worker.lookup.converted import as_torch
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 from torchfleet.ps.worker.row_state.whole_rows import WholeRows
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def to_plain(model: torch.nn.Module) -> torch.nn.Module:
@@ -48,10 +39,7 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
         for module in modules:
             memo[id(module)] = _layer(module, rows, weight, memo).train(module.training)
             memo[id(module.weight)] = weight
-    plain: torch.nn.Module = copy.deepcopy(model, memo)
-    for part in plain.modules():
-        _drop_hooks(part)
-    return plain
+    return copied(model, memo)
 
 
 def _without_empty(rows: WholeRows) -> WholeRows:
@@ -83,14 +71,3 @@ def _layer(
     else:
         made = SizedEmbedding(weight, module.padding_idx, module.pooling)
     return made
-
-
-def _drop_hooks(module: torch.nn.Module) -> None:
-    """Remove torchfleet's hooks, which the copy inherited from the model."""
-    for hooks in (getattr(module, name) for name in _HOOKS):
-        for number, hook in list(hooks.items()):
-            function = getattr(hook, "hook", hook)  # torch wraps some hooks
-            if getattr(function, "__module__", "").startswith("torchfleet."):
-                del hooks[number]
-                for marks in (getattr(module, name) for name in _MARKS):
-                    marks.pop(number, None)

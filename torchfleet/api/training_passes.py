@@ -18,6 +18,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.fetch import FetchHandler
 from torchfleet.base.paddle_names import DATASET_PASS, with_paddle_arguments
 from torchfleet.data.dataset import Dataset, file_shard
+from torchfleet.data.features import text_of
 from torchfleet.data.slots import Batch
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 
@@ -80,6 +81,7 @@ def train_from_dataset(
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
     report, step = Report("train", fetch_list, print_period, fetch_handler, fetch_info), as_step(model, loss_fn)
     report.on_print = partial(_tell_callbacks, worker)
+    worker.describer.text = text_of(dataset.read_options)
     if isinstance(thread, int) and thread > 1:
         worker.allow_threads()
     with worker.status.follow_samples(dataset) as report.epoch:

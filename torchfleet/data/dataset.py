@@ -136,6 +136,11 @@ class Dataset(WithPaddleNames, ABC):
         return self._options
 
     @property
+    def read_options(self) -> ReadOptions | None:
+        """The settings of `init`; None of data that does not come from files."""
+        return self._options
+
+    @property
     def filelist(self) -> list[str]:
         if self._files is None:
             raise DataError("call dataset.set_filelist([...]) first")

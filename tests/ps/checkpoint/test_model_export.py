@@ -11,8 +11,11 @@ from support.extras import Late
 from support.jobs import Net, fleet_optimizer, make_batch, one_worker
 from support.messages import naming
 
+import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError
+from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.model_export import export_model
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 
 pq, safetensors = Late("pyarrow.parquet"), Late("safetensors.torch")
 
@@ -63,3 +66,36 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
         part.worker.save(str(tmp_path / "model"), "inference")
     with pytest.raises(CheckpointError, match=naming(tmp_path / "model")):
         export_model(str(tmp_path / "model"), str(tmp_path / "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_rows_as_safetensors_are_those_of_parquet(tmp_path: Path, with_statistics: bool) -> None:
+    model = torch.nn.Sequential(SparseEmbedding(3, name="rows", shrink=fleet.Shrink(delete_after_unseen_days=5)))
+    with one_worker(model, fleet_optimizer("adagrad", lr=0.1), num_servers=2) as part:
+        for ids in (torch.arange(-50, 50), torch.arange(7) << 50):
+            part.model(ids).square().sum().backward()
+            part.optimizer.step()
+            part.worker.save(str(tmp_path / "model"), "full" if ids[0] else "delta")
+    made = {form: str(tmp_path / form) for form in ("parquet", "safetensors")}
+    for form, path in made.items():
+        num = export_table(str(tmp_path / "model"), "rows", path, form, with_statistics=with_statistics)
+        assert num == 106
+    expected, found = pq.read_table(made["parquet"]), safetensors.load_file(made["safetensors"])
+    assert found["keys"].tolist() == expected["key"].to_pylist()
+    assert found["values"].dtype == torch.float32
+    assert found["values"].tolist() == expected["values"].to_pylist()
+    statistics = set(expected.column_names) - {"key", "values"}
+    assert statistics == set(found) - {"keys", "values"}
+    assert bool(statistics) == with_statistics
+    for name in statistics:
+        assert found[name].tolist() == expected[name].to_pylist()
+
+
+def test_a_model_of_a_table_named_parameters_has_two_files_of_safetensors(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(SparseEmbedding(2, name="parameters"), torch.nn.Linear(2, 1))
+    with one_worker(model, fleet_optimizer("sgd", lr=0.1)) as part:
+        part.worker.save(str(tmp_path / "model"), "inference")
+    export_model(str(tmp_path / "model"), str(tmp_path / "plain"), "safetensors")
+    assert set(safetensors.load_file(tmp_path / "plain" / "parameters.rows.safetensors")) == {"keys", "values"}
+    assert "1.weight" in safetensors.load_file(tmp_path / "plain" / "parameters.safetensors")

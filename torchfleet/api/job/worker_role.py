@@ -26,6 +26,7 @@ from torchfleet.api.job.worker_start import (
     with_known_restart,
 )
 from torchfleet.api.job.worker_status import WorkerStatus
+from torchfleet.api.serving.description import ModelDescriber
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import ages_by_kind
 from torchfleet.base.monitor.notices import tell
@@ -100,6 +101,9 @@ class WorkerRole:
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
         self.engine = Engine(self.communicator, modules, pushed)
+        self.describer = ModelDescriber(self.model)
+        if self.info.worker_index == 0:
+            self.engine.on_first_call = self.describer.note_call
         self.status = self._known_status = WorkerStatus(
             self.info, self.strategy.mode, lambda: self.communicator, self.engine
         )
@@ -210,6 +214,7 @@ class WorkerRole:
         if self._hybrid is not None:
             self._hybrid.put_network()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
+        self.describer.write(storage)  # before the save is complete: who follows saves has it then
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(storage.path)
         if self._membership is not None:

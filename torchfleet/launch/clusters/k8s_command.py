@@ -1,4 +1,4 @@
-"""`fleetrun k8s`: writes the manifests of a job. kubectl applies them and shows the state of the job."""
+"""`fleetrun k8s`: writes the manifests of a job, or with `serve` of a model server. kubectl applies them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
+from torchfleet.launch.clusters import k8s_serve
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
 from torchfleet.launch.clusters.k8s.manifests import documents, jobs, new_keys
@@ -27,6 +28,8 @@ KUBECTL = {  # kubectl commands for the manifests: DIR is their folder, NAME is 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `fleetrun k8s` with these arguments and return its exit status. Raises FleetError."""
+    if arguments and arguments[0] == "serve":
+        return k8s_serve.main(arguments[1:])
     if arguments and arguments[0] in KUBECTL:
         raise RoleError(f"fleetrun k8s writes manifests only. For `{arguments[0]}`: {KUBECTL[arguments[0]]}")
     return _write(k8s_parser().parse_args(arguments))

@@ -83,7 +83,8 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_pods(group: argparse._ArgumentGroup) -> None:
+def add_pod_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options about pods that a job and a model server have in common."""
     more: dict[str, str] = {
         "--pvc": "CLAIM=/PATH[:ro]",
         "--node_selector": "LABEL=VALUE",
@@ -105,6 +106,11 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
         group.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     group.add_argument("--service_account", metavar="NAME", help="of all roles; its token is not mounted")
     group.add_argument("--priority_class", metavar="NAME", help="of all pods (default: the cluster's)")
+    group.add_argument("--user", type=int, default=10_001, metavar="UID", help="of all processes (default: 10001)")
+
+
+def _add_pods(group: argparse._ArgumentGroup) -> None:
+    add_pod_options(group)
     group.add_argument(
         "--spread",
         choices=("prefer", "require"),
@@ -112,7 +118,6 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
         help="servers over nodes, backups away from their primaries: as far as possible, or else pods wait",
     )
     add_script_option(group)
-    group.add_argument("--user", type=int, default=10_001, metavar="UID", help="of all processes (default: 10001)")
     group.add_argument("--insecure", action="store_true", help="ranks, or workers of hybrid mode, talk without keys")
 
 
@@ -150,19 +155,12 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         namespace=check_name(options.namespace, "--namespace", 63) if options.namespace is not None else None,
         server=resources["server"],
         worker=resources["worker"],
-        claims=claims(options.pvc),
-        environment=variables(options.env),
-        env_secrets=tuple(object_name("--env_secret", text) for text in options.env_secret),
-        pull_secrets=tuple(object_name("--image_pull_secret", text) for text in options.image_pull_secret),
-        node_selector=pairs("--node_selector", options.node_selector),
-        tolerations=tuple(toleration(text) for text in options.toleration),
-        service_account=_object_or_none("--service_account", options.service_account),
-        priority_class=_object_or_none("--priority_class", options.priority_class),
+        **pod_settings(options),
         is_spread_required=options.spread == "require",
         max_restart=options.max_restart,
         max_job_restart=options.max_job_restart,
         log_size=quantity("--log_size", options.log_size or "10Gi") if options.durability == "log" else None,
-        storage_class=_object_or_none("--storage_class", options.storage_class),
+        storage_class=object_or_none("--storage_class", options.storage_class),
         fsync_ms=options.fsync_ms,
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,
@@ -172,12 +170,26 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         save_on_stop=options.save_on_stop,
         **_cleaning(options),
         has_owner=not options.keep_objects,
-        user=options.user,
         metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, counts.get("ranks_per_node", 1)),
         has_json_logs=options.log_format == "json",
         servers_run_script=options.servers_run_script,
         insecure=options.insecure,
     )
+
+
+def pod_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the options of add_pod_options say. Raises RoleError."""
+    return {
+        "claims": claims(options.pvc),
+        "environment": variables(options.env),
+        "env_secrets": tuple(object_name("--env_secret", text) for text in options.env_secret),
+        "pull_secrets": tuple(object_name("--image_pull_secret", text) for text in options.image_pull_secret),
+        "node_selector": pairs("--node_selector", options.node_selector),
+        "tolerations": tuple(toleration(text) for text in options.toleration),
+        "service_account": object_or_none("--service_account", options.service_account),
+        "priority_class": object_or_none("--priority_class", options.priority_class),
+        "user": options.user,
+    }
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -187,7 +199,7 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
     return (script, *options.arguments)
 
 
-def _object_or_none(option: str, text: str | None) -> str | None:
+def object_or_none(option: str, text: str | None) -> str | None:
     return None if text is None else object_name(option, text)
 
 

@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from torchfleet import __version__
 from torchfleet.base.errors import FleetError
 from torchfleet.base.printable import say
-from torchfleet.observe.commands import dashboard_command, doctor_command, model_commands, rollback_command
+from torchfleet.observe.commands import (
+    dashboard_command,
+    doctor_command,
+    model_commands,
+    rollback_command,
+    serve_command,
+)
 from torchfleet.observe.profile import profile_command
 
 # Files with commands: each has `add_commands(commands)`, which gives every command its options and sets its `run`, a
 # function that takes the options and returns the exit status.
-_COMMANDS = (model_commands, dashboard_command, profile_command, doctor_command, rollback_command)
+_COMMANDS = (model_commands, serve_command, rollback_command, dashboard_command, profile_command, doctor_command)
 _EXAMPLES = """examples:
   fleet inspect model/                                    the chain of saves, tables, rows, bytes
   fleet inspect model/ --check                            read every file and compare its checksum
@@ -29,6 +35,8 @@ _EXAMPLES = """examples:
   fleet export model/ --table embedding --out s3://bucket/rows.parquet
   fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
+  fleet export model/ --triton repository/                the network as a model of Triton; --onnx, --torch_export
+  fleet serve model/ --port 8000                          predictions over HTTP
   fleet rollback model/ --to 41                           go back to an older version of a model that is served
   fleet dashboard log                                     a web page of the newest run of fleetrun, and of those before
   fleet profile --steps 20 --server_num 2 --worker_num 2 train.py     a Chrome trace of 20 steps of all processes

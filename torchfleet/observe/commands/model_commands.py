@@ -11,6 +11,7 @@ from torchfleet.base.monitor.progress import Progress
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.observe.commands.diff import diff
+from torchfleet.observe.commands.export_network import add_network_options, export_network, exports_network
 from torchfleet.observe.commands.inspect_collective import export_collective, inspect_collective
 from torchfleet.observe.commands.inspect_saved import inspect_model
 from torchfleet.ps.checkpoint.chain import statistics_of
@@ -90,6 +91,8 @@ def _what_to_export(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if exports_network(options):
+        return export_network(options)
     table, path = _what_to_export(options)
     if is_collective(options.model):
         if table or options.format or options.with_state or options.with_statistics:
@@ -204,7 +207,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a table, or a whole model, to files that other programs read",
         description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
-        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. With --out alone, the whole model: "
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. safetensors: tensors keys (int64) and "
+        "values (float32). With --out alone, the whole model: "
         "a folder with a file for every table, parameters.safetensors, and model.json, which names them; of a "
         "collective model one safetensors file. What is written may be on this machine, or at any URL that fsspec "
         "opens (s3://bucket/rows.parquet).",
@@ -214,7 +218,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
     made.add_argument("--table", dest="named_table", metavar="TABLE", default="", help="the table, if --out is given")
     made.add_argument("--out", metavar="PATH", default="", help="the file to write, or the folder for a whole model")
-    made.add_argument("--format", choices=FORMATS, help="parquet (the default) or text")
+    made.add_argument("--format", choices=FORMATS, help="parquet (the default), text or safetensors")
     made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
     made.add_argument(
         "--with_statistics",
@@ -222,6 +226,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="what the table keeps of seen, born, tick, show, click, slot, in this order: columns of these names, or "
         "numbers at the end of each line",
     )
+    add_network_options(made)
     made.set_defaults(run=_export, usage_error=made.error)
 
 

@@ -1,9 +1,9 @@
-"""A table of a saved model in formats that other programs read: Parquet, or lines of `key v1 v2 ...`."""
+"""A table of a saved model in formats that other programs read: Parquet, safetensors, or lines of `key v1 v2 ...`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ from torchfleet.base.extras import required
 from torchfleet.base.storage import Storage, split_place
 from torchfleet.ps.checkpoint.chain import live_rows, statistics_of
 from torchfleet.ps.checkpoint.manifest import read_manifest
-from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays
+from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays, entries_of, header
 
-FORMATS = ("parquet", "text")
+FORMATS = ("parquet", "text", "safetensors")
 _LINES = 1 << 12  # of text, written at a time
+_TYPES = {"<i8": "I64", "<u4": "U32", "<f4": "F32"}  # by numpy's name of a type: that of safetensors
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Arrays]
+Read = Callable[[], Iterator[Rows]]  # reads the rows from the first on, in the same order each time
 
 
 def export_table(
@@ -34,7 +36,8 @@ def export_table(
 
     `path` may be any path that fsspec opens. A folder on this machine must exist.
     The table's statistics follow the values in columns of their own, as saved: times in seconds since 1970, shows and
-    clicks as of the day of the row's last lookup. The file appears when it is complete.
+    clicks as of the day of the row's last lookup. The file appears when it is complete. Of safetensors, which needs the
+    number of rows first, the model is read twice, and all keys and statistics are in memory.
     """
     if file_format not in FORMATS:
         raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")
@@ -43,15 +46,18 @@ def export_table(
     saved = manifest.table(table)
     names = statistics_of(manifest, table) if with_statistics else ()
     width = saved.num_words if with_state else saved.dim
-    rows = (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
-    write = _write_parquet if file_format == "parquet" else _write_text
+
+    def read() -> Iterator[Rows]:
+        return (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
+
+    write = {"parquet": _write_parquet, "text": _write_text, "safetensors": _write_safetensors}[file_format]
     folder, name = split_place(path)
     target = Storage(folder)
     if target.is_local and not os.path.isdir(target.path):
         raise CheckpointError(f"export to {path}: expected a folder {target.path}, found none. Make it first.")
     try:
         with target.writing(name) as file:
-            return write(rows, file, width, names)
+            return write(read, file, width, names)
     except OSError as error:
         raise CheckpointError(f"export to {path}: {error}") from error
 
@@ -62,9 +68,9 @@ def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple
     return keys.view(np.int64), arrays["rows"][:, :width], kept
 
 
-def _write_text(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
+def _write_text(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
     num = 0
-    for keys, values, statistics in rows:
+    for keys, values, statistics in read():
         for start in range(0, len(keys), _LINES):
             some = slice(start, start + _LINES)
             columns = [statistics[name][some].tolist() for name in names]
@@ -84,15 +90,34 @@ def _digits(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-def _write_parquet(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
+def _write_parquet(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
     pa, pq = (required(m, "Parquet", "parquet", ", or use format text") for m in ("pyarrow", "pyarrow.parquet"))
     columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
     columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
     num = 0
     with pq.ParquetWriter(file, pa.schema(columns)) as writer:
-        for keys, values, statistics in rows:
+        for keys, values, statistics in read():
             lists = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
             kept = {name: pa.array(column) for name, column in statistics.items()}
             writer.write_table(pa.table({"key": pa.array(keys), "values": lists, **kept}))
             num += len(keys)
+    return num
+
+
+def _write_safetensors(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
+    """Tensors `keys` (int64), one per statistic, and `values` (float32, one row per key)."""
+    pieces: list[Arrays] = [{"keys": keys, **statistics} for keys, _, statistics in read()]
+    types: Arrays = {"keys": np.empty(0, np.int64), **{name: np.empty(0, STATISTICS[name]) for name in names}}
+    columns = {name: np.concatenate([none, *(piece[name] for piece in pieces)]) for name, none in types.items()}
+    num = len(columns["keys"])
+    described = [(name, _TYPES[column.dtype.str], (num,), column.nbytes) for name, column in columns.items()]
+    file.write(header(entries_of([*described, ("values", "F32", (num, width), 4 * num * width)]), {"format": "pt"}))
+    for column in columns.values():
+        file.write(column.data)
+    at = 0
+    for keys, values, _ in read():
+        if not np.array_equal(keys, columns["keys"][at : at + len(keys)]):
+            raise CheckpointError("export: the saved model was replaced while it was read. Export again.")
+        file.write(np.ascontiguousarray(values).data)
+        at += len(keys)
     return num

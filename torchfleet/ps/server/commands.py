@@ -78,6 +78,7 @@ def stats(state: State, request: Request) -> Answer:
         "uptime": time.monotonic() - state.counters.started,
         "pid": own_place().pid,
         "release": __version__,
+        **({} if state.served is None else {"served": state.served}),
         **({} if state.has_backup is None else {"has_backup": state.has_backup}),
     }
     return [pack(body)]

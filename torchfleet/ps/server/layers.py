@@ -5,6 +5,7 @@
     layer, outermost first   present                                               what it does
     TracedRequests           after the first request of a traced step              records times for replies and spans
     Loading                  while the server loads, or waits for its backup       refuses all but PING and TABLES
+    ReadOnly                 on a server of a saved model (read_only.py)           refuses every change
     LongPulls                while a long pull is in progress                      holds that client's later requests
     Journal                  with a log on disk, or a backup                       writes an entry for each change
 

@@ -15,6 +15,7 @@ from torchfleet.base.role.role_info import LOSS_RULES
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server import bare_server
 from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
+from torchfleet.ps.server.read_only import serve_saved, shard_of
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_run import Place, ServerRun
 from torchfleet.ps.tables.settings.storage import tier_variables
@@ -52,6 +53,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--table_path",
         metavar="DIR",
         help="folder on a fast local disk for the rows that do not fit --table_memory (default: FLEET_TABLE_PATH)",
+    )
+    parser.add_argument(
+        "--read_only",
+        metavar="MODEL",
+        help="serve the rows of this saved model, a folder or URL, and refuse every change (fleet serve --shards)",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="K/N",
+        help="with --read_only: serve shard K of N of every table, such as 0/4 (default: 0/1, all rows)",
     )
     parser.add_argument(
         "--save_root",
@@ -124,8 +135,18 @@ def _durability(options: argparse.Namespace) -> Durability:
     return Durability(Path(options.log_store), options.fsync_ms)
 
 
+def _check_read_only(options: argparse.Namespace) -> None:
+    if options.read_only is None and options.shard is not None:
+        raise FleetError(f"--shard {options.shard} needs --read_only MODEL: servers of a job get their shard from it")
+    training = {"--durability log": options.durability == "log", "--num_workers": options.num_workers > 0}
+    other = next((name for name, is_given in training.items() if is_given), None)
+    if options.read_only is not None and other:
+        raise FleetError(f"--read_only and {other} contradict: nothing is trained on a read-only server. Leave one out")
+
+
 def _begin(options: argparse.Namespace) -> ServerRun:
     """Make the server. It listens and is ready to serve."""
+    _check_read_only(options)
     given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
     loss = loss_of(given, options.num_workers)
     os.environ.update(tier_variables(options.table_memory, options.table_path))
@@ -133,6 +154,10 @@ def _begin(options: argparse.Namespace) -> ServerRun:
     run = ServerRun(server, Place(), partial(_durability, options) if options.durability == "log" else None)
     run.end_on(signal.SIGTERM, signal.SIGINT)
     run.restore()
+    if options.read_only is not None:
+        shard, num_shards = shard_of(options.shard or "0/1")
+        num_rows = serve_saved(server, options.read_only, shard, num_shards)
+        run.say(f"serves {num_rows:,} rows of {options.read_only}, shard {shard} of {num_shards}, read-only")
     run.begin_log()
     run.warm_up()
     run.listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)

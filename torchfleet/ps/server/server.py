@@ -77,6 +77,7 @@ class Server:
         self._loading = ""
         self.take_tables: Callable[[Request], None] | None = None  # of a server that waits for its tables
         self._recorder: Recorder | None = None
+        self._read_only: Layer | None = None
         self._run: Run = self._execute
         self.state.work.pulls.switched = self._arrange
 
@@ -92,6 +93,8 @@ class Server:
             found.append(self.traced)
         if self._loading:
             found.append(Loading(self._loading, self.take_tables))
+        if self._read_only is not None:
+            found.append(self._read_only)
         if self.state.work.pulls.lines:
             found.append(self.state.work.pulls)
         if self._recorder is not None:
@@ -115,6 +118,11 @@ class Server:
     def record(self, recorder: Recorder | None) -> None:
         """Pass every change through `recorder` from now on; None: through no recorder."""
         self._recorder = recorder
+        self._arrange()
+
+    def refuse_changes(self, read_only: Layer) -> None:
+        """Pass every request through `read_only`, which refuses those that would change something."""
+        self._read_only = read_only
         self._arrange()
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:

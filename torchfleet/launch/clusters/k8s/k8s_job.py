@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Resources
@@ -25,6 +25,27 @@ class Claim:
     name: str
     path: str
     is_read_only: bool = False
+
+
+class Application(Protocol):
+    """What the pods of a job and those of a model server have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def image(self) -> str: ...
+    @property
+    def namespace(self) -> str | None: ...
+    @property
+    def pull_secrets(self) -> tuple[str, ...]: ...
+    @property
+    def node_selector(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def tolerations(self) -> tuple[dict[str, str], ...]: ...
+    @property
+    def priority_class(self) -> str | None: ...
+    @property
+    def user(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from torchfleet.base.errors import RoleError
-from torchfleet.launch.clusters.k8s.k8s_job import Document, K8sJob
+from torchfleet.launch.clusters.k8s.k8s_job import Application, Document
 
 # Words that every parser reads as text. Others are quoted: some parsers read 1e3, 0o17 or y as numbers or booleans.
 _PLAIN = re.compile(r"[A-Za-z][-A-Za-z0-9_./]*[A-Za-z0-9]")
@@ -51,7 +51,7 @@ def stream_of(documents: Sequence[Document]) -> str:
 
 
 def write_folder(
-    folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool, private: Collection[str]
+    folder: Path, job: Application, documents: Sequence[Document], with_kustomization: bool, private: Collection[str]
 ) -> list[Path]:
     """Write one file for each object into a new or empty folder. The names are numbered because `kubectl apply -f`
     applies files in the order of their names.

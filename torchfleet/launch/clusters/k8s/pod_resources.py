@@ -15,7 +15,7 @@ SMALL: Document = {  # of a container that copies files or sends a few requests
 }
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
 _NODE = "kubernetes.io/hostname"
-_BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
+BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
 
 
 def cpus_of(job: K8sJob, role: str) -> float:
@@ -30,8 +30,8 @@ def resources(job: K8sJob, role: str) -> Document:
     memory = {"memory": str(MEMORY * _num_processes(job, role) if asked.memory is None else asked.memory)}
     gpus = {} if asked.gpus is None else {"nvidia.com/gpu": str(int(asked.gpus))}
     return {
-        "requests": {"cpu": _milli(cpus), **memory},
-        "limits": {"cpu": _milli(_BURST * cpus), **memory, **gpus},
+        "requests": {"cpu": milli(cpus), **memory},
+        "limits": {"cpu": milli(BURST * cpus), **memory, **gpus},
     }
 
 
@@ -43,7 +43,7 @@ def _num_processes(job: K8sJob, role: str) -> int:
     return job.ranks_per_node if role == RANK else 1
 
 
-def _milli(cpus: float) -> str:
+def milli(cpus: float) -> str:
     return f"{round(cpus * 1000)}m"
 
 

@@ -16,6 +16,7 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
     TMP,
     WORK,
     WORKER,
+    Application,
     Document,
     K8sJob,
 )
@@ -48,7 +49,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
         "enableServiceLinks": False,
         "subdomain": job.name,
         "securityContext": security(job),
-        "initContainers": [_kernels(job)],
+        "initContainers": [kernels(job)],
         "containers": [_container(job, role, server)],
         "volumes": volumes(job, role, files, server),
     }
@@ -62,7 +63,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
     return {"metadata": {"labels": labels(job, role), **scrape_annotations(job)}, "spec": spec}
 
 
-def placement(job: K8sJob) -> Document:
+def placement(job: Application) -> Document:
     """The fields of a pod that decide where it runs and who gives way to it, and the access to its image."""
     found: Document = {
         "imagePullSecrets": [{"name": name} for name in job.pull_secrets],
@@ -73,8 +74,8 @@ def placement(job: K8sJob) -> Document:
     return {name: value for name, value in found.items() if value}
 
 
-def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
-    """The labels that all objects of a job share; with `role`, the labels of a pod of that role."""
+def labels(job: Application, role: str | None = None) -> dict[str, str]:
+    """The labels that all objects of an application share; with `role`, the labels of a pod of that role."""
     common = {
         "app.kubernetes.io/name": "torchfleet",
         "app.kubernetes.io/instance": job.name,
@@ -83,8 +84,8 @@ def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
     return {**common, "app.kubernetes.io/component": role} if role else common
 
 
-def k8s_object(job: K8sJob, version: str, kind: str, name: str) -> Document:
-    """An object of the job, without its content."""
+def k8s_object(job: Application, version: str, kind: str, name: str) -> Document:
+    """An object of an application, without its content."""
     metadata: Document = {"name": name, "labels": labels(job)}
     if job.namespace:
         metadata["namespace"] = job.namespace
@@ -118,7 +119,7 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
     return {**made, **_probes(role)}
 
 
-def _kernels(job: K8sJob) -> Document:
+def kernels(job: Application) -> Document:
     """Use the kernels compiled into the image, if it has any that this user can read. Otherwise every pod compiles
     for a minute or more."""
     copy = f"cp -R {_COMPILED}/. {CACHE} || echo 'no kernels from the image: this pod compiles those that it needs'"
@@ -212,7 +213,7 @@ def _annotation(variable: str, name: str) -> Document:
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{name}']"}}}
 
 
-def security(job: K8sJob) -> Document:
+def security(job: Application) -> Document:
     own = {"runAsUser": job.user, "runAsGroup": job.user, "fsGroup": job.user}
     return {
         "runAsNonRoot": True,

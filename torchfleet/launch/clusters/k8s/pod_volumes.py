@@ -18,14 +18,14 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
 )
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
-_PUBLIC = ("server.key", "worker.key", "first_worker.key", "launcher.key")
+PUBLIC_KEYS = ("server.key", "worker.key", "first_worker.key", "launcher.key")
 # Worker 0 shares its pod template with the other workers, so all of them get both keys.
 _SECRET = {
     SERVER: ("server.key_secret",),
     BACKUP: ("server.key_secret",),
     WORKER: ("worker.key_secret", "first_worker.key_secret"),
 }
-_KEY_MODE = 0o440  # readable by the pod's group, which fsGroup sets
+KEY_MODE = 0o440  # readable by the pod's group, which fsGroup sets
 
 
 def mounts(job: K8sJob, role: str) -> list[Document]:
@@ -55,8 +55,8 @@ def volumes(job: K8sJob, role: str, files: list[ScriptFile], server: int | None)
         items = [{"key": file.key, "path": file.path} for file in files]
         found.append({"name": "script", "configMap": {"name": f"{job.name}-script", "items": items}})
     if role != RANK:
-        keys = [{"key": name, "path": name} for name in (*_PUBLIC, *_SECRET[role])]
-        secret = {"secretName": f"{job.name}-keys", "defaultMode": _KEY_MODE, "items": keys}
+        keys = [{"key": name, "path": name} for name in (*PUBLIC_KEYS, *_SECRET[role])]
+        secret = {"secretName": f"{job.name}-keys", "defaultMode": KEY_MODE, "items": keys}
         found.append({"name": "keys", "secret": secret})
     if role == SERVER and job.log_size:
         claim = {"claimName": f"{job.name}-log-{server}"}

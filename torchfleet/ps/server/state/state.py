@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchfleet.base.errors import FleetError, ServerBusy, TableError
 from torchfleet.ps.net.request import Request
@@ -65,6 +66,7 @@ class State:
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)  # with replies to send
     is_following: bool = False  # the server applies entries of another server, or of its own log
     is_stopping: bool = False
+    served: dict[str, Any] | None = None  # of a read-only server: the saved model and the shard that it serves
     has_backup: bool | None = None  # of the primary of a server with replicas; None: there are none, or it is a backup
     now: Callable[[], float] = _monotonic  # the server's clock
     say: Callable[[str], None] = _nothing  # writes a line to the server's log; a server within a worker has no log

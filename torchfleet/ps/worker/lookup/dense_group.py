@@ -196,6 +196,12 @@ def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) ->
     return groups
 
 
+def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a save contains: all of a state_dict, and float32 buffers that it omits."""
+    found, kept = {**dict(model.named_parameters()), **dict(model.named_buffers())}, _state(model)
+    return {n: tensor for n, tensor in found.items() if tensor.numel() and (tensor.dtype == torch.float32 or n in kept)}
+
+
 def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -50,6 +50,7 @@ class LookingAhead:
         self._followed: torch.nn.Module | None = None
         self._is_recording = False  # the next call is recorded, and not compiled: a recorder sees single functions
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
+        self.on_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None  # with the model's inputs
 
     @property
     def thread_state(self) -> ThreadState:
@@ -100,6 +101,9 @@ class LookingAhead:
 
     def enter(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a call of the model with these inputs: a new batch, unless it was prefetched."""
+        if self.on_first_call is not None:
+            note, self.on_first_call = self.on_first_call, None
+            note(args, kwargs)
         inputs = [args, kwargs]
         tensors = tensors_of(inputs, "call")
         self._count_samples(inputs, tensors)

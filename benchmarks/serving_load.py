@@ -1,0 +1,127 @@
+"""An open-loop load generator for HTTP: requests begin by a clock, whatever the answers do.
+
+The latency of a request counts from the moment at which it was due, so that a server that stops for a while is charged
+for all requests that were due meanwhile (coordinated omission). It is one thread over plain sockets with requests that
+were built before, to leave the processor to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass
+class Connection:
+    """A connection with one request under way, or none."""
+
+    socket: socket.socket
+    due: float = 0.0
+    received: bytes = b""
+
+
+@dataclass
+class Load:
+    """What a run found, in seconds."""
+
+    latencies: list[float] = field(default_factory=list)
+    failed: int = 0
+    seconds: float = 0.0
+    own_cpu: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        times = 1000 * np.array(self.latencies or [np.inf])
+        return {
+            "rps": len(self.latencies) / max(self.seconds, 1e-9),
+            "p50_ms": float(np.percentile(times, 50)),
+            "p99_ms": float(np.percentile(times, 99)),
+            "p999_ms": float(np.percentile(times, 99.9)),
+            "failed": self.failed,
+            "client_us": 1e6 * self.own_cpu / max(1, len(self.latencies)),
+        }
+
+
+def run(port: int, requests: list[bytes], rate: float, seconds: float, num_connections: int, seed: int) -> Load:
+    """Send requests at a mean rate, at random moments, for so many seconds, and wait for their answers."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))
+    start = time.perf_counter() + 0.05
+    due = deque((start + np.cumsum(gaps)).tolist())
+    poll = select.epoll()
+    connections: dict[int, Connection] = {}
+    idle: list[Connection] = []
+    for _ in range(num_connections):
+        made = socket.create_connection(("127.0.0.1", port))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        poll.register(made.fileno(), select.EPOLLIN)
+        connections[made.fileno()] = Connection(made)
+        idle.append(connections[made.fileno()])
+    load, sent, cpu = Load(), 0, time.process_time()
+    num_open = 0
+    while due or num_open:
+        now = time.perf_counter()
+        while due and idle and due[0] <= now:
+            connection = idle.pop()
+            connection.due = due.popleft()
+            connection.socket.sendall(requests[sent % len(requests)])
+            sent += 1
+            num_open += 1
+        pause = min(0.1, max(0.0, due[0] - time.perf_counter())) if due and idle else 0.1
+        for number, _ in poll.poll(pause):
+            connection = connections[number]
+            data = connection.socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError("the server has closed a connection")
+            connection.received += data
+            if is_whole(connection.received):
+                load.latencies.append(time.perf_counter() - connection.due)
+                load.failed += not connection.received.startswith(b"HTTP/1.1 200")
+                connection.received = b""
+                idle.append(connection)
+                num_open -= 1
+    load.seconds, load.own_cpu = time.perf_counter() - start, time.process_time() - cpu
+    for connection in connections.values():
+        connection.socket.close()
+    return load
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether a response is complete."""
+    head = data.find(b"\r\n\r\n")
+    if head < 0:
+        return False
+    at = data.find(b"content-length: ", 0, head) + len(b"content-length: ")
+    return len(data) >= head + 4 + int(data[at : data.find(b"\r\n", at)])
+
+
+def post(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def main() -> None:
+    """`python -m benchmarks.serving_load`: a process of its own; one line of JSON with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--requests", type=Path, required=True, help="bodies, one on each line")
+    parser.add_argument("--path", required=True)
+    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    requests = [post(chosen.path, body) for body in chosen.requests.read_bytes().splitlines()]
+    load = run(chosen.port, requests, chosen.rate, chosen.seconds, chosen.connections, chosen.seed)
+    json.dump(load.figures(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

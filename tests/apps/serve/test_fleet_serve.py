@@ -1,0 +1,302 @@
+"""`fleet serve` as users run it: processes, clients of others, wrong requests, kills."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support.extras import imported, needing
+from support.inference_requests import WRONG
+from support.serving import Clicks, Served, as_json, clicks_batch, save_clicks, serving
+
+import torchfleet as fleet
+
+pytestmark = [pytest.mark.slow, needing("uvicorn", "httptools")]
+TOKEN = "a token of a test, long enough"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "clicks"
+    save_clicks(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    bounds = ("--max_batch", "64", "--max_queue", "128", "--max_body", "100000", "--timeout_s", "3")
+    with serving(model, *bounds, "--access_log", str(model / "access.jsonl")) as made:
+        yield made
+
+
+def expected_of(model: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = fleet.load_inference_model(str(model), Clicks())(**batch)
+    return found
+
+
+def test_predictions_are_those_of_the_model(served: Served, model: Path) -> None:
+    for num in (1, 5, 64):
+        batch = clicks_batch(num, num)
+        status, found = served.infer({**as_json(batch), "id": "seven"})
+        assert (status, found["id"], found["model_name"]) == (200, "seven", "clicks")
+        assert found["outputs"][0]["shape"] == [num]
+        values = torch.tensor(found["outputs"][0]["data"])
+        torch.testing.assert_close(values, expected_of(model, batch), rtol=0, atol=1e-6)
+
+
+def test_the_pages_of_the_protocol(served: Served) -> None:
+    assert served.get("/v2")[1]["extensions"] == ["binary_tensor_data"]
+    assert served.get("/v2/health/live") == (200, {"live": True})
+    assert served.get("/v2/health/ready") == (200, {"ready": True})
+    status, found = served.get("/v2/models/clicks")
+    assert status == 200
+    assert found["inputs"] == [
+        {"name": "ids", "datatype": "INT64", "shape": [-1, 2]},
+        {"name": "x", "datatype": "FP32", "shape": [-1, 1]},
+    ]
+    assert found["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1]}]
+    version = found["versions"][0]
+    assert served.get(f"/v2/models/clicks/versions/{version}")[1] == found
+    for path in ("/v2/models/clicks/ready", f"/v2/models/clicks/versions/{version}/ready"):
+        assert served.get(path)[0] == 200
+    body = json.dumps(as_json(clicks_batch(1))).encode()
+    assert served.request("POST", f"/v2/models/clicks/versions/{version}/infer", body)[0] == 200
+    for path in ("/v2/models/other", "/v2/models/clicks/versions/99", "/other", "/", "/v2/models/clicks/more"):
+        status, found = served.get(path)
+        assert status == 404
+        assert isinstance(found["error"], str)
+    assert served.request("POST", "/v2/models/clicks/versions/99/infer", body)[0] == 404
+    assert served.get("/v2/models/clicks/infer")[0] == 405
+    assert served.request("DELETE", "/v2")[0] == 405
+
+
+def test_tritonclient_gets_the_same_by_json_and_binary(served: Served, model: Path) -> None:
+    http = imported("tritonclient.http")
+    client = http.InferenceServerClient(served.address)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("clicks")
+    assert client.get_model_metadata("clicks")["outputs"][0]["name"] == "output"
+    assert client.get_server_metadata()["name"] == "torchfleet"
+    batch = clicks_batch(7, 3)
+    expected = expected_of(model, batch).numpy()
+    for is_binary_in in (False, True):
+        for is_binary_out in (False, True):
+            types = {"x": "FP32", "ids": "INT64"}
+            inputs = [http.InferInput(name, list(t.shape), types[name]) for name, t in batch.items()]
+            for given, values in zip(inputs, batch.values(), strict=True):
+                given.set_data_from_numpy(values.numpy(), binary_data=is_binary_in)
+            outputs = [http.InferRequestedOutput("output", binary_data=is_binary_out)]
+            found = client.infer("clicks", inputs, outputs=outputs, request_id="9")
+            assert found.get_response()["id"] == "9"
+            np.testing.assert_allclose(found.as_numpy("output"), expected, rtol=0, atol=1e-6)
+    strings = http.InferInput("ids", [1, 2], "BYTES")
+    strings.set_data_from_numpy(np.array([["a", "größe"]], dtype=object))
+    hashed = torch.from_numpy(
+        np.array([[fleet.hash_string(text) for text in ("a", "größe")]], np.uint64).view(np.int64)
+    )
+    found = client.infer("clicks", [strings]).as_numpy("output")  # x has a default
+    np.testing.assert_allclose(
+        found, expected_of(model, {"ids": hashed, "x": torch.tensor([[0.5]])}), rtol=0, atol=1e-6
+    )
+    number = http.InferInput("x", [1, 1], "FP32")
+    number.set_data_from_numpy(np.zeros((1, 1), np.float32))
+    with pytest.raises(imported("tritonclient.utils").InferenceServerException):
+        client.infer("clicks", [number])
+    client.close()
+
+
+def test_wrong_requests_get_4xx_and_memory_is_bounded(served: Served) -> None:
+    (worker,) = served.workers()
+    served.infer(WRONG[0])
+    before = worker.memory_info().rss
+    for body in WRONG:
+        status, found = served.infer(body)
+        assert 400 <= status < 500, body[:200]
+        assert "Traceback" not in found["error"]
+    assert worker.memory_info().rss - before < 50 << 20
+    assert served.workers() == [worker]
+    assert served.infer(as_json(clicks_batch(1)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"Content-Length": "200000"}, 413),
+        ({"Transfer-Encoding": "chunked"}, 413),
+        ({"Content-Length": "x"}, 400),
+        ({"Content-Length": "10", "Content-Encoding": "gzip"}, 415),
+        ({"Content-Length": "2", "Inference-Header-Content-Length": "-1"}, 400),
+        ({"Content-Length": "2", "Inference-Header-Content-Length": "9" * 30}, 400),
+        ({"Content-Length": "10"}, 408),
+        ({"X-Long": "x" * 70_000}, 431),
+    ],
+)
+def test_bombs_and_slow_bodies_are_refused(served: Served, headers: dict[str, str], expected: int) -> None:
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    with socket.create_connection((served.host, served.port), timeout=30) as connection:
+        connection.sendall(f"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: a\r\n{head}".encode())
+        if expected != 431:
+            connection.sendall(b"\r\n" + (b"" if expected == 413 else b"{}"))
+        if "Transfer-Encoding" in headers:
+            with contextlib.suppress(OSError):  # the server need not read all of it
+                for _ in range(30):
+                    connection.sendall(b"2000\r\n" + b"[" * 0x2000 + b"\r\n")
+        answer = connection.recv(1 << 16)
+    assert int(answer.split(b" ", 2)[1]) == expected
+    assert b"error" in answer
+    assert served.infer(as_json(clicks_batch(1)))[0] == 200
+
+
+def test_an_endless_head_is_cut(served: Served) -> None:
+    with socket.create_connection((served.host, served.port), timeout=30) as connection:
+        connection.sendall(b"POST /v2/models/clicks/infer HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                connection.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+        with contextlib.suppress(OSError):
+            assert connection.recv(1 << 16)[:12] in (b"HTTP/1.1 431", b"")
+    assert served.infer(as_json(clicks_batch(1)))[0] == 200
+
+
+def test_too_many_samples_are_refused(served: Served) -> None:
+    status, found = served.infer(as_json(clicks_batch(65)))
+    assert status == 400
+    assert "64" in found["error"]
+
+
+def test_metrics_and_access_log(served: Served, model: Path) -> None:
+    served.infer(as_json(clicks_batch(2)))
+    status, text = served.request("GET", "/metrics")
+    assert status == 200
+    for name in (
+        "requests_total",
+        "request_seconds_bucket",
+        "batch_samples_bucket",
+        "queue_samples",
+        "model_age_seconds",
+    ):
+        assert f"torchfleet_serve_{name}".encode() in text
+    lines = [json.loads(line) for line in (model / "access.jsonl").read_text().splitlines()]
+    infers = [line for line in lines if line["path"] == "/v2/models/clicks/infer"]
+    assert infers
+    assert {"time", "client", "method", "path", "status", "ms", "bytes", "process"} == set(infers[0])
+
+
+def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> None:
+    body = json.dumps(as_json(clicks_batch(2))).encode()
+    expected = expected_of(model, clicks_batch(2))
+    with serving(model, "--workers", "2") as made:
+        before = made.workers()
+        assert len(before) == 2
+        before[0].kill()
+        answers = 0
+        end = time.monotonic() + 40
+        while time.monotonic() < end:
+            with contextlib.suppress(ConnectionError):  # a connection that the killed process had taken
+                status, answer = made.request("POST", "/v2/models/clicks/infer", body)
+                assert status == 200
+                found = torch.tensor(json.loads(answer)["outputs"][0]["data"])
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+                answers += 1
+            if answers > 20 and len(made.workers()) == 2 and before[0].pid not in {p.pid for p in made.workers()}:
+                break
+            time.sleep(0.01)
+        assert answers > 20
+        assert len(made.workers()) == 2
+        made.process.send_signal(signal.SIGKILL)  # the processes end with their launcher
+        _, alive = psutil.wait_procs(before[1:], timeout=30)
+        assert not alive
+
+
+def test_a_full_queue_is_answered_at_once(model: Path) -> None:
+    """The first batch waits for others; what does not fit into the queue is refused meanwhile."""
+    options = ("--batch_wait_ms", "3000", "--max_batch", "4", "--max_queue", "4", "--timeout_s", "20")
+    with serving(model, *options) as made, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(made.infer, as_json(clicks_batch(1))) for _ in range(3)]
+        end = time.monotonic() + 2
+        status = 200
+        while status != 503 and time.monotonic() < end:
+            began = time.monotonic()
+            status, found = made.infer(as_json(clicks_batch(3)))
+        assert status == 503
+        assert isinstance(found["error"], str)
+        assert time.monotonic() - began < 2
+        assert [future.result()[0] for future in first] == [200, 200, 200]
+
+
+def test_token_and_tls(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    key, cert = certificate(tmp_path)
+    with serving(model, "--token_file", str(tmp_path / "token"), "--tls_key", key, "--tls_cert", cert) as made:
+        trusted = ssl.create_default_context(cafile=cert)
+
+        def get(path: str, **headers: str) -> int:
+            request = urllib.request.Request(f"https://localhost:{made.port}{path}", headers=headers)
+            try:
+                with urllib.request.urlopen(request, context=trusted, timeout=30) as response:
+                    return int(response.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert get("/v2/health/ready") == 200
+        for path in ("/v2", "/v2/models/clicks", "/metrics", "/v2/models/clicks/infer", "/nothing"):
+            assert get(path) == 401
+            assert get(path, Authorization="Bearer " + TOKEN[:-1]) == 401
+        assert get("/v2/models/clicks", Authorization=f"Bearer {TOKEN}") == 200
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1"]
+    made = subprocess.run(
+        [*command, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("needs openssl")
+    return key, cert
+
+
+def failed(*arguments: str) -> str:
+    """What `fleet serve` says when it cannot serve."""
+    command = [sys.executable, "-m", "torchfleet.observe.commands", "serve", *arguments, "--port", "0"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert made.returncode == 1, made
+    assert "Traceback" not in made.stderr
+    return made.stderr
+
+
+def test_what_cannot_be_served_is_said(model: Path, tmp_path: Path) -> None:
+    assert "missing" in failed(str(tmp_path / "nothing"))
+    assert "--tls_key" in failed(str(model), "--tls_cert", __file__)
+    assert "--network" in failed(str(model), "--network", "none.py:Net")
+
+
+def test_a_network_of_the_users_own(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    support = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["support.serving"].__file__ or "")))
+    script.write_text(f"import sys\nsys.path.insert(0, {support!r})\nfrom support.serving import Clicks\n")
+    batch: Any = clicks_batch(5, 1)
+    with serving(model, "--network", f"{script}:Clicks") as made:
+        status, found = made.infer(as_json(batch))
+    assert status == 200
+    torch.testing.assert_close(torch.tensor(found["outputs"][0]["data"]), expected_of(model, batch), rtol=0, atol=1e-6)

@@ -1,0 +1,129 @@
+"""Concurrent requests as one batch: one lookup and one pass of the network for all that arrive within a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet.apps.serve.samples import Samples
+from torchfleet.apps.serve.serving_metrics import ServingMetrics
+
+Compute = Callable[[Sequence[Samples]], list[Any]]  # a result or an exception for each request
+
+
+class QueueFull(Exception):
+    """More samples wait than may wait."""
+
+
+class TookTooLong(Exception):
+    """A request was not computed in time."""
+
+
+@dataclass
+class Waiting:
+    """A request in the queue."""
+
+    samples: Samples
+    arrived: float
+    answer: asyncio.Future[Any]
+
+
+class Batcher:
+    """Computes in the event loop's own thread: with a second one, each operation of torch would wait for Python's lock.
+
+    With `in_thread` a thread computes, and the loop goes on meanwhile: for tables on other machines.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        wait: float,
+        max_batch: int,
+        max_queue: int,
+        timeout: float,
+        metrics: ServingMetrics,
+        in_thread: bool = False,
+    ) -> None:
+        """`wait`: seconds that the first request of a batch waits for others. `max_batch`, `max_queue`: samples.
+        `timeout`: seconds after which a request is not computed any more.
+        """
+        self._compute, self._wait, self._max_batch, self._max_queue = compute, wait, max_batch, max_queue
+        self._timeout, self._metrics = timeout, metrics
+        self._queue: deque[Waiting] = deque()
+        self._num_waiting = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = ThreadPoolExecutor(1, "predict") if in_thread else None
+        self._is_busy = False
+
+    def submit(self, samples: Samples) -> asyncio.Future[Any]:
+        """The future of a result, with its version. Raises QueueFull."""
+        if self._num_waiting + samples.num > self._max_queue:
+            raise QueueFull
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._queue.append(Waiting(samples, time.monotonic(), answer))
+        self._num_waiting += samples.num
+        self._metrics.queue(self._num_waiting)
+        if self._timer is None and not self._is_busy:
+            is_full = self._num_waiting >= self._max_batch
+            self._timer = loop.call_later(0 if is_full else self._wait, self._begin)
+        elif self._num_waiting >= self._max_batch and not self._is_busy and self._timer is not None:
+            self._timer.cancel()
+            self._timer = loop.call_soon(self._begin)  # type: ignore[assignment]
+        return answer
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        """Compute a batch of what waits."""
+        self._timer = None
+        batch = self._take()
+        if not batch:
+            return
+        requests = [waiting.samples for waiting in batch]
+        if self._thread is None:
+            self._end(batch, self._compute(requests))
+            return
+        self._is_busy = True
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._thread, self._compute, requests)
+        done.add_done_callback(lambda future: self._end(batch, future.result()))
+
+    def _take(self) -> list[Waiting]:
+        """The oldest requests, as many as fit into a batch. Requests that have waited too long are not taken."""
+        taken: list[Waiting] = []
+        num, oldest = 0, time.monotonic() - self._timeout
+        while self._queue and (not taken or num + self._queue[0].samples.num <= self._max_batch):
+            waiting = self._queue.popleft()
+            self._num_waiting -= waiting.samples.num
+            if waiting.arrived < oldest and not waiting.answer.done():
+                waiting.answer.set_exception(TookTooLong())
+            elif not waiting.answer.done():
+                taken.append(waiting)
+                num += waiting.samples.num
+        self._metrics.queue(self._num_waiting)
+        if taken:
+            self._metrics.batch(num)
+        return taken
+
+    def _end(self, batch: Sequence[Waiting], results: Sequence[Any]) -> None:
+        self._is_busy = False
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(result, Exception):
+                waiting.answer.set_exception(result)
+            else:
+                waiting.answer.set_result(result)
+        if self._queue and self._timer is None:
+            age = time.monotonic() - self._queue[0].arrived
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, self._wait - age), self._begin)

@@ -1,0 +1,81 @@
+"""uvicorn's HTTP protocol with bounds: the size of a request's head, and the time in which a request must be there."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MAX_HEAD = 1 << 16  # bytes of the request line and all headers
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection. Slow or endless requests get 408 or 431, and the connection is closed."""
+
+    request_seconds = 10.0  # of this process, set before it listens
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._is_reading = False  # a request has begun and is not complete
+        self._is_in_head = False
+        self._clock: TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_head or not self._is_reading:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > MAX_HEAD:
+            self._refuse(431, f"expected at most {MAX_HEAD} bytes of headers")
+        elif not self._is_reading:
+            self._head_bytes = 0
+            self._stop_clock()
+        elif self._clock is None:
+            self._start_clock()
+
+    def on_message_begin(self) -> None:
+        self._is_reading = self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_reading = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _start_clock(self) -> None:
+        self._clock = self.loop.call_later(self.request_seconds, self._too_slow)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _too_slow(self) -> None:
+        self._clock = None
+        self._refuse(408, f"expected a whole request within {self.request_seconds:g} seconds")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer by ourselves, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = msgspec.json.encode({"error": text})
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()

@@ -1,0 +1,244 @@
+"""The HTTP side of serving: an ASGI application with the routes of the Open Inference Protocol and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from torchfleet import __version__
+from torchfleet.apps.serve.access_log import AccessLog
+from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
+from torchfleet.apps.serve.inference_protocol import InferenceProtocol
+from torchfleet.apps.serve.predictor import WrongRequest
+from torchfleet.apps.serve.samples import Samples
+from torchfleet.apps.serve.served_model import ServedModel
+from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.base.errors import DataError, MissingPackage, ServerUnreachable
+from torchfleet.base.monitor.notices import tell
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_JSON = (b"content-type", b"application/json")
+_OPEN = {"/v2/health/live", "/v2/health/ready"}  # for probes, which have no token
+_EXTENSIONS = ["binary_tensor_data"]
+_BODIES = 256 << 20  # bytes of requests that are in this process at one time
+
+
+class Refusal(Exception):
+    """An answer other than the one that was asked for."""
+
+    def __init__(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = (), close: bool = False):
+        super().__init__(text)
+        self.status, self.text = status, text
+        self.headers = (*headers, (b"connection", b"close")) if close else headers
+
+
+Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
+
+
+class ServingApp:
+    """One model behind HTTP. Runs in one event loop."""
+
+    def __init__(
+        self, model: ServedModel, settings: ServeSettings, token: bytes, metrics: ServingMetrics, log: AccessLog | None
+    ) -> None:
+        self._model, self._settings, self._metrics, self._log = model, settings, metrics, log
+        self._bearer = b"Bearer " + token if token else b""
+        self._protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
+        self._batcher = Batcher(
+            self._predicted if model.is_remote else model.predictor.predict,
+            settings.batch_wait_ms / 1000,
+            settings.max_batch,
+            settings.max_queue,
+            settings.timeout_s,
+            metrics,
+            in_thread=model.is_remote,
+        )
+        self._body_bytes = 0
+        name = settings.name
+        self._infer_path = f"/v2/models/{name}/infer"
+        self._prefix = f"/v2/models/{name}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began = time.monotonic()
+        try:
+            status, body, headers = await self._answer(scope, receive)
+        except Refusal as refusal:
+            status, headers = refusal.status, [_JSON, *refusal.headers]
+            body = msgspec.json.encode({"error": refusal.text})
+        except Exception as error:  # a mistake of ours, or of the network: told here, and not to the client
+            what = f"{scope['method']} {scope['path']!r:.200}"
+            tell(f"fleet serve: {what} failed: {type(error).__name__}: {error!s:.500}")
+            status, headers = 500, [_JSON]
+            body = msgspec.json.encode({"error": "the server could not compute this; its log says why"})
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        seconds = time.monotonic() - began
+        self._metrics.request(status, seconds)
+        if self._log is not None:
+            self._log.write(scope, status, seconds, len(body))
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Reply:
+        path, method = scope["path"], scope["method"]
+        if self._bearer and path not in _OPEN and not self._is_admitted(scope):
+            wanted = ((b"www-authenticate", b"Bearer"),)
+            raise Refusal(401, "expected the header Authorization: Bearer TOKEN", wanted, True)
+        if path == self._infer_path:
+            return await self._infer(scope, receive, method, "")
+        if path.startswith(self._prefix + "/versions/") and path.endswith("/infer"):
+            version = path[len(self._prefix) + len("/versions/") : -len("/infer")]
+            return await self._infer(scope, receive, method, version)
+        found = self._page(path)
+        if found is None:
+            raise Refusal(404, f"there is no {path:.200}; the model is at {self._prefix}", close=True)
+        if method not in ("GET", "HEAD"):
+            raise Refusal(405, f"expected GET, found {method:.20}", ((b"allow", b"GET"),), True)
+        return found
+
+    def _is_admitted(self, scope: Scope) -> bool:
+        given = _header(scope, b"authorization") or b""
+        return hmac.compare_digest(given, self._bearer)
+
+    def _page(self, path: str) -> Reply | None:
+        """What GET returns; None for an unknown path."""
+        if path == "/metrics":
+            return self._text_metrics()
+        if path.startswith(self._prefix):
+            return self._model_page(path[len(self._prefix) :])
+        pages = {
+            "/v2": {"name": "torchfleet", "version": __version__, "extensions": _EXTENSIONS},
+            "/v2/health/live": {"live": True},
+            "/v2/health/ready": {"ready": True},
+        }
+        return _json(pages[path]) if path in pages else None
+
+    def _model_page(self, rest: str) -> Reply | None:
+        """`rest`: of the path, behind the name of the model."""
+        number = str(self._model.version.number)
+        if rest.startswith("/versions/"):
+            version, _, last = rest[len("/versions/") :].partition("/")
+            if version != number:
+                raise Refusal(404, f"version {version:.40} is not served; version {number} is")
+            rest = f"/{last}" if last else ""
+        if rest == "/ready":
+            return _json({"name": self._settings.name, "ready": True})
+        return _json(self._model.metadata()) if rest == "" else None
+
+    def _text_metrics(self) -> Reply:
+        version = self._model.version
+        self._metrics.version(version.number, version.created)
+        try:
+            return 200, self._metrics.exposition(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        except MissingPackage as error:
+            raise Refusal(501, str(error)) from None
+
+    async def _infer(self, scope: Scope, receive: Receive, method: str, version: str) -> Reply:
+        if method != "POST":
+            raise Refusal(405, f"expected POST, found {method:.20}", ((b"allow", b"POST"),), True)
+        json_size, length = _sizes(scope)
+        if length is not None and length > self._settings.max_body:
+            raise self._too_large()
+        body = await self._body(receive, length or 0)
+        try:
+            request = self._protocol.decode(body, json_size)
+        except DataError as error:
+            raise Refusal(400, str(error)) from None
+        used, results = await self._computed(request.samples)
+        number = str(used.number)
+        if version not in ("", number):
+            raise Refusal(404, f"version {version:.40} is not served; version {number} is")
+        answer, head = self._protocol.encode(request, results, self._settings.name, number)
+        if head is None:
+            return 200, answer, [_JSON]
+        size = (b"inference-header-content-length", b"%d" % head)
+        return 200, answer, [(b"content-type", b"application/octet-stream"), size]
+
+    async def _computed(self, samples: Any) -> Any:
+        try:
+            waiting = self._batcher.submit(samples)
+        except QueueFull:
+            raise Refusal(503, "the queue is full: try again later", ((b"retry-after", b"1"),)) from None
+        try:
+            if self._model.is_remote:
+                return await asyncio.wait_for(waiting, self._settings.timeout_s)
+            return await waiting
+        except WrongRequest as error:
+            raise Refusal(400, str(error)) from None
+        except ServerUnreachable:
+            raise Refusal(503, "a server of rows does not answer: try again later", ((b"retry-after", b"1"),)) from None
+        except (TookTooLong, asyncio.TimeoutError):
+            seconds = self._settings.timeout_s
+            raise Refusal(503, f"no result within {seconds:g} seconds", ((b"retry-after", b"1"),)) from None
+
+    def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
+        """As Predictor.predict, and counts what the servers of rows did."""
+        results: list[Any] = self._model.predictor.predict(requests)
+        self._metrics.shards(self._model.shard_counts)
+        return results
+
+    async def _body(self, receive: Receive, expected: int) -> bytes:
+        """The whole body. It is bounded, and so are the bodies of all requests together."""
+        held = 0
+        parts: list[bytes] = []
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refusal(400, "the client has gone", close=True)
+                part = message.get("body", b"")
+                held += len(part)
+                self._body_bytes += len(part)
+                if held > self._settings.max_body:
+                    raise self._too_large()
+                if self._body_bytes > _BODIES:
+                    raise Refusal(503, "too many large requests at one time", ((b"retry-after", b"1"),), True)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            self._body_bytes -= held
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"expected a request of at most {self._settings.max_body:,} bytes", close=True)
+
+
+def _json(value: Any) -> Reply:
+    return 200, msgspec.json.encode(value), [_JSON]
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def _sizes(scope: Scope) -> tuple[int | None, int | None]:
+    """(bytes of JSON before binary tensors, of the whole body), where the headers say so."""
+    json_size = length = None
+    for name, value in scope["headers"]:
+        if name == b"inference-header-content-length":
+            json_size = _number(value, "Inference-Header-Content-Length")
+        elif name == b"content-length":
+            length = _number(value, "Content-Length")
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise Refusal(415, f"expected a body without Content-Encoding, found {value[:40]!r}", close=True)
+    return json_size, length
+
+
+def _number(value: bytes, name: str) -> int:
+    if not value.isdigit() or len(value) > 18:
+        raise Refusal(400, f"{name}: expected a number of bytes, found {value[:40]!r}", close=True)
+    return int(value)

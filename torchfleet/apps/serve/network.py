@@ -1,0 +1,161 @@
+"""Runs the network of a model on batches, with the rows and parameters of one version."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.api.serving.network_graph import POOLED, NetworkGraph, Step, constants_of, filled, steps_of
+from torchfleet.apps.serve.model_version import ModelVersion
+from torchfleet.apps.serve.samples import JoinedBatch
+from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.ps.kernels import lookup, pooling
+from torchfleet.ps.tables.rows.keyrange import check_range
+from torchfleet.ps.worker.batch.bags import Bags, split_slots
+
+Outputs = dict[str, npt.NDArray[Any]]
+
+
+class Network(Protocol):
+    """What computes the results of a batch."""
+
+    def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
+        """One array per output, with an entry per sample."""
+        ...
+
+
+class GraphNetwork:
+    """The network that was saved with the model. Used by one thread."""
+
+    def __init__(self, graph: NetworkGraph) -> None:
+        """Raises ModelError if the graph has operations that are not torch's, or that change their arguments."""
+        self._graph, steps = graph, steps_of(graph)
+        self._constants = constants_of(graph)
+        self._num_values = graph.num_given + len(graph.nodes)
+        self._stages = _staged(steps, self._num_values)
+        self._bound: tuple[ModelVersion | None, list[Any]] = None, []
+
+    @torch.inference_mode()
+    def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
+        parts = {"values": batch.values, "offsets": batch.offsets}
+        values = [parts[source.part][source.feature] for source in self._graph.inputs]
+        values += self._given(version)
+        values += [None] * (self._num_values - len(values))  # type: ignore[list-item]
+        for steps, lookups in self._stages:
+            for step in steps:
+                step.run(values)
+            if lookups:
+                _look_up(lookups, values, version)
+        return {output.name: values[output.value].numpy() for output in self._graph.outputs}
+
+    def _given(self, version: ModelVersion) -> list[torch.Tensor]:
+        """Parameters of this version, and constants."""
+        if self._bound[0] is not version:
+            found = version.parameters()
+            missing = [name for name in self._graph.parameters if name not in found]
+            if missing:
+                raise CheckpointError(f"version {version.number} of the model has no parameter {', '.join(missing)}")
+            self._bound = version, [*(found[name] for name in self._graph.parameters), *self._constants]
+        return self._bound[1]
+
+
+def _staged(steps: list[Step], num_values: int) -> list[tuple[list[Step], list[_Lookup]]]:
+    """(operations, the lookups whose ids they lead to), and again: lookups of a stage are made together."""
+    depths = [0] * num_values
+    stages: list[tuple[list[Step], list[_Lookup]]] = []
+    for step in steps:
+        depth = max((depths[source] for source in step.sources()), default=0)
+        while len(stages) <= depth:
+            stages.append(([], []))
+        if step.function is None:
+            stages[depth][1].append(_Lookup(step))
+            depths[step.number] = depth + 1
+        else:
+            stages[depth][0].append(step)
+            depths[step.number] = depth
+    return stages
+
+
+class _Lookup:
+    """A lookup of the graph: its arguments, as traced_lookups.py defines them."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.is_pooled = step.op == POOLED
+        table = step.args[3:] if self.is_pooled else step.args[1:]
+        if [type(arg) for arg in table[:3]] != [str, int, int] or len(table) != (5 if self.is_pooled else 4):
+            raise ModelError(f"a lookup of the network names no table: {table!r:.80}")
+        self.table, self.dim, self.size, self.padding_idx = table[:4]
+        self.pooling = table[4] if self.is_pooled else ""
+
+    def keys(self, values: list[Any]) -> tuple[npt.NDArray[np.int64], Any]:
+        """(all ids, flat; their shape, or their bags and weights)."""
+        if not self.is_pooled:
+            ids = filled(self.step.args[0], values).numpy()
+            return ids.reshape(-1).astype(np.int64, copy=False), ids.shape
+        given, offsets, weights = (filled(arg, values) for arg in self.step.args[:3])
+        slots = [ids if starts is None else (ids, starts) for ids, starts in zip(given, offsets, strict=True)]
+        parts, bags = split_slots(slots, self.pooling)
+        arrays = [part.numpy().reshape(-1) for part in parts]
+        keys = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return keys.astype(np.int64, copy=False), bags._replace(weights=weights)
+
+    def result(self, keys: npt.NDArray[np.int64], rows: npt.NDArray[np.float32], form: Any) -> torch.Tensor:
+        """What the embedding returns for these rows."""
+        is_padding = None if self.padding_idx is None else keys == self.padding_idx
+        if not self.is_pooled:
+            if is_padding is not None and is_padding.any():
+                rows = np.where(is_padding[:, None], np.float32(0), rows)
+            return torch.from_numpy(np.ascontiguousarray(rows).reshape(*form, self.dim))
+        index = np.arange(len(keys), dtype=np.int32)
+        if is_padding is not None:
+            index[is_padding] = -1
+        return torch.from_numpy(_pooled(np.ascontiguousarray(rows).reshape(-1), self.dim, index, form))
+
+
+def _pooled(rows: npt.NDArray[np.float32], dim: int, index: npt.NDArray[np.int32], bags: Bags) -> npt.NDArray[Any]:
+    """By the kernels of training."""
+    out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, dim), np.float32)
+    flat = out.reshape(-1)
+    if bags.pooling == "max":
+        pooling.pool_max(rows, dim, index, bags.offsets, bags.num_slots, flat, np.empty(out.size, np.int32))
+    elif bags.weights is not None:
+        weights = bags.weights.numpy().astype(np.float32, copy=False).reshape(-1)
+        pooling.pool_weighted(rows, dim, index, weights, bags.offsets, bags.num_slots, flat)
+    else:
+        lookup.pool(rows, dim, index, bags.offsets, bags.num_slots, bags.pooling == "mean", flat)
+    return out
+
+
+def _look_up(lookups: list[_Lookup], values: list[Any], version: ModelVersion) -> None:
+    """Make all lookups of a stage: the rows of a table are read once for all of its lookups."""
+    by_table: dict[str, list[tuple[_Lookup, npt.NDArray[np.int64], Any]]] = {}
+    for found in lookups:
+        by_table.setdefault(found.table, []).append((found, *found.keys(values)))
+    for table, asked in by_table.items():
+        keys = asked[0][1] if len(asked) == 1 else np.concatenate([keys for _, keys, _ in asked])
+        if asked[0][0].size:
+            check_range(keys.view(np.uint64), asked[0][0].size, f"table '{table}'")
+        rows, start = version.rows(table, keys), 0
+        if rows.shape != (len(keys), asked[0][0].dim):  # the kernels rely on it
+            raise CheckpointError(_other_width(table, rows.shape[1], asked[0][0].dim))
+        for found, own, form in asked:
+            values[found.step.number] = found.result(own, rows[start : start + len(own)], form)
+            start += len(own)
+
+
+def check_tables(graph: NetworkGraph, version: ModelVersion) -> None:
+    """Raise CheckpointError if the network looks up rows of another width than the model's tables have."""
+    for found in (_Lookup(step) for step in steps_of(graph) if step.function is None):
+        if version.dim(found.table) != found.dim:
+            raise CheckpointError(_other_width(found.table, version.dim(found.table), found.dim))
+
+
+def _other_width(table: str, found: int, expected: int) -> str:
+    return (
+        f"table '{table}' has rows of {found} numbers, and the network in serving.json takes rows of {expected}: save "
+        "the model again"
+    )

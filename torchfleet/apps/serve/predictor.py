@@ -1,0 +1,70 @@
+"""From samples to results: joins requests, takes the current version of the model, and runs the network on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.api.serving.description import ServingDescription, read_description
+from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
+from torchfleet.apps.serve.network import GraphNetwork, Network, check_tables
+from torchfleet.apps.serve.samples import Joiner, Samples, split_outputs
+from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.apps.serve.user_network import UserNetwork
+from torchfleet.base.errors import CheckpointError, DataError, TableError, WrongIds
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
+
+Result = tuple[ModelVersion, dict[str, npt.NDArray[Any]]]
+_REQUEST_ERRORS = (DataError, TableError, WrongIds, OverflowError)  # raised for what a request has in it
+
+
+class WrongRequest(Exception):
+    """A request that the model cannot take, found when it was computed."""
+
+
+class Predictor:
+    """Predicts batches. All requests of a batch see one version."""
+
+    def __init__(self, source: ModelSource, network: Network, described: ServingDescription) -> None:
+        self.source, self._network, self._joiner = source, network, Joiner(described.features)
+
+    def predict(self, requests: Sequence[Samples]) -> list[Result | Exception]:
+        """A result or an exception for each request. If a batch fails, its requests are computed one by one."""
+        version = self.source.current()
+        try:
+            outputs = self._network.run(self._joiner.joined(requests), version)
+        except Exception as error:  # the network may raise anything, and the other requests must be answered
+            if len(requests) > 1:
+                return [result for request in requests for result in self.predict([request])]
+            return [WrongRequest(str(error)) if isinstance(error, _REQUEST_ERRORS) else error]
+        return [(version, part) for part in split_outputs(outputs, requests)]
+
+
+def network_of(settings: ServeSettings, described: ServingDescription, version: ModelVersion) -> Network:
+    """The network that was saved, or the user's own. Raises CheckpointError if there is none."""
+    if settings.network:
+        tables = read_manifest(Storage(settings.model)).tables
+        return UserNetwork(settings.network, described, {table.name for table in tables})
+    if described.network is None:
+        raise CheckpointError(
+            f"{settings.model} has no network that can run without its code: {described.reason}. Give the module by "
+            "--network FILE.py:FACTORY, a class or function without arguments that makes it"
+        )
+    check_tables(described.network, version)
+    return GraphNetwork(described.network)
+
+
+def description_of(settings: ServeSettings) -> ServingDescription:
+    return read_description(Storage(settings.model))
+
+
+def zeros(described: ServingDescription) -> Samples:
+    """A sample of zeros: computed once before the first request, it finds errors and compiles kernels."""
+    values = {feature.name: np.zeros(feature.num_values) for feature in described.features if feature.shape is not None}
+    ragged = [feature.name for feature in described.features if feature.shape is None]
+    none: dict[str, Any] = {name: np.zeros(0) for name in ragged}
+    return Samples(1, {**values, **none}, {name: np.zeros(1, np.int64) for name in ragged})

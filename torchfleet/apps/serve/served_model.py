@@ -1,0 +1,67 @@
+"""A model that is ready to be served: its versions, its network, and what the protocol says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
+from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
+from torchfleet.apps.serve.saved_model import open_model
+from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.apps.serve.sharded_model import ShardedModel, open_sharded
+from torchfleet.apps.serve.tensors import datatype_of
+
+
+class ServedModel:
+    """Opens the model of a folder and computes one sample of zeros, so that an error comes before the first request."""
+
+    def __init__(self, settings: ServeSettings, source: ModelSource | None = None) -> None:
+        """`source`: of the versions, in the place of the folder's."""
+        self.described = description_of(settings)
+        self._name = settings.name
+        self._source = source or _opened(settings)
+        self.is_remote = bool(getattr(self._source, "is_remote", False))  # reading rows waits for other machines
+        network = network_of(settings, self.described, self._source.current())
+        self.predictor = Predictor(self._source, network, self.described)
+        (result,) = self.predictor.predict([zeros(self.described)])
+        if isinstance(result, Exception):
+            raise result
+        self.outputs: list[dict[str, Any]] = [
+            {"name": name, "datatype": datatype_of(array.dtype.name), "shape": [-1, *array.shape[1:]]}
+            for name, array in result[1].items()
+        ]
+        self._inputs = [
+            {
+                "name": feature.name,
+                "datatype": datatype_of(feature.dtype),
+                "shape": [-1, -1] if feature.shape is None else [-1, *feature.shape],
+            }
+            for feature in self.described.features
+        ]
+
+    @property
+    def shard_counts(self) -> Mapping[str, float]:
+        """Counters of the servers that rows are read from; empty if rows are here."""
+        return self._source.metrics() if isinstance(self._source, ShardedModel) else {}
+
+    @property
+    def version(self) -> ModelVersion:
+        return self._source.current()
+
+    def metadata(self) -> dict[str, Any]:
+        """As `GET v2/models/M` returns it."""
+        return {
+            "name": self._name,
+            "versions": [str(self.version.number)],
+            "platform": "torchfleet",
+            "inputs": self._inputs,
+            "outputs": self.outputs,
+        }
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _opened(settings: ServeSettings) -> ModelSource:
+    return open_sharded(settings) if settings.shards else open_model(settings.model, settings.follow)

@@ -1,0 +1,87 @@
+"""The settings of a serving process, as the command line gives them and as its processes hand them on."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+
+from torchfleet.base.errors import FleetError
+
+FAILED = 3  # exit status: the model cannot be served, so starting again is of no use
+
+
+class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See `fleet serve --help`."""
+
+    model: str  # a folder or URL
+    name: str = ""  # of the model, in paths; the folder's by default
+    host: str = "127.0.0.1"
+    port: int = 8000
+    follow: bool = False
+    workers: int = 1
+    batch_wait_ms: float = 2.0
+    max_batch: int = 1024  # samples of a request, and of a batch
+    max_queue: int = 8192  # samples that wait
+    max_body: int = 16 << 20  # bytes of a request
+    max_connections: int = 1024  # of each process
+    timeout_s: float = 10.0  # for a request to come in, and to be answered
+    threads: int = 1  # of each process, for the network
+    network: str = ""  # FILE.py:FACTORY
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
+    access_log: str = ""  # a file; "-" for stdout
+    shards: str = ""  # HOST:PORT[,HOST:PORT] of read-only servers, by shard; "": rows are in this process
+    backups: str = ""  # a second server of each shard
+    row_cache: str = "256MB"  # memory for the rows of these servers that were read last; "0": none
+    key_dir: str = ""  # of the keys that these servers ask for
+
+    def checked(self) -> ServeSettings:
+        """With a name. Raises FleetError for settings that contradict each other or are out of range."""
+        for field, low in (("workers", 1), ("max_batch", 1), ("max_queue", 1), ("max_connections", 1), ("threads", 1)):
+            if getattr(self, field) < low:
+                raise FleetError(f"--{field}: expected a number of at least {low}, found {getattr(self, field)}")
+        if self.max_queue < self.max_batch:
+            raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
+        if not 0 <= self.batch_wait_ms < 1000 * self.timeout_s:
+            raise FleetError(f"--batch_wait_ms {self.batch_wait_ms:g} must be less than --timeout_s {self.timeout_s:g}")
+        if self.follow and self.shards:
+            raise FleetError(
+                "--follow and --shards exclude each other: read-only servers serve the save they have read"
+            )
+        if self.backups and not self.shards:
+            raise FleetError("--backups are second servers of shards: add --shards")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise FleetError("--tls_cert and --tls_key go together: give both files, or none")
+        for field in ("tls_cert", "tls_key", "token_file"):
+            path = getattr(self, field)
+            if path and not os.path.isfile(path):
+                raise FleetError(f"--{field}: there is no file {path}")
+        name = self.name or re.split(r"[/:]", self.model.rstrip("/"))[-1] or "model"
+        if not re.fullmatch(r"[\w.-]{1,128}", name):
+            raise FleetError(f"--name: expected letters, digits, '.', '-' and '_', found {name!r}")
+        return msgspec.structs.replace(self, name=name)
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What the launcher tells a process, in its argument."""
+
+    settings: ServeSettings
+    worker: int
+    socket: int  # descriptors
+    alive: int  # ends when the launcher ends
+    ready: int  # gets a byte when requests are answered
+    metrics: str  # a path
+
+
+def token_of(settings: ServeSettings) -> bytes:
+    """The bearer token; empty if none is asked for."""
+    if not settings.token_file:
+        return b""
+    with open(settings.token_file, "rb") as file:
+        token = file.read(4097).strip()
+    if not 16 <= len(token) <= 4096:
+        raise FleetError(f"--token_file {settings.token_file}: expected a token of 16 to 4096 bytes")
+    return token

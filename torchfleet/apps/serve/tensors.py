@@ -1,0 +1,110 @@
+"""Tensors of the Open Inference Protocol: their types, and their data as JSON or as bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import DataError
+
+MAX_RANK = 8
+
+# By the protocol's name of a type. BYTES are strings of any length.
+DATATYPES: dict[str, np.dtype[Any]] = {
+    **{f"INT{bits}": np.dtype(f"<i{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": np.dtype(f"<u{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+
+
+def datatype_of(dtype: str) -> str:
+    """The protocol's name of a type of torch or numpy."""
+    if dtype not in _NAMES:
+        raise DataError(f"the Open Inference Protocol has no type for {dtype}")
+    return _NAMES[dtype]
+
+
+def num_elements(shape: list[int], name: str) -> int:
+    """Raises DataError unless this is the shape of a tensor."""
+    if len(shape) > MAX_RANK or any(size < 0 or size >= 1 << 31 for size in shape):
+        raise DataError(f"input '{name}': expected a shape of at most {MAX_RANK} sizes from 0 on, found {shape!r:.80}")
+    return math.prod(shape)
+
+
+def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> list[Any]:
+    """The values of a tensor, flat, in row-major order; given flat or nested. Raises DataError for wrong ones."""
+    num = num_elements(shape, name)
+    try:
+        data = _decoder(datatype, 1).decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        if len(shape) < 2:
+            raise DataError(f"input '{name}': expected data of type {datatype}: {error}") from None
+        data = _nested(raw, datatype, shape, name)
+    if len(data) != num:
+        raise DataError(f"input '{name}': expected {num} values for shape {shape}, found {len(data)}")
+    return data  # type: ignore[no-any-return]
+
+
+def _nested(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> list[Any]:
+    try:
+        data = _decoder(datatype, len(shape)).decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise DataError(f"input '{name}': expected data of type {datatype}, flat or as {shape}: {error}") from None
+    num = shape[0]
+    for size in shape[1:]:
+        if len(data) != num or any(len(part) != size for part in data):
+            raise DataError(f"input '{name}': expected data of shape {shape}, found lists of other lengths")
+        data, num = [value for part in data for value in part], num * size
+    return data  # type: ignore[no-any-return]
+
+
+def flat_decoder(datatype: str) -> msgspec.json.Decoder[Any]:
+    """Decodes a flat list of values of this type."""
+    return _decoder(datatype, 1)
+
+
+@functools.cache
+def _decoder(datatype: str, rank: int) -> msgspec.json.Decoder[Any]:
+    kind: Any = str
+    if datatype != "BYTES":
+        dtype = DATATYPES[datatype]
+        if dtype.kind in "iu":
+            info = np.iinfo(dtype)
+            kind = Annotated[int, msgspec.Meta(ge=max(int(info.min), _INT64[0]), le=min(int(info.max), _INT64[1]))]
+        else:
+            kind = bool if dtype.kind == "b" else float
+    for _ in range(rank):
+        kind = list[kind]
+    return msgspec.json.Decoder(kind)
+
+
+def from_bytes(data: memoryview, datatype: str, shape: list[int], name: str) -> npt.NDArray[Any]:
+    """The values of a binary tensor, flat. It may view `data`."""
+    num, dtype = num_elements(shape, name), DATATYPES[datatype]
+    if len(data) != num * dtype.itemsize:
+        raise DataError(
+            f"input '{name}': expected {num * dtype.itemsize} bytes for {datatype} of shape {shape}, found {len(data)}"
+        )
+    return np.frombuffer(data, dtype)
+
+
+def strings_from_bytes(data: memoryview, shape: list[int], name: str) -> list[bytes]:
+    """The strings of a binary tensor: each is its length in four bytes, and its bytes."""
+    num, found, at = num_elements(shape, name), [], 0
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        if end > len(data) or at + 4 > len(data):
+            raise DataError(f"input '{name}': string {len(found)} ends behind the tensor's {len(data)} bytes")
+        found.append(bytes(data[at + 4 : end]))
+        at = end
+    if len(found) != num:
+        raise DataError(f"input '{name}': expected {num} strings for shape {shape}, found {len(found)}")
+    return found

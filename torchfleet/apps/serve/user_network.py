@@ -1,0 +1,103 @@
+"""The user's own module as the network: `--network FILE.py:FACTORY`. It is code that the user gave, and is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchfleet.api.serving.description import ServingDescription
+from torchfleet.api.serving.network_trace import outputs_of
+from torchfleet.apps.serve.model_version import ModelVersion
+from torchfleet.apps.serve.network import Outputs
+from torchfleet.apps.serve.samples import JoinedBatch
+from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.data.slots import Batch, Ragged
+from torchfleet.ps.worker.client.future import Pulled, Ready
+from torchfleet.ps.worker.client.shard import Keys
+from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.lookup.dense_group import saved_tensors
+from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
+from torchfleet.ps.worker.lookup.engine import Engine
+
+
+class VersionRows:
+    """Rows of the version that is set, for an Engine."""
+
+    pulls_ahead = False
+
+    def __init__(self) -> None:
+        self.version: ModelVersion | None = None
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
+        assert self.version is not None
+        rows = {table: self.version.rows(table, wanted.view("int64")) for table, wanted in keys.items()}
+        return Ready(Pulled(rows, {table: [] for table in keys}))
+
+
+class UserNetwork:
+    """Calls the user's module as training did. Used by one thread."""
+
+    def __init__(self, place: str, described: ServingDescription, tables: Collection[str]) -> None:
+        """`place`: FILE.py:FACTORY. `tables`: names of the model's tables."""
+        if described.call == "nested":
+            raise ModelError(
+                "the model was called with nested inputs in training, which requests do not give: call it with "
+                "tensors, or with one batch, and save it again"
+            )
+        self._takes_batch = described.call == "batch"
+        self._model = _made(place).eval()
+        convert(self._model, saved_as_tables(self._model, tables))
+        self._rows, modules = VersionRows(), sparse_embeddings(self._model)
+        self._engine = Engine(self._rows, modules)
+        for module in (module for some in modules.values() for module in some):
+            module.bind(self._engine)
+        self._engine.follow(self._model, records=False)
+        self._bound: ModelVersion | None = None
+
+    @torch.no_grad()
+    def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
+        if self._bound is not version:
+            self._bind(version)
+        parts: dict[str, Any] = {
+            name: Ragged(values, batch.offsets[name]) if name in batch.offsets else values
+            for name, values in batch.values.items()
+        }
+        found = self._model(Batch(parts, batch.num)) if self._takes_batch else self._model(**parts)
+        return {name: tensor.detach().numpy() for name, tensor in outputs_of(found).items()}
+
+    def _bind(self, version: ModelVersion) -> None:
+        """Take the parameters of a version, and read its rows from now on."""
+        self._rows.version = version
+        self._engine.end_step()
+        found = version.parameters()
+        for name, tensor in saved_tensors(self._model).items():
+            if name not in found or found[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"the model has no parameter '{name}' of shape {tuple(tensor.shape)}: is --network its module?"
+                )
+            tensor.data.copy_(found[name])
+        self._bound = version
+
+
+def _made(place: str) -> torch.nn.Module:
+    path, _, factory = place.rpartition(":")
+    if not path or not factory.isidentifier() or not Path(path).is_file():
+        raise ModelError(f"--network: expected FILE.py:FACTORY with a file that is there, found {place!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as for a script: its own imports are beside it
+    spec.loader.exec_module(module)
+    made = getattr(module, factory, None)
+    if not callable(made):
+        raise ModelError(f"--network: {path} has no {factory}")
+    model = made()
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"--network: expected {factory}() to make a torch.nn.Module, found {type(model).__name__}")
+    return model

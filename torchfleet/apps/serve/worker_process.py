@@ -1,0 +1,97 @@
+"""One serving process: loads the model, then answers on the socket that its launcher holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+import torch
+
+from torchfleet.apps.serve.access_log import AccessLog
+from torchfleet.apps.serve.http_app import ServingApp
+from torchfleet.apps.serve.served_model import ServedModel
+from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.settings import FAILED, WorkerStart, token_of
+from torchfleet.base.errors import FleetError
+from torchfleet.base.extras import check_installed, required
+from torchfleet.base.printable import say
+
+
+def main() -> int:
+    start = msgspec.json.decode(sys.argv[1], type=WorkerStart)
+    threading.Thread(target=_end_with_launcher, args=(start.alive,), name="launcher", daemon=True).start()
+    try:
+        _serve(start)
+    except FleetError as error:
+        say(f"fleet serve: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _serve(start: WorkerStart) -> None:
+    settings = start.settings
+    torch.set_num_threads(settings.threads)
+    uvicorn = required("uvicorn", "fleet serve", "serve")
+    check_installed("httptools", "fleet serve", "serve")
+    from torchfleet.apps.serve.bounded_http import BoundedProtocol  # imports uvicorn, which may not be installed
+
+    BoundedProtocol.request_seconds = settings.timeout_s
+    model = ServedModel(settings)
+    metrics = ServingMetrics(start.metrics, start.worker, settings.workers)
+    metrics.version(model.version.number, model.version.created)
+    log = AccessLog(settings.access_log, start.worker) if settings.access_log else None
+    config = uvicorn.Config(
+        ServingApp(model, settings, token_of(settings), metrics, log),
+        http=BoundedProtocol,
+        loop=_loop(),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(settings.timeout_s) + 1,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+    server = uvicorn.Server(config)
+    threading.Thread(target=_tell_ready, args=(server, start.ready), name="ready", daemon=True).start()
+    server.run(sockets=[socket.socket(fileno=start.socket)])
+    model.close()
+
+
+def _loop() -> str:
+    try:
+        check_installed("uvloop", "fleet serve", "serve")
+    except FleetError:
+        return "asyncio"
+    return "uvloop"
+
+
+def _tell_ready(server: object, ready: int) -> None:
+    """Tell the launcher as soon as uvicorn listens."""
+    moment = threading.Event()
+    while not getattr(server, "started", False):
+        moment.wait(0.01)
+    with contextlib.suppress(OSError):
+        os.write(ready, b"1")
+
+
+def _end_with_launcher(alive: int) -> None:
+    """End this process when its launcher is gone, even if that was killed."""
+    with contextlib.suppress(OSError):
+        os.read(alive, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

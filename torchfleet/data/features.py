@@ -1,0 +1,126 @@
+"""The inputs of a model as programs outside of training give them: numbers, strings to be hashed, or lines of text.
+
+Strings are hashed, missing values are filled and lines are parsed by the code that training reads its files with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import DataError
+from torchfleet.data.reading.criteo import NUM_SPARSE, CriteoFormat
+from torchfleet.data.reading.formats import LineSource, MultiSlotParser
+from torchfleet.data.reading.reader import ReadOptions
+from torchfleet.data.slots import Batch, Ragged, RowSelection, SampleLayout, Slot
+from torchfleet.ps.kernels import text
+
+_PADDING = bytes(8)  # the hash reads whole words
+
+
+class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One input of a model, per sample: an array of `shape`, or any number of values if `shape` is None.
+
+    A string for an int64 feature becomes `fleet.hash_string(string, hash_seed)`, modulo `hash_size` unless that is 0.
+    `default` has the values of a sample that does not give the feature; None: it must be given.
+    """
+
+    name: str
+    dtype: str = "int64"
+    shape: list[int] | None = None
+    hash_seed: int = 0
+    hash_size: int = 0
+    default: list[int | float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hash_seed < 0 or self.hash_size < 0 or self.hash_size >= 1 << 63 or self.hash_seed >= 1 << 64:
+            raise DataError(f"feature '{self.name}': hash_seed and hash_size must be from 0 up to 64 bits")
+        if self.shape is not None and any(size < 0 for size in self.shape):
+            raise DataError(f"feature '{self.name}': expected sizes of at least 0 as shape, found {self.shape}")
+        if self.default is not None and self.shape is not None and len(self.default) != self.num_values:
+            raise DataError(
+                f"feature '{self.name}': expected {self.num_values} values as default, found {len(self.default)}"
+            )
+
+    @property
+    def num_values(self) -> int:
+        """Values of a sample; of a ragged feature 0."""
+        return math.prod(self.shape) if self.shape is not None else 0
+
+    def hashed(self, strings: Sequence[bytes]) -> npt.NDArray[np.int64]:
+        """The ids of these strings."""
+        ends = np.cumsum([len(string) for string in strings], dtype=np.int64)
+        data = np.frombuffer(b"".join((*strings, _PADDING)), np.uint8)
+        hashes = np.empty(len(strings), np.uint64)
+        text.hash_all(data, ends, np.uint64(self.hash_seed), hashes)
+        return (hashes % np.uint64(self.hash_size) if self.hash_size else hashes).view(np.int64)
+
+
+class SlotField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A fleet.Slot, as it is saved."""
+
+    name: str
+    dtype: str = "int64"
+    dim: int | None = None
+
+
+class SampleText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Lines of text that training read without a program of the user's: their format and their slots."""
+
+    kind: Literal["criteo", "slots"]
+    slots: list[SlotField]
+    hash_size: int = 0
+    log_scale: bool = False
+
+    def options(self) -> ReadOptions:
+        """As the dataset had them."""
+        slots = [Slot(slot.name, slot.dtype, slot.dim) for slot in self.slots]
+        form = CriteoFormat(self.hash_size, self.log_scale) if self.kind == "criteo" else None
+        return ReadOptions(slots, data_format=form)
+
+
+class TextSamples:
+    """Parses lines into batches, as a dataset does. Used by one thread."""
+
+    def __init__(self, described: SampleText) -> None:
+        options = described.options()
+        self._layout = SampleLayout(options.use_var)
+        form = options.data_format
+        is_criteo = isinstance(form, CriteoFormat)
+        self._parser = form.parser(self._layout) if is_criteo else MultiSlotParser(self._layout)  # type: ignore[union-attr]
+
+    def batch(self, lines: Sequence[bytes]) -> Batch:
+        """One sample per line. Raises DataError, which names the line, if one is malformed."""
+        for number, line in enumerate(lines, 1):
+            if b"\n" in line:
+                raise DataError(f"line {number}: expected one line of text, found a line break in it")
+        whole = b"".join(line + b"\n" for line in lines)
+        rows = list(self._parser.read([whole], LineSource("the request")))
+        return self._layout.batch([RowSelection(some, np.arange(some.num)) for some in rows])
+
+
+def text_of(options: ReadOptions | None) -> SampleText | None:
+    """What to save of a dataset's settings; None if its lines go through a program, or are no text."""
+    if options is None or options.pipe_command is not None:
+        return None
+    slots = [SlotField(slot.name, slot.dtype, slot.dim) for slot in options.use_var]
+    form = options.data_format
+    if isinstance(form, CriteoFormat):
+        return SampleText("criteo", slots, form.hash_size, form.log_scale)
+    return SampleText("slots", slots) if form is None else None
+
+
+def as_in_text(feature: Feature, described: SampleText) -> Feature:
+    """The feature with the hash and the default that lines of text give it: those of an empty field."""
+    if described.kind != "criteo" or feature.name not in {slot.name for slot in described.slots}:
+        return feature
+    empty = TextSamples(described).batch([b"0" + b"\t" * (13 + NUM_SPARSE)])[feature.name]
+    values = empty.values if isinstance(empty, Ragged) else empty
+    column = int(feature.name[1:]) if feature.name[1:].isdigit() and feature.name[0] == "C" else 0
+    hashes = {"hash_seed": column, "hash_size": described.hash_size} if column else {}
+    return msgspec.structs.replace(feature, default=values.flatten().tolist(), **hashes)
