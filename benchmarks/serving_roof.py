@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,10 +14,8 @@ import uvicorn
 
 from torchfleet.apps.serve.bounded_http import BoundedProtocol
 from torchfleet.apps.serve.http_app import ServingApp
-from torchfleet.apps.serve.model_version import ModelVersion
 from torchfleet.apps.serve.predictor import description_of
 from torchfleet.apps.serve.samples import JoinedBatch, Joiner, Samples, split_outputs
-from torchfleet.apps.serve.saved_model import SavedVersion
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 
@@ -48,7 +47,7 @@ class PlainServed:
     def __init__(self, settings: ServeSettings, num_rows: int) -> None:
         self.described = description_of(settings)
         self.outputs = [{"name": "output", "datatype": "FP32", "shape": [-1, 2]}]
-        self.version: ModelVersion = SavedVersion(1, 0.0, {}, {})
+        self.version = SimpleNamespace(number=1, created=0.0)
         self.predictor = self
         self._joiner, self._model = Joiner(self.described.features), PlainModel(num_rows).eval()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import one_worker, sgd
+from support.saved_source import SavedModel
 from support.serving import Clicks, clicks_batch
 
 import torchfleet as fleet
@@ -17,7 +18,6 @@ from torchfleet.api.infer import load_inference_model
 from torchfleet.api.serving.description import ServingDescription, read_description
 from torchfleet.apps.serve.network import GraphNetwork
 from torchfleet.apps.serve.samples import Joiner, Samples
-from torchfleet.apps.serve.saved_model import SavedModel
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature

@@ -139,7 +139,11 @@ class ServingApp:
         version = self._model.version
         self._metrics.version(version.number, version.created)
         try:
-            return 200, self._metrics.exposition(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+            return (
+                200,
+                self._metrics.exposition(self._model.follow_figures),
+                [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")],
+            )
         except MissingPackage as error:
             raise Refusal(501, str(error)) from None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchfleet.apps.serve.mapped_model import MappedModel, open_mapped
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
 from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
-from torchfleet.apps.serve.saved_model import open_model
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.sharded_model import ShardedModel, open_sharded
 from torchfleet.apps.serve.tensors import datatype_of
@@ -46,6 +46,11 @@ class ServedModel:
         return self._source.metrics() if isinstance(self._source, ShardedModel) else {}
 
     @property
+    def follow_figures(self) -> Mapping[str, float]:
+        """Gaps, troubles and so on of what follows a job, by name; empty if the rows are on servers."""
+        return self._source.figures() if isinstance(self._source, MappedModel) else {}
+
+    @property
     def version(self) -> ModelVersion:
         return self._source.current()
 
@@ -64,4 +69,7 @@ class ServedModel:
 
 
 def _opened(settings: ServeSettings) -> ModelSource:
-    return open_sharded(settings) if settings.shards else open_model(settings.model, settings.follow)
+    if settings.shards:
+        return open_sharded(settings)
+    servers, keys = settings.followed, settings.key_dir or None
+    return open_mapped(settings.model, bool(settings.follow), settings.workdir or None, servers, keys)

@@ -39,6 +39,14 @@ SHARD_FIELDS = {
     "row_cache_bytes": "",
     "shard_replicas_lost": "",
 }
+FOLLOWED = {  # of MappedModel.figures
+    "follow_gaps_total": "Times that saves were missing in the chain that was followed.",
+    "follow_resyncs_total": "Times that all rows were read anew.",
+    "follow_disk_full_total": "Times that a version could not be written for want of space.",
+    "follow_is_in_trouble": "1 if the last look for a new version failed.",
+    "follow_pinned_version": "The version that fleet rollback asked for; 0: the newest.",
+    "follow_checked_seconds_ago": "Seconds since the last look for a new version.",
+}
 _SHARDS = _CREATED + 1
 NUM_FIELDS = _SHARDS + len(SHARD_FIELDS)
 
@@ -86,11 +94,17 @@ class ServingMetrics:
         for i, name in enumerate(SHARD_FIELDS if counts else ()):
             self._own[_SHARDS + i] = counts[name]
 
-    def exposition(self) -> bytes:
-        """All metrics as text. Raises MissingPackage without prometheus_client."""
+    def exposition(self, followed: Mapping[str, float] | None = None) -> bytes:
+        """All metrics as text. `followed`: figures of what follows a job. Raises MissingPackage without
+        prometheus_client.
+        """
         client = required("prometheus_client", "/metrics", "serve")
         registry = client.CollectorRegistry()
         registry.register(self)
+        for name, value in (followed or {}).items():
+            if name.startswith("follow_"):  # version and age are told by process
+                gauge = client.Gauge(f"torchfleet_serve_{name}", FOLLOWED[name], registry=registry)
+                gauge.set(value)
         text: bytes = client.generate_latest(registry)
         return text
 

@@ -20,6 +20,7 @@ import msgspec
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import FAILED, ServeSettings, WorkerStart
 from torchfleet.base.errors import FleetError
+from torchfleet.base.own_folders import OwnFolder
 from torchfleet.base.printable import say
 
 _LOOK = 0.05  # seconds between two looks at the processes
@@ -44,9 +45,10 @@ class ServingProcesses:
     """All serving processes. They share one socket, so that a connection that none has taken waits for the next."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._settings = settings
         self._socket = _bound(settings)
         self.port = int(self._socket.getsockname()[1])
+        self._versions = OwnFolder("serve")
+        self._settings = msgspec.structs.replace(settings, workdir=str(self._versions.path))
         self._folder = tempfile.TemporaryDirectory(prefix="fleet-serve-")
         self._metrics = os.path.join(self._folder.name, "metrics")
         ServingMetrics.create(self._metrics, settings.workers)
@@ -87,6 +89,7 @@ class ServingProcesses:
                     process.running.wait()
         self._socket.close()
         self._folder.cleanup()
+        self._versions.close()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._asked.set()

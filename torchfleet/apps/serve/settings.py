@@ -19,7 +19,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""  # of the model, in paths; the folder's by default
     host: str = "127.0.0.1"
     port: int = 8000
-    follow: bool = False
+    follow: str = ""  # "files", servers=HOST:PORT,... or the folder of a job's logs; "": none
+    followed: tuple[str, ...] = ()  # addresses of the servers to follow, as `follow` says
+    workdir: str = ""  # a folder for the files of versions, which all processes map; "": one of this process
     workers: int = 1
     batch_wait_ms: float = 2.0
     max_batch: int = 1024  # samples of a request, and of a batch
@@ -36,7 +38,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: str = ""  # HOST:PORT[,HOST:PORT] of read-only servers, by shard; "": rows are in this process
     backups: str = ""  # a second server of each shard
     row_cache: str = "256MB"  # memory for the rows of these servers that were read last; "0": none
-    key_dir: str = ""  # of the keys that these servers ask for
+    key_dir: str = ""  # of the keys that servers ask for
 
     def checked(self) -> ServeSettings:
         """With a name. Raises FleetError for settings that contradict each other or are out of range."""

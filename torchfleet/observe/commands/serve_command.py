@@ -11,11 +11,13 @@ from torchfleet.apps.serve.serving_processes import ServingProcesses
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import check_installed
+from torchfleet.observe.commands.follow_option import FILES, followed_servers
 from torchfleet.observe.watch.watchers import port_or_any
 
 _EXAMPLES = """examples:
   fleet serve model                                 the model of a folder, on http://127.0.0.1:8000
   fleet serve model --follow                        take over what a job saves there
+  fleet serve model --follow log                    and what the servers of the job with these logs learn
   fleet serve s3://bucket/model --workers 4         four processes on one port
   fleet serve model --shards a:7000,b:7000          rows on read-only servers: docs/serving_clusters.md
   fleet serve model --cluster ray --replicas 1:8    on Ray Serve, with as many replicas as requests need
@@ -46,7 +48,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     made.add_argument("--port", type=port_or_any, default=default["port"], help="default: 8000; 0: any that is free")
     made.add_argument("--name", default="", help="the model's name in paths (default: the last part of MODEL)")
-    made.add_argument("--follow", action="store_true", help="take over new saves of the job that trains the model")
+    made.add_argument(
+        "--follow",
+        nargs="?",
+        const=FILES,
+        default="",
+        metavar="files|servers=HOST:PORT,...|LOG_DIR",
+        help="take over what the job that trains the model saves (files, the default), or what its servers learn, "
+        "within a second: their addresses, or the folder of its logs",
+    )
     made.add_argument("--workers", type=int, default=1, metavar="N", help="processes on the port (1)")
     made.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a process, for the network (1)")
     made.add_argument(
@@ -117,7 +127,9 @@ def _serve(options: argparse.Namespace) -> int:
     for package in ("uvicorn", "httptools"):
         check_installed(package, "fleet serve", "serve")
     names = [field.name for field in msgspec.structs.fields(ServeSettings)]
-    settings = ServeSettings(**{name: getattr(options, name) for name in names}).checked()
+    settings = ServeSettings(**{name: getattr(options, name) for name in names if hasattr(options, name)}).checked()
+    if settings.follow:
+        settings = msgspec.structs.replace(settings, followed=tuple(followed_servers(settings.follow)))
     scale = _scale(options)
     if scale is None:
         return ServingProcesses(settings).run()

@@ -1,4 +1,4 @@
-"""A saved model in the memory of this process, as a source of one version."""
+"""A saved model in the memory of this process, as a source of one version: the oracle of what serving maps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.api.infer import load_rows, load_tensors
-from torchfleet.apps.serve.model_version import ModelSource
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
@@ -59,10 +58,3 @@ class SavedModel:
 
     def close(self) -> None:
         pass
-
-
-def open_model(folder: str, follow: bool) -> ModelSource:
-    """The model of a folder. `follow`: take over what a job saves there from now on."""
-    if follow:
-        raise CheckpointError("--follow: this version reads a model once. Start fleet serve again after a save.")
-    return SavedModel(folder)
