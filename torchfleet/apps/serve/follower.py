@@ -67,6 +67,8 @@ class Follower:
                 self.maker.settle()
             self.maker.publish()
         except OSError as error:
+            if not self.store.folder.exists():
+                return  # the processes that read it have ended, and removed it
             self.store.status.num_disk_full += 1
             self.maker.trouble(f"a new version cannot be written to {self.store.folder}: {error}. The old one stays.")
             if self._pushed is not None:
