@@ -34,7 +34,8 @@ class ScriptTree:
         imports = [alias for node in self.nodes if isinstance(node, ast.Import) for alias in node.names]
         self.aliases = {alias.asname or OWN for alias in imports if alias.name == OWN}
         docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
-        self.texts = [node for node in self.nodes if _is_text(node) and id(node) not in docstrings]
+        constants = [node for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        self.texts = [node for node in constants if id(node) not in docstrings]
 
     def place(self, node: ast.AST) -> str:
         return f"{self.path.name}, line {getattr(node, 'lineno', 1)}"
@@ -192,7 +193,3 @@ def ends_process(statement: ast.stmt) -> bool:
         return name_of(raised) == "SystemExit"
     called = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(called, ast.Call) and name_of(called.func) == "exit"
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -69,8 +69,8 @@ def _check_surroundings(tree: ScriptTree) -> None:
         if parts[0] == "fsspec":
             raise NeedsScript(f"{tree.place(node)}, imports fsspec, whose settings servers need for saves")
     for node in tree.texts:
-        if isinstance(node, ast.Constant) and _is_about_role(str(node.value)):
-            raise NeedsScript(f"{tree.place(node)}, names the variable {node.value!s}")
+        if _is_about_role(name := str(node.value)):
+            raise NeedsScript(f"{tree.place(node)}, names the variable {name}")
     own_names = tree.fleet_names()
     for node in tree.nodes:
         if _sets_variable(tree, node):
