@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from torchfleet.apps.serve.follow_process import READERS, has_writer, locked, start_writer, write_settings
 from torchfleet.apps.serve.follower import FollowSettings
@@ -42,6 +43,8 @@ class MappedModel:
         self._over = threading.Event()
         try:
             self._version = self._first(wait)
+            for table in self._version.description.tables:  # loads the kernels: the first request is not to wait
+                self._version.rows(table, np.zeros(1, np.int64))
         except BaseException:
             self._release()
             raise

@@ -13,10 +13,10 @@ from torchfleet.ps.kernels.levels import take_new
 from torchfleet.ps.kernels.merge import unique
 from torchfleet.ps.tables.rows.keymap import Keys
 
-MAX_SUBSCRIBERS = 64
+MAX_SUBSCRIBERS = 16
 LEASE = 300.0  # seconds without a request after which a subscriber is forgotten
 _COMPACT_AT = 1 << 18  # keys
-_NOTED = 1 << 16  # keys that are not noted a second time: half a megabyte, which stays in the cache
+_NOTED = 1 << 14  # keys that are not noted a second time: 128 KiB, which stay in the cache
 _NONE: Keys = np.empty(0, np.uint64)
 
 
