@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import FREE_MODES, catch_up, check_loss_rule, check_releases, claims_of
@@ -32,6 +34,7 @@ from torchfleet.base.monitor.stop_request import end_with_save, stop_request
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.server_fields import NUM_WORKERS
 from torchfleet.ps.checkpoint.manifest import Manifest
+from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.row_statistics import is_pushed
 from torchfleet.ps.tables.settings.clock import MAX_TIME
 from torchfleet.ps.tables.settings.policy import Shrink
@@ -74,6 +77,9 @@ class WorkerRole:
 
     def _begin(self, setup: JobSetup, dirname: str | None) -> None:
         """All steps that may fail: connect, join, create tables, start threads, bind the model."""
+        if self.info.is_local:  # its tables are here: kernels use as many threads as torch does
+            TEAM.resize(torch.get_num_threads())
+            self._ends.callback(TEAM.resize, 1)
         wait_for_servers(self.client, self.info.start_timeout)
         check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
