@@ -1,17 +1,31 @@
-"""Rules for rows in one process: samples/s and bytes per row of each, and row-wise Adagrad beside FBGEMM's.
+"""Rules for rows in one process: samples/s and bytes per row of each, beside FBGEMM's row-wise Adagrad.
 
 python -m benchmarks.rules --json            10 million ids, Zipf 1.15, 26 ids of dim 16 per sample, batch 4096
 python -m benchmarks.rules --quick --json    smaller and shorter, to see that it works
+python -m benchmarks.rules --rules rowwise_adagrad,ftrl --json
 
 FBGEMM's table-batched embedding takes part where it is installed (pip install fbgemm-gpu-cpu, of the version that fits
-torch): one table with a row for every id, the same bags, its rule EXACT_ROWWISE_ADAGRAD. Both begin with equal values,
-and their rows after three steps are compared.
+torch). Its rule is always EXACT_ROWWISE_ADAGRAD. It and each of our rules train in turns on the same batches; the
+ratio of a rule is the median over the rounds of our speed over FBGEMM's in the same round. Both use as many threads as
+torch may. Per batch, both sides
+
+- take the same bags: 26 ids a sample in one tensor, and their offsets;
+- give the sum of each bag as a tensor that is part of torch's graph;
+- get the same gradient of these sums, by `backward`;
+- sum the gradients of an id that repeats, and update its row once.
+
+Ours finds rows by any 64-bit id through a map, checks that gradients are finite, and its step is `optimizer.step()`
+and `zero_grad()`. FBGEMM's ids are row numbers of a table with a row for each; it updates rows inside `backward`. Our
+tables ask the kernel for huge pages; FBGEMM's memory is torch's, which has them where GLIBC_TUNABLES is
+glibc.malloc.hugetlb=1 or the system gives them to all. Rows of row-wise Adagrad are compared after three steps from
+zeros.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +34,12 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from benchmarks.timing import interleave, log, report
+from benchmarks.timing import in_turns, log, report
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Train = Callable[[list[Batch], torch.Tensor], None]
 LR, EPS = 0.01, 1e-8
+COMPARED = "rowwise_adagrad"  # FBGEMM's rule
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=LR),
     "momentum": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
@@ -60,7 +76,7 @@ def batches(options: argparse.Namespace) -> list[Batch]:
 
 
 @contextlib.contextmanager
-def ours(name: str, dim: int) -> Iterator[Callable[[list[Batch], torch.Tensor], None]]:
+def ours(name: str, dim: int) -> Iterator[Train]:
     """A step per batch by a rule, in one process. The gradient of a batch's rows is given."""
     fleet.reset()
     fleet.init()
@@ -113,7 +129,7 @@ def largest_difference(options: argparse.Namespace, data: list[Batch], grad: tor
     """Between rows of both after three steps from zeros."""
     operator = fbgemm(options.num_ids, options.dim)
     step_fbgemm(operator, data[:3], grad)
-    with ours("rowwise_adagrad", options.dim) as train:
+    with ours(COMPARED, options.dim) as train:
         train(data[:3], grad)
         ids = torch.unique(torch.cat([ids for ids, _ in data[:3]]))
         with torch.no_grad():
@@ -121,35 +137,70 @@ def largest_difference(options: argparse.Namespace, data: list[Batch], grad: tor
     return float((found - operator.split_embedding_weights()[0][ids]).abs().max())
 
 
+class Timed:
+    """Passes over all batches: their samples per second, and the processor time of their steps."""
+
+    def __init__(self, train: Train, data: list[Batch], grad: torch.Tensor) -> None:
+        self._train, self._data, self._grad = train, data, grad
+        self.cpu_ms: list[float] = []  # of all threads, for a step
+
+    def __call__(self) -> float:
+        start, cpu = time.perf_counter(), time.process_time()
+        self._train(self._data, self._grad)
+        self.cpu_ms.append(1000 * (time.process_time() - cpu) / len(self._data))
+        return len(self._grad) * len(self._data) / (time.perf_counter() - start)
+
+
+def measure_rule(
+    name: str, options: argparse.Namespace, operator: Any, data: list[Batch], grad: torch.Tensor
+) -> dict[str, Any]:
+    """Figures of one rule, and of FBGEMM in turns with it."""
+    with ours(name, options.dim) as train:
+        contenders = {name: Timed(train, data, grad)}
+        if operator is not None:
+            contenders["fbgemm"] = Timed(lambda *given: step_fbgemm(operator, *given), data, grad)
+        for contender in contenders.values():
+            contender()  # rows are made
+            contender.cpu_ms.clear()
+        found = in_turns(options.rounds, contenders)
+        table = fleet.stats()["servers"][0]["tables"]["rows"]
+    result = {
+        f"{name}_samples_per_s": round(statistics.median(found[name])),
+        f"{name}_cpu_ms": round(statistics.median(contenders[name].cpu_ms), 2),
+        f"{name}_bytes_per_row": round(table["bytes"] / table["rows"], 1),
+    }
+    if operator is not None:
+        ratios = [mine / theirs for mine, theirs in zip(found[name], found["fbgemm"], strict=True)]
+        result[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+    if operator is not None and name == COMPARED:
+        result["fbgemm_ratio"] = result[f"{name}_ratio"]
+        result["fbgemm_samples_per_s"] = round(statistics.median(found["fbgemm"]))
+        result["fbgemm_cpu_ms"] = round(statistics.median(contenders["fbgemm"].cpu_ms), 2)
+    return result
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     data = batches(options)
     grad = torch.randn(options.batch, options.dim, generator=torch.Generator().manual_seed(0)) / options.batch
-    num = options.batch * len(data)
-    result: dict[str, Any] = {"threads": torch.get_num_threads(), "ids": options.num_ids}
+    distinct = statistics.fmean(len(torch.unique(ids)) for ids, _ in data[:8])
+    result: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "ids": options.num_ids,
+        "distinct_per_batch": round(distinct),
+    }
     operator = fbgemm(options.num_ids, options.dim)
-    for name in RULES:
-        with ours(name, options.dim) as train:
-            train(data, grad)  # rows are made
-
-            def timed(work: Callable[..., None] = train) -> float:
-                start = time.perf_counter()
-                work(data, grad)
-                return float(num / (time.perf_counter() - start))
-
-            contenders: dict[str, Callable[[], float]] = {name: timed}
-            if name == "rowwise_adagrad" and operator is not None:
-                step_fbgemm(operator, data, grad)
-                contenders["fbgemm"] = lambda: timed(lambda *given: step_fbgemm(operator, *given))
-            found = interleave(options.rounds, contenders)
-            table = fleet.stats()["servers"][0]["tables"]["rows"]
-        result[f"{name}_samples_per_s"] = round(found[name])
-        result[f"{name}_bytes_per_row"] = round(table["bytes"] / table["rows"], 1)
-        if "fbgemm" in found:
-            result["fbgemm_samples_per_s"] = round(found["fbgemm"])
-            result["fbgemm_ratio"] = round(found[name] / found["fbgemm"], 3)
+    for name in options.rules:
+        result |= measure_rule(name, options, operator, data, grad)
     if operator is not None:
         result["fbgemm_largest_difference"] = largest_difference(options, data, grad)
     return result
+
+
+def rule_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in RULES]:
+        raise argparse.ArgumentTypeError(f"expected names of {', '.join(RULES)}; found {', '.join(unknown)}")
+    return names
 
 
 def main() -> None:
@@ -158,6 +209,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zipf", type=float, default=1.15)
+    parser.add_argument("--rules", type=rule_names, default=list(RULES), help="some rules, by name (default: all)")
     parser.add_argument("--quick", action="store_true", help="100,000 ids, three batches, one round")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()

@@ -16,14 +16,19 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def interleave(rounds: int, contenders: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Median of each contender over `rounds`, taken in turns (A B A B ...), so that drift hits all alike."""
+def in_turns(rounds: int, contenders: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each contender measured in `rounds`, taken in turns (A B A B ...), so that drift hits all alike."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name, measure in contenders.items():
             found[name].append(measure())
         log(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in found.items()))
-    return {name: statistics.median(values) for name, values in found.items()}
+    return found
+
+
+def interleave(rounds: int, contenders: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Median of each contender over `rounds`, taken in turns."""
+    return {name: statistics.median(values) for name, values in in_turns(rounds, contenders).items()}
 
 
 def rate(num: int, work: Callable[[], None]) -> float:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import twins
 
-from torchfleet.ps.kernels.merge import sum_by_key, unique
+from torchfleet.ps.kernels import lookup
+from torchfleet.ps.kernels.merge import SALT, sum_by_key, unique, unique_places
+from torchfleet.ps.kernels.team import TEAM
 
 keys = st.lists(
     st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 20) | st.integers(0, 2**64 - 1), max_size=200
@@ -35,6 +37,30 @@ def test_unique_gives_keys_in_order_of_first_appearance_and_the_way_back(keys):
     assert inverse.dtype == np.int32
     assert (distinct[inverse] == keys).all()
     assert sorted(distinct.tolist()) == np.unique(keys).tolist()
+
+
+@pytest.fixture
+def threads(request):
+    TEAM.resize(request.param)
+    yield request.param
+    TEAM.resize(1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("num_distinct", [100, 16_384, 16_385, 40_000, 70_000])
+def test_unique_of_a_long_batch_is_the_same_by_any_number_of_threads(num_distinct, threads):
+    """Places grow from 2^15, of which at most half are taken."""
+    rng = np.random.default_rng(num_distinct)
+    keys = twins.mix(np.concatenate([np.arange(num_distinct), rng.integers(0, num_distinct, 1000)]).astype(np.uint64))
+    keys = rng.permutation(keys)
+    distinct, inverse, places = unique_places(keys)
+    assert (distinct[inverse] == keys).all()
+    _, first = np.unique(keys, return_index=True)
+    assert (distinct == keys[np.sort(first)]).all()
+    assert sorted(places[places > 0]) == list(range(1, num_distinct + 1))
+    index = np.empty(3, np.int32)
+    assert lookup.index_of(np.array([keys[5], 12345, keys[0]], np.uint64), places, distinct, index, SALT) == 1
+    assert index.tolist() == [inverse[5], lookup.ABSENT, 0]
 
 
 @pytest.mark.slow

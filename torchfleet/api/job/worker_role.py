@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import FREE_MODES, catch_up, check_loss_rule, check_releases, claims_of
@@ -34,6 +36,7 @@ from torchfleet.base.monitor.stop_request import end_with_save, stop_request
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.server_fields import NUM_WORKERS
 from torchfleet.ps.checkpoint.manifest import Manifest
+from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.row_statistics import is_pushed
 from torchfleet.ps.tables.settings.clock import MAX_TIME
 from torchfleet.ps.tables.settings.policy import Shrink
@@ -76,6 +79,9 @@ class WorkerRole:
 
     def _begin(self, setup: JobSetup, dirname: str | None, var_names: Sequence[str] | None) -> None:
         """All steps that may fail: connect, join, create tables, start threads, bind the model."""
+        if self.info.is_local:  # its tables are here: kernels use as many threads as torch does
+            TEAM.resize(torch.get_num_threads())
+            self._ends.callback(TEAM.resize, 1)
         plan, loaded = setup.plan, None if dirname is None else os.fspath(dirname)
 
         def give_tables(servers: Collection[str]) -> None:

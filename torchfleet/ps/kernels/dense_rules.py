@@ -8,7 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from torchfleet.ps.kernels.jit import kernel
-from torchfleet.ps.kernels.rule_steps import ZERO, ftrl_step, lion_step, rmsprop_scale, velocity_step
+from torchfleet.ps.kernels.rule_steps import (
+    HALF,
+    ZERO,
+    ftrl_step,
+    ftrl_total,
+    lion_step,
+    rmsprop_scale,
+    velocity_step,
+)
 
 
 @kernel
@@ -151,10 +159,18 @@ def ftrl(
     rate, l1, l2, beta, power = np.float32(lr), np.float32(l1), np.float32(l2), np.float32(beta), np.float32(power)
     if rate == ZERO:
         return
+    if power == HALF:
+        for i in range(len(grads)):
+            n, total = squares[i], ftrl_total(squares[i], grads[i])
+            before, root = np.sqrt(n), np.sqrt(total)
+            weights[i], sums[i] = ftrl_step(weights[i], sums[i], grads[i], before, root, rate, l1, l2, beta)
+            squares[i] = total
+        return
     for i in range(len(grads)):
-        weights[i], sums[i], squares[i] = ftrl_step(
-            weights[i], sums[i], squares[i], grads[i], rate, l1, l2, beta, power
-        )
+        n, total = squares[i], ftrl_total(squares[i], grads[i])
+        before, root = n**power, total**power
+        weights[i], sums[i] = ftrl_step(weights[i], sums[i], grads[i], before, root, rate, l1, l2, beta)
+        squares[i] = total
 
 
 @kernel

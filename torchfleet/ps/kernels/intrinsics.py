@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+# Whether random reads are quicker with prefetch instructions than with loads whose results are not needed: 48 and 66 ns
+# a key on Skylake, 22 and 13 ns a cache line on Neoverse-N1.
+PREFETCHES = platform.machine() in ("x86_64", "AMD64")
 
 
 @intrinsic

@@ -23,11 +23,14 @@ from torchfleet.ps.kernels.hashmap import (
     place_of,
     tag_of,
 )
-from torchfleet.ps.kernels.intrinsics import copy_words
+from torchfleet.ps.kernels.intrinsics import PREFETCHES, prefetch_word
 from torchfleet.ps.kernels.jit import inlined, kernel
+from torchfleet.ps.kernels.row_vectors import copy_row
 from torchfleet.ps.kernels.rows import fetch_rows
 
-_U8, _LOW = np.uint64(8), np.uint64(0xFFFFFFFF)
+_U0, _U8, _LOW = np.uint64(0), np.uint64(8), np.uint64(0xFFFFFFFF)
+_LINE = np.uint64(16)  # words in a cache line
+_STRETCH = 32  # keys that are fetched while as many before them are handled
 
 
 @inlined
@@ -116,6 +119,48 @@ def find(
 
 
 @kernel
+def _read_ahead(
+    old: np.ndarray,
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    words_RW: np.ndarray,
+    keys_N: np.ndarray,
+    rows_N: np.ndarray,
+    offset: int,
+    out_NC: np.ndarray,
+) -> int:
+    """`read` in a map that is not growing, by prefetch instructions: while the rows of one stretch of keys are copied,
+    those of the next and the buckets of the one after it are on their way.
+    """
+    width, num_words, num = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1]), len(keys_N)
+    num_new, secret, words = num_buckets[NEW], secret_at(state, SECRET), words_RW.reshape(-1)
+    last, num_missing = np.uint64(offset + num_words - 1), 0
+    for start in range(0, num + 2 * _STRETCH, _STRETCH):
+        for i in range(start, min(start + _STRETCH, num)):
+            tag = tag_of(keys_N[i], secret)
+            rows_N[i] = np.int64(tag)
+            prefetch_word(new, home_of(tag, num_new) * _U8)
+        for i in range(max(start - _STRETCH, 0), min(start, num)):
+            tag = np.uint64(rows_N[i])
+            row = np.int64(first_match(new, home_of(tag, num_new), tag) & _LOW) - 1
+            rows_N[i] = row
+            first = np.uint64(max(row, 0) * width)
+            for line in range(_U0, last, _LINE):
+                prefetch_word(words, first + line)
+            prefetch_word(words, first + last)
+        for i in range(max(start - 2 * _STRETCH, 0), min(start - _STRETCH, num)):
+            if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
+                rows_N[i] = _find_exactly(old, new, num_buckets, state, words_RW, keys_N[i])
+            if rows_N[i] >= 0:
+                copy_row(out_NC, i * num_words, words_RW, rows_N[i] * width + offset, num_words)
+            else:
+                out_NC[i, :] = 0
+                num_missing += 1
+    return num_missing
+
+
+@kernel
 def read(
     old: np.ndarray,
     new: np.ndarray,
@@ -128,6 +173,8 @@ def read(
     out_NC: np.ndarray,
 ) -> int:
     """`find`, and out_NC[i] = the first C words behind `offset` of the row of keys_N[i]; zeros if it is missing."""
+    if PREFETCHES and np.uint64(state[MOVED]) >= num_buckets[OLD]:
+        return _read_ahead(old, new, num_buckets, state, words_RW, keys_N, rows_N, offset, out_NC)
     width, num_words = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1])
     num_missing, fetched = 0, np.uint64(0)
     for start in range(0, len(keys_N), BLOCK):
@@ -138,7 +185,7 @@ def read(
             if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
                 rows_N[i] = _find_exactly(old, new, num_buckets, state, words_RW, keys_N[i])
             if rows_N[i] >= 0:
-                copy_words(out_NC, i * num_words, words_RW, rows_N[i] * width + offset, num_words)
+                copy_row(out_NC, i * num_words, words_RW, rows_N[i] * width + offset, num_words)
             else:
                 out_NC[i, :] = 0
                 num_missing += 1

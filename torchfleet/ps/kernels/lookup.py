@@ -7,8 +7,11 @@ import numpy as np
 from torchfleet.ps.kernels.intrinsics import add_words, copy_words, prefetch_word
 from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.merge import place_of
+from torchfleet.ps.kernels.row_vectors import add_to_rows, sum_rows
 
 ABSENT = -1
+NOTHING = np.float32(-0.0)  # a sum without addends: what is added to it is the sum, to the bit, also -0.0
+_ONE = np.uint64(1)
 _AHEAD = np.uint64(12)  # samples to prefetch ahead
 
 
@@ -34,33 +37,41 @@ def add_rows(
 ) -> None:
     """sums[index_N[i]] += grads[i], in the order of i; negative indices are ignored. Flat arrays of rows of dim.
 
-    stride: the distance in grads between the first numbers of two rows.
+    stride: the distance in grads between the first numbers of two rows. A row that is not touched yet holds NOTHING.
     """
     size, stride = np.uint64(dim), np.uint64(stride)
     for i in range(len(index_N)):
         u = index_N[i]
-        if u < 0:
-            continue
-        to, source = np.uint64(u) * size, np.uint64(i) * stride
-        _add(sums, to, grads, source, size, touched_U, u)
+        if u >= 0:
+            touched_U[u] = True
+            add_words(sums, np.uint64(u) * size, grads, np.uint64(i) * stride, size)
 
 
 @inlined
-def _add(
-    sums: np.ndarray,
+def _num_real(index_N: np.ndarray, start: np.uint64, stop: np.uint64) -> int:
+    """How many of these indices are no padding."""
+    num = 0
+    for i in range(start, stop):
+        num += index_N[i] >= 0
+    return num
+
+
+@inlined
+def _sum_real(
+    out: np.ndarray,
     to: np.uint64,
-    grads: np.ndarray,
-    source: np.uint64,
+    rows: np.ndarray,
+    index_N: np.ndarray,
+    start: np.uint64,
+    stop: np.uint64,
     size: np.uint64,
-    touched_U: np.ndarray,
-    u: np.int32,
 ) -> None:
-    """The first gradient of row u overwrites its sum, so sums need not be zeroed."""
-    if touched_U[u]:
-        add_words(sums, to, grads, source, size)
-    else:
-        touched_U[u] = True
-        copy_words(sums, to, grads, source, size)
+    """`sum_rows` of the indices that are no padding."""
+    for d in range(size):
+        out[to + d] = 0
+    for i in range(start, stop):
+        if index_N[i] >= 0:
+            add_words(out, to, rows, np.uint64(index_N[i]) * size, size)
 
 
 @kernel
@@ -72,35 +83,50 @@ def pool(
     num_slots: int,
     mean: bool,
     out: np.ndarray,
+    first: int,
+    last: int,
 ) -> None:
     """The sum (or mean) of rows[index_N[i]] for i from offsets_B1[b] to offsets_B1[b + 1]; an empty bag is zeros.
 
-    Bags come slot by slot and go out sample by sample: out has shape (samples, num_slots, dim). Negative indices
-    (padding) count neither in the sum nor in the mean.
+    Bags come slot by slot and go out sample by sample: out has shape (samples, num_slots, dim). Only those of the
+    samples from `first` to `last` are written. Negative indices (padding) count neither in the sum nor in the mean.
     """
     size, stride = np.uint64(dim), np.uint64(dim * num_slots)
     num_samples = (len(offsets_B1) - 1) // num_slots
     for slot in range(num_slots):
-        to = np.uint64(slot) * size
-        for b in range(slot * num_samples, (slot + 1) * num_samples):
-            start, stop = offsets_B1[b], offsets_B1[b + 1]
-            if stop == start + 1 and index_N[start] >= 0:  # one id: copy its row
+        to = np.uint64(slot) * size + np.uint64(first) * stride
+        for b in range(slot * num_samples + first, slot * num_samples + last):
+            start, stop = np.uint64(offsets_B1[b]), np.uint64(offsets_B1[b + 1])
+            if stop == start + _ONE and index_N[start] >= 0:  # one id: copy its row
                 copy_words(out, to, rows, np.uint64(index_N[start]) * size, size)
                 to += stride
                 continue
-            for d in range(size):
-                out[to + d] = 0
-            num = 0
-            for i in range(start, stop):
-                if index_N[i] >= 0:
-                    num += 1
-                    source = np.uint64(index_N[i]) * size
-                    for d in range(size):
-                        out[to + d] += rows[source + d]
+            num = _num_real(index_N, start, stop)
+            if num == np.int64(stop - start):
+                sum_rows(out, to, rows, index_N, start, stop, size)
+            else:
+                _sum_real(out, to, rows, index_N, start, stop, size)
             if mean and num > 1:
                 for d in range(size):
                     out[to + d] /= np.float32(num)
             to += stride
+
+
+@inlined
+def _add_to_real(
+    sums: np.ndarray,
+    index_N: np.ndarray,
+    start: np.uint64,
+    stop: np.uint64,
+    grads: np.ndarray,
+    source: np.uint64,
+    share: np.float32,
+    size: np.uint64,
+) -> None:
+    """`add_to_rows` for the indices that are no padding."""
+    for i in range(start, stop):
+        if index_N[i] >= 0:
+            add_to_rows(sums, index_N, i, i + _ONE, grads, source, share, size)
 
 
 @kernel
@@ -117,39 +143,31 @@ def unpool(
 ) -> None:
     """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean.
 
-    stride: the distance in grads between the first numbers of two samples.
+    stride: the distance in grads between the first numbers of two samples. A row that is not touched yet holds NOTHING.
     """
     size, stride = np.uint64(dim), np.uint64(stride)
     num_samples = (len(offsets_B1) - 1) // num_slots
     ahead = _AHEAD * stride  # samples are too far apart for the hardware prefetcher
+    for i in range(len(index_N)):
+        if index_N[i] >= 0:
+            touched_U[index_N[i]] = True
     for slot in range(num_slots):
         source = np.uint64(slot) * size
         for b in range(slot * num_samples, (slot + 1) * num_samples):
             prefetch_word(grads, source + ahead)
             prefetch_word(grads, source + ahead + size)
-            start, stop = offsets_B1[b], offsets_B1[b + 1]
-            if stop == start + 1:  # one id
-                u = index_N[start]
-                if u >= 0:
-                    _add(sums, np.uint64(u) * size, grads, source, size, touched_U, u)
+            start, stop = np.uint64(offsets_B1[b]), np.uint64(offsets_B1[b + 1])
+            if stop == start + _ONE:  # one id
+                if index_N[start] >= 0:
+                    add_words(sums, np.uint64(index_N[start]) * size, grads, source, size)
                 source += stride
                 continue
-            num = 0
-            for i in range(start, stop if mean else start):
-                num += index_N[i] >= 0
-            share = np.float32(1.0 / num) if num > 1 else np.float32(1.0)
-            for i in range(start, stop):
-                u = index_N[i]
-                if u < 0:
-                    continue
-                to = np.uint64(u) * size
-                if touched_U[u]:
-                    for d in range(size):
-                        sums[to + d] += share * grads[source + d]
-                else:
-                    touched_U[u] = True
-                    for d in range(size):
-                        sums[to + d] = share * grads[source + d]
+            num = _num_real(index_N, start, stop)
+            share = np.float32(1.0 / num) if mean and num > 1 else np.float32(1.0)
+            if num == np.int64(stop - start):
+                add_to_rows(sums, index_N, start, stop, grads, source, share, size)
+            else:
+                _add_to_real(sums, index_N, start, stop, grads, source, share, size)
             source += stride
 
 

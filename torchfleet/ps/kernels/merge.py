@@ -8,7 +8,10 @@ import numpy as np
 
 from torchfleet.ps.kernels.hashing import mix
 from torchfleet.ps.kernels.jit import inlined, kernel
+from torchfleet.ps.kernels.team import TEAM
 
+FEW_PLACES = 1 << 15  # 128 KB
+FEWEST_SHARED = 1 << 14  # keys of a thread, where several share the work
 _S32 = np.uint64(32)
 
 # Per process, so that a client that chooses keys cannot make them collide. Passed to the kernels, because numba would
@@ -28,22 +31,45 @@ def place_of(key: np.uint64, salt: np.uint64, places_P: np.ndarray, distinct_U: 
 
 @kernel
 def unique_inverse(
-    keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndarray, inverse_N: np.ndarray, salt: np.uint64
-) -> int:
+    keys_N: np.ndarray,
+    start: int,
+    places_P: np.ndarray,
+    distinct_N: np.ndarray,
+    num: int,
+    inverse_N: np.ndarray,
+    salt: np.uint64,
+) -> tuple[int, int]:
     """Fill distinct_N with the distinct keys in order of first appearance; keys_N[i] = distinct_N[inverse_N[i]].
 
-    Returns how many there are. `places_P` is zeroed scratch, a power of two and at least 2 N long.
+    Continues at keys_N[start] with `num` distinct keys, whose numbers are in places_P (`note_places`). Ends at the last
+    key, or when places_P is half full. Returns (where it ended, how many distinct keys there are).
     """
-    num = 0
-    for i in range(len(keys_N)):
+    most = len(places_P) // 2
+    for i in range(start, len(keys_N)):
         key = keys_N[i]
         at = place_of(key, salt, places_P, distinct_N)
         if places_P[at] == 0:
+            if num == most:
+                return i, num
             distinct_N[num] = key
             num += 1
             places_P[at] = num
         inverse_N[i] = places_P[at] - 1
-    return num
+    return len(keys_N), num
+
+
+@kernel
+def note_places(distinct_N: np.ndarray, num: int, places_P: np.ndarray, salt: np.uint64) -> None:
+    """Put the numbers of `num` distinct keys, from 1, into zeroed places_P, a power of two and at least 2 num long."""
+    for i in range(num):
+        places_P[place_of(distinct_N[i], salt, places_P, distinct_N)] = i + 1
+
+
+@kernel
+def renumber(numbers_U: np.ndarray, inverse_N: np.ndarray) -> None:
+    """inverse_N[i] ← numbers_U[inverse_N[i]]"""
+    for i in range(len(inverse_N)):
+        inverse_N[i] = numbers_U[inverse_N[i]]
 
 
 @kernel
@@ -62,12 +88,46 @@ def segment_sum(grads_ND: np.ndarray, inverse_N: np.ndarray, sums_UD: np.ndarray
                 sums_UD[u, d] += grads_ND[i, d]
 
 
+class _Distinct:
+    """The distinct keys of a batch so far, in order of first appearance."""
+
+    def __init__(self, most: int, num_places: int) -> None:
+        """`most`: how many keys may come."""
+        self._keys, self._num = np.empty(most, np.uint64), 0
+        self.places = np.zeros(num_places, np.int32)
+
+    @property
+    def keys(self) -> np.ndarray:
+        return self._keys[: self._num]
+
+    def add(self, keys_N: np.ndarray, inverse_N: np.ndarray) -> None:
+        """inverse_N[i] = the number of keys_N[i] among the distinct keys. Places grow with them: those for all keys of
+        a large batch, which mostly repeat, would not fit into the cache.
+        """
+        at, self._num = unique_inverse(keys_N, 0, self.places, self._keys, self._num, inverse_N, SALT)
+        while at < len(keys_N):
+            self.places = np.zeros(2 * len(self.places), np.int32)
+            note_places(self._keys, self._num, self.places, SALT)
+            at, self._num = unique_inverse(keys_N, at, self.places, self._keys, self._num, inverse_N, SALT)
+
+
 def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(distinct keys in order of first appearance, inverse as int32, the places for `index_of`)."""
-    num = len(keys_N)
-    places = np.zeros(1 << max(4, (2 * num - 1).bit_length()), np.int32)
-    distinct, inverse = np.empty(num, np.uint64), np.empty(num, np.int32)
-    return distinct[: unique_inverse(keys_N, places, distinct, inverse, SALT)], inverse, places
+    total, inverse = len(keys_N), np.empty(len(keys_N), np.int32)
+    size = 1 << max(4, (2 * total - 1).bit_length())
+    num_places = min(size, max(FEW_PLACES, size >> 2))
+
+    def part(start: int, stop: int) -> tuple[_Distinct, int, int]:
+        own = _Distinct(stop - start if start else total, num_places)
+        own.add(keys_N[start:stop], inverse[start:stop])
+        return own, start, stop
+
+    (whole, *_), *others = TEAM.share(part, total, FEWEST_SHARED)
+    for own, start, stop in others:  # each thread has numbered the keys of its part: number them as one
+        numbers = np.empty(len(own.keys), np.int32)
+        whole.add(own.keys, numbers)
+        renumber(numbers, inverse[start:stop])
+    return whole.keys, inverse, whole.places
 
 
 def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from torchfleet.ps.kernels.intrinsics import copy_words
 from torchfleet.ps.kernels.jit import inlined, kernel
+from torchfleet.ps.kernels.row_vectors import subtract_scaled
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _EXPONENT, _ONE_MORE, _SIGN = np.uint32(0x7F800000), np.uint32(0x00800000), np.uint32(31)
@@ -157,8 +158,7 @@ def sgd(
         fetched ^= fetch_rows(bits, width, rows_N[start:stop], num_words)
         for i in range(start, stop):
             w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
-            for d in range(dim):
-                store[w + d] -= rate * grads[at + d]
+            subtract_scaled(store, w, grads, at, dim, rate)
             bound(store, w, dim, low, high)
     return fetched
 

@@ -28,35 +28,36 @@ def rmsprop_scale(s: np.float32, mean: np.float32, eps: np.float32) -> np.float3
 
 
 @inlined
-def ftrl_root(n: np.float32, power: np.float32) -> np.float32:
-    """n^power, where power is -lr_power."""
-    return np.sqrt(n) if power == HALF else n**power
+def ftrl_total(n: np.float32, g: np.float32) -> np.float32:
+    """n + g²"""
+    return min(n + g * g, MOST)
 
 
 @inlined
 def ftrl_step(
     w: np.float32,
     z: np.float32,
-    n: np.float32,
     g: np.float32,
+    before: np.float32,
+    root: np.float32,
     rate: np.float32,
     l1: np.float32,
     l2: np.float32,
     beta: np.float32,
-    power: np.float32,
-) -> tuple[np.float32, np.float32, np.float32]:
-    """(w, z, n) after
-    σ = ((n + g²)^p - n^p) / α;  z ← z + g - σ w;  n ← n + g²;
-    w ← 0 where |z| ≤ l1, else -(z - sign(z) l1) / ((β + n^p) / α + l2)
+) -> tuple[np.float32, np.float32]:
+    """(w, z) after
+    σ = ((n + g²)^p - n^p) / α;  z ← z + g - σ w;
+    w ← 0 where |z| ≤ l1, else -(z - sign(z) l1) / ((β + (n + g²)^p) / α + l2)
+
+    `before` and `root` are n^p and (n + g²)^p. The kernel computes them, in loops of their own for p = 1/2: vectors
+    have roots, and no powers.
     """
-    total = min(n + g * g, MOST)
-    root = ftrl_root(total, power)
-    moved = z + (g - (root - ftrl_root(n, power)) * w / rate)
+    moved = z + (g - (root - before) * w / rate)
     moved = min(max(moved, -MOST), MOST)
     over = abs(moved) - l1
     size = min(over / ((beta + root) / rate + l2), MOST)
     weight = ZERO if over <= ZERO else (-size if moved > ZERO else size)
-    return weight, moved, total
+    return weight, moved
 
 
 @inlined

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.kernels.jit import inlined, kernel
+from torchfleet.ps.kernels.jit import kernel
+from torchfleet.ps.kernels.row_vectors import subtract_scaled, sum_of_squares
 from torchfleet.ps.kernels.rows import BLOCK, bound, fetch_rows
-from torchfleet.ps.kernels.rule_steps import ZERO, ftrl_step, lion_step, rmsprop_scale, velocity_step
+from torchfleet.ps.kernels.rule_steps import (
+    HALF,
+    ZERO,
+    ftrl_step,
+    ftrl_total,
+    lion_step,
+    rmsprop_scale,
+    velocity_step,
+)
 
-_U0, _LANES = np.uint64(0), np.uint64(8)
+_U0 = np.uint64(0)
 
 
 @kernel
@@ -52,26 +61,6 @@ def momentum_sgd(
     return fetched
 
 
-@inlined
-def mean_square(grads: np.ndarray, at: np.uint64, dim: np.uint64) -> np.float32:
-    """Σ g² / dim, summed in eight lanes, so that vectors can do it, in an order that is the same everywhere."""
-    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = ZERO
-    whole = dim - dim % _LANES
-    for d in range(_U0, whole, _LANES):
-        g = at + d
-        a0 += grads[g] * grads[g]
-        a1 += grads[g + np.uint64(1)] * grads[g + np.uint64(1)]
-        a2 += grads[g + np.uint64(2)] * grads[g + np.uint64(2)]
-        a3 += grads[g + np.uint64(3)] * grads[g + np.uint64(3)]
-        a4 += grads[g + np.uint64(4)] * grads[g + np.uint64(4)]
-        a5 += grads[g + np.uint64(5)] * grads[g + np.uint64(5)]
-        a6 += grads[g + np.uint64(6)] * grads[g + np.uint64(6)]
-        a7 += grads[g + np.uint64(7)] * grads[g + np.uint64(7)]
-    for d in range(whole, dim):
-        a0 += grads[at + d] * grads[at + d]
-    return (((a0 + a4) + (a2 + a6)) + ((a1 + a5) + (a3 + a7))) / np.float32(dim)
-
-
 @kernel
 def rowwise_adagrad(
     store: np.ndarray,
@@ -100,7 +89,7 @@ def rowwise_adagrad(
         fetched ^= fetch_rows(bits, width, rows_N[start:stop], num_words)
         for i in range(start, stop):
             w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
-            total = store[w + behind] + mean_square(grads, at, dim)
+            total = store[w + behind] + sum_of_squares(grads, at, dim) / np.float32(dim)
             store[w + behind] = total
             scale = np.sqrt(total) + eps
             if mu > ZERO:
@@ -109,9 +98,7 @@ def rowwise_adagrad(
                     store[w + dim + d] = u
                     store[w + d] -= rate * u
             else:
-                step = rate / scale
-                for d in range(dim):
-                    store[w + d] -= step * grads[at + d]
+                subtract_scaled(store, w, grads, at, dim, rate / scale)
             bound(store, w, dim, low, high)
     return fetched
 
@@ -194,10 +181,20 @@ def ftrl(
         for i in range(start, stop):
             w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
             z, n = w + dim, w + dim + dim
-            for d in range(dim):
-                store[w + d], store[z + d], store[n + d] = ftrl_step(
-                    store[w + d], store[z + d], store[n + d], grads[at + d], rate, l1, l2, beta, power
-                )
+            if power == HALF:
+                for d in range(dim):
+                    g, old = grads[at + d], store[n + d]
+                    total = ftrl_total(old, g)
+                    before, root = np.sqrt(old), np.sqrt(total)
+                    weight, moved = ftrl_step(store[w + d], store[z + d], g, before, root, rate, l1, l2, beta)
+                    store[w + d], store[z + d], store[n + d] = weight, moved, total
+            else:
+                for d in range(dim):
+                    g, old = grads[at + d], store[n + d]
+                    total = ftrl_total(old, g)
+                    before, root = old**power, total**power
+                    weight, moved = ftrl_step(store[w + d], store[z + d], g, before, root, rate, l1, l2, beta)
+                    store[w + d], store[z + d], store[n + d] = weight, moved, total
             bound(store, w, dim, low, high)
     return fetched
 

@@ -10,9 +10,10 @@ import numpy as np
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.kernels.merge import segment_sum, sum_by_key, unique
+from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables import eviction
 from torchfleet.ps.tables.rows import recent_pulls
-from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.keymap import FEWEST_SHARED, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
 from torchfleet.ps.tables.rowstore import CHUNK, RowStore
 from torchfleet.ps.tables.rules.decay import decayed
@@ -225,7 +226,11 @@ class SparseTable(RowStore):
         rule = self.spec.rule
         if rule.weight_decay:
             grads = decayed(rule, store, self._layout, at, grads, rate)
-        self._row_rule.apply_to_rows(rule, store, self._layout, at, grads, rate, step)
+
+        def apply(start: int, stop: int) -> None:
+            self._row_rule.apply_to_rows(rule, store, self._layout, at[start:stop], grads[start:stop], rate, step)
+
+        TEAM.share(apply, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
         """Record the statistics behind the gradients; returns (distinct keys, their summed gradients)."""

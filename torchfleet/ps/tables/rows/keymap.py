@@ -11,6 +11,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import hashmap, key_search
 from torchfleet.ps.kernels.hashing import new_secret
 from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, OLD, SECRET
+from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
 from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
@@ -27,6 +28,7 @@ MOVES_PER_KEY = 2  # buckets moved per new key: the move ends when the old slots
 EASY_KEYS = 1 << 16  # a map of less than a megabyte
 SETTLED_BUCKETS = 1 << 11  # buckets moved per idle call: a fraction of a millisecond
 KEY_WORDS = 2
+FEWEST_SHARED = 2048  # keys of a thread, where several share the work
 
 
 class KeyMap:
@@ -104,7 +106,12 @@ class KeyMap:
 
     def read(self, keys: Keys, rows: Rows, out: npt.NDArray[np.float32]) -> int:
         """As `find`, and out[i] = the first words behind the key of rows[i]; zeros for a missing key."""
-        return int(key_search.read(*self._arrays, keys, rows, KEY_WORDS, out.view(np.uint32)))
+        words, arrays = out.view(np.uint32), self._arrays
+
+        def read(start: int, stop: int) -> int:
+            return int(key_search.read(*arrays, keys[start:stop], rows[start:stop], KEY_WORDS, words[start:stop]))
+
+        return sum(TEAM.share(read, len(keys), FEWEST_SHARED))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the positions in `keys` of the new ones.

@@ -71,10 +71,10 @@ def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
     is_list = offsets.dim() == 1 and 0 < len(offsets) != num_ids and offsets.dtype in (torch.int64, torch.int32)
     if not is_list or offsets.device.type != "cpu":
         return 0
-    last = int(offsets[-1])
-    if int(offsets[0]) or last > num_ids or bool((offsets.diff() < 0).any()):
+    starts = offsets.detach().numpy()
+    if starts[0] or starts[-1] > num_ids or (starts[1:] < starts[:-1]).any():
         return 0
-    return len(offsets) - (last == num_ids and len(offsets) > 1)
+    return len(starts) - int(starts[-1] == num_ids and len(starts) > 1)
 
 
 def told_samples(inputs: Any) -> int | None:

@@ -69,7 +69,7 @@ class BatchRows:
         self.values = np.concatenate([self.values, values])
         self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
         if self._grads is not None:
-            self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
+            self._grads = np.concatenate([self._grads, np.full((num, self.dim), lookup.NOTHING, np.float32)])
             self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
         if self._shows is not None:
             self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
@@ -136,7 +136,7 @@ class BatchRows:
 
     def _sums(self) -> Floats:
         if self._grads is None:
-            self._grads = np.empty((len(self.keys), self.dim), np.float32)
+            self._grads = np.full((len(self.keys), self.dim), lookup.NOTHING, np.float32)
             self._touched = np.zeros(len(self.keys), np.bool_)
             self._on_gradient(self)
         return self._grads.reshape(-1)

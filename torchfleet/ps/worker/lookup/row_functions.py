@@ -12,10 +12,13 @@ import torch
 
 from torchfleet.ps.kernels import lookup, pooling
 from torchfleet.ps.kernels.rows import gather
+from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.worker.batch.bags import Bags
 from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index
 from torchfleet.ps.worker.lookup.device_copies import host_tensor, to_device, to_host
+
+_FEWEST_IDS = 8192  # of a thread
 
 
 def pooled(weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
@@ -54,8 +57,10 @@ class PooledLookup(torch.autograd.Function):
     def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
         ctx.rows, ctx.index, ctx.bags = rows, index, bags
         out = _new(weight, rows, bags)
-        is_mean, flat = bags.pooling == "mean", out.numpy().reshape(-1)
-        lookup.pool(rows.values.reshape(-1), rows.dim, index, bags.offsets, bags.num_slots, is_mean, flat)
+        values, flat = rows.values.reshape(-1), out.numpy().reshape(-1)
+        how = values, rows.dim, index, bags.offsets, bags.num_slots, bags.pooling == "mean", flat
+        fewest = max(1, _FEWEST_IDS * len(out) // max(1, len(index)))
+        TEAM.share(lambda first, last: lookup.pool(*how, first, last), len(out), fewest)
         return to_device(out, weight.device)
 
     @staticmethod
