@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -87,7 +88,10 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
 def _table(storage: Storage, manifest: Manifest, module: SparseEmbedding) -> SparseTable:
     """A read-only in-memory table with the rows of any kind of table."""
     kind, size = default_kind(is_dense=False, has_size=module.num_embeddings is not None), module.num_embeddings or 0
-    table = SparseTable(TableSpec(module.name or "", kind, module.dim, size, Rule(lr=0.0)), max_table_bytes())
+    spec = TableSpec(module.name or "", kind, module.dim, size, Rule(lr=0.0))
+    kept = manifest.table(spec.name).spec().format  # prediction takes no more memory for values than training did
+    spec = msgspec.structs.replace(spec, format=msgspec.structs.replace(kept, wire=""))
+    table = SparseTable(spec, max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
     return table
 

@@ -20,6 +20,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.base.monitor.freshness import EXACT_AGES
 from torchfleet.ps.tables.policies.decisions import Noted
 from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.rows.wire_rows import pushed_rows
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
@@ -144,6 +145,7 @@ class Table(ABC):
         self.step = 0  # updates so far
         self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
+        self.pushed_rows = pushed_rows(spec)
 
     @property
     @abstractmethod
@@ -164,6 +166,10 @@ class Table(ABC):
         keys read as zeros and nothing changes. `worker`: the pull belongs to a step that all workers make together. Its
         appearances take effect with `admit_waiting`, so that the order of the workers does not matter.
         """
+
+    def pull_encoded(self, keys: Keys, create: bool, worker: int | None) -> npt.NDArray[Any]:
+        """`pull`, as the reply has it: float32, or the bytes of narrower rows (rows/wire_rows.py)."""
+        return self.pull(keys, create, worker)
 
     def admit_waiting(self) -> None:
         """End a step of all workers: count the appearances of its pulls, in the order of the workers."""

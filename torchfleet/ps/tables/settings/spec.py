@@ -18,6 +18,7 @@ import msgspec
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import FLOAT32, RowFormat, value_words
 from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Floats, RowRule, Rule, expect
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 
@@ -117,6 +118,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     entry: AdmissionEntry = EVERY_KEY
     shrink: Shrink = NO_SHRINK
     storage: TierStorage = IN_MEMORY
+    format: RowFormat = FLOAT32
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
@@ -136,9 +138,15 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
             expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
             expect(self.initializer == ZEROS, "a dense table starts as zeros: set it with set_dense")
+            expect(self.format == FLOAT32, f"dtype and wire are for rows; '{self.name}' is dense")
         else:
             refused = self.rule.row_rule.refused_on_rows(self.rule)
             expect(not refused, f"rule.{refused} is not for rows of '{self.rule.name}'; '{self.name}' is sparse")
+            expect(
+                not (self.format.is_narrow and self.rule.has_bounds),
+                f"table '{self.name}' has dtype='{self.format.dtype}' and weight_bounds (rule.low/high): rounding may "
+                "go beyond the bounds. Leave one of them out.",
+            )
 
     def _check_policies(self) -> None:
         if self.has_size:
@@ -168,6 +176,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             entry=EVERY_KEY,
             shrink=NO_SHRINK,
             storage=IN_MEMORY,
+            format=msgspec.structs.replace(self.format, wire=""),
         )
 
     @functools.cached_property
@@ -200,6 +209,11 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     def num_words(self) -> int:
         """Numbers of a row: its values and all of their state."""
         return self.dim * (1 + self.num_states) + self.num_row_states
+
+    @functools.cached_property
+    def stored_words(self) -> int:
+        """32-bit words of a row on a server: its values, in the table's type, and their state."""
+        return value_words(self.format.dtype, self.dim) + self.num_words - self.dim
 
     @property
     def num_elements(self) -> int:
