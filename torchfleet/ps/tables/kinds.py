@@ -38,8 +38,8 @@ def _array_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", "array", dim=2, size=1000)
 
 
-KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
-KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
+KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples, has_formats=True)
+KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples, has_formats=True)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
 

@@ -84,6 +84,7 @@ class TableKind:
     has_size: bool  # ids below a declared size, owned by servers round-robin; otherwise any 64-bit key, by its hash
     is_dense: bool = False  # one flat block; otherwise rows by key
     samples: Callable[[], Iterable[TableSpec]] | None = None  # tables that use all of its kernels, to warm them up
+    has_formats: bool = False  # values in other types than float32, on the servers and on the network
 
 
 def default_kind(is_dense: bool, has_size: bool) -> str:
@@ -128,6 +129,10 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
         expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
+        expect(
+            self.format == FLOAT32 or kind.has_formats,
+            f"dtype and wire: table '{self.name}' is of kind '{self.kind}', which has float32 values only",
+        )
         is_kept = self.storage == IN_MEMORY or not (kind.has_size or kind.is_dense)
         expect(is_kept, f"storage is for tables of any id; '{self.name}' has a declared size")
         if kind.has_size:
@@ -138,7 +143,6 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
             expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
             expect(self.initializer == ZEROS, "a dense table starts as zeros: set it with set_dense")
-            expect(self.format == FLOAT32, f"dtype and wire are for rows; '{self.name}' is dense")
         else:
             refused = self.rule.row_rule.refused_on_rows(self.rule)
             expect(not refused, f"rule.{refused} is not for rows of '{self.rule.name}'; '{self.name}' is sparse")
