@@ -49,7 +49,7 @@ def nearest(name: str, wide: Floats) -> Floats:
         most = float(torch.finfo(torch.bfloat16).max)
         made: Floats = torch.from_numpy(wide).bfloat16().clamp(-most, most).float().numpy()
         return made
-    steps = np.abs(wide).max(axis=1, keepdims=True) / np.float32(127)
+    steps = np.minimum(np.abs(wide).max(axis=1, keepdims=True), np.float32(2.0**127)) / np.float32(127)
     steps = np.where(steps < 2.0**-100, np.float32(0), steps)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(steps > 0, np.clip(np.rint(wide / steps), -127, 127) * steps, np.float32(0)).astype(np.float32)
@@ -58,7 +58,7 @@ def nearest(name: str, wide: Floats) -> Floats:
 def gaps(name: str, wide: Floats) -> Floats:
     """The distance between the two representable numbers around each."""
     if name == "bfloat16":
-        return np.ldexp(np.float32(1), np.frexp(wide)[1] - 8).astype(np.float32)
+        return np.maximum(np.ldexp(np.float32(1), np.frexp(wide)[1] - 8), 2.0**-133).astype(np.float32)
     if name == "float16":
         return np.maximum(np.ldexp(np.float32(1), np.frexp(wide)[1] - 11), 2.0**-24).astype(np.float32)
     steps: Floats = np.broadcast_to(np.abs(wide).max(axis=1, keepdims=True) / np.float32(127), wide.shape)
@@ -172,7 +172,7 @@ def test_a_step_is_learned_as_the_oracle_says() -> None:
     steps = words.view(np.float32)[:, 0].copy()
     assert np.abs(widened(codec, words) - before).max() <= steps.max() / 2 * 1.001
     old = widened(codec, words)
-    after = old + dice.normal(size=old.shape).astype(np.float32) * np.float32(3)
+    after = old + dice.normal(size=old.shape).astype(np.float32) * np.float32(0.3)
     codec.update(keys_of(50), old, after, words, Dice(STREAM, 1))
     found = words.view(np.float32)[:, 0]
     assert np.allclose(found, learned(old, after, steps, 0.5), rtol=1e-5)

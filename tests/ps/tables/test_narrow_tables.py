@@ -60,6 +60,12 @@ def states_of(table: Any) -> dict[int, bytes]:
     return {key: wide[i, dim:].tobytes() for keys, wide, _ in table.chunks() for i, key in enumerate(keys.tolist())}
 
 
+def steps_of(table: Any, keys: Any) -> Any:
+    """The steps of int8 rows, which are their first words."""
+    known = {key: stored[i, 0] for there, stored, _ in table.stored_chunks() for i, key in enumerate(there.tolist())}
+    return np.array([known[key] for key in keys.tolist()], np.float32)
+
+
 @all_formats
 def test_a_row_takes_the_bytes_of_its_type(row_format: RowFormat) -> None:
     table = SparseTable(spec_of(row_format), BYTES)
@@ -94,13 +100,11 @@ def test_an_update_is_that_of_float32_but_for_one_rounding(
         table.push(keys, grads)
         oracle.push(keys, grads)
         found, exact = table.look_up(keys), oracle.look_up(keys)
-        largest = np.abs(exact).max(axis=1, keepdims=True)
+        steps = steps_of(table, keys)[:, None] if row_format.dtype == "int8" else np.float32(np.inf)
         allowed = {"bfloat16": np.abs(exact) / 128, "float16": np.abs(exact) / 1024 + 2.0**-24}
-        if row_format.step == "learned":
-            is_close = np.abs(found - exact).mean() < 0.05 * np.abs(exact).max()  # a value beyond its range is cut
-        else:
-            is_close = (np.abs(found - exact) <= 1.001 * allowed.get(row_format.dtype, largest / 127)).all()
-        assert is_close
+        if row_format.step == "learned":  # what is beyond 127 steps is cut
+            exact = np.clip(exact, -127 * steps, 127 * steps)
+        assert (np.abs(found - exact) <= 1.001 * allowed.get(row_format.dtype, steps)).all()
         states = [
             dict(zip(k.tolist(), w[:, dim:].tolist(), strict=True)) for t in (table, oracle) for k, w, _ in t.chunks()
         ]
@@ -112,7 +116,7 @@ def test_updates_are_repeatable_and_depend_on_the_seed(row_format: RowFormat) ->
     tables = [SparseTable(spec_of(row_format, seed=seed), BYTES) for seed in (0, 0, 1)]
     for table in tables:
         keys = np.arange(300, dtype=np.uint64)
-        table.assign(keys, np.ones((300, 16), np.float32))
+        table.assign(keys, np.linspace(-1, 1, 4800, dtype=np.float32).reshape(300, 16))
         for _ in range(3):
             table.push(keys, np.full((300, 16), 0.3, np.float32))
     assert rows_of(tables[0]) == rows_of(tables[1])
@@ -128,8 +132,7 @@ def test_small_updates_are_not_lost(row_format: RowFormat) -> None:
     small = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "int8": 1 / 127}[row_format.dtype] / 20
     for _ in range(1000):
         table.push(keys, np.full((500, 16), -small, np.float32))
-    mean = table.look_up(keys).mean()
-    assert abs(mean - (1 + 1000 * small)) < 0.05 * 1000 * small
+    assert abs(table.look_up(keys).mean() - (1 + 1000 * small)) < 0.05 * 1000 * small
 
 
 @all_formats
@@ -178,7 +181,7 @@ def test_statistics_and_policies_stand_beside_narrow_values(row_format: RowForma
     grads = np.concatenate([np.ones((20, 16)), np.full((20, 3), 2)], axis=1).astype(np.float32)
     assert not table.look_up(keys).any()
     for _ in range(2):
-        assert table.look_up(keys).all()
+        assert table.look_up(keys).any(axis=1).all()
         table.push(keys, grads)
     table.assign(keys[:5], np.full((5, 16), 1e-4, np.float32))
     for saved in table.save_slices("copy", 7):
@@ -243,7 +246,10 @@ def test_a_log_and_a_copy_beside_serving_lead_to_the_same_rows(
         replay.finish()
         assert logged_work.whole_state(replay.server, False) == logged_work.whole_state(server, False)
         for number in (specs[i].number for i in (0, 1, 2, 4)):
-            assert rows_of(replay.server.state.table(number)) == rows_of(server.state.table(number))
+            live = rows_of(server.state.table(number))
+            found = rows_of(replay.server.state.table(number))  # without rows that were looked up and never changed
+            assert found.items() <= live.items()
+            assert len(found) > 50 or number == specs[2].number
 
 
 def test_a_slice_that_no_table_has_is_refused() -> None:

@@ -27,6 +27,7 @@ _BIAS_F16, _INFINITE = np.uint32(0x38000000), np.uint32(0x7F800000)  # differenc
 _TINY_F16, _TINY_F16_BACK = np.float64(2.0**24), np.float32(2.0**-24)  # subnormal float16 are multiples of 2^-24
 _UNIT = np.float32(2.0**-24)
 MOST_STEPS = np.float32(127.0)
+MOST_INT8 = np.float32(2.0**127)  # larger numbers become that: 127 steps are finite
 LEAST_STEP = np.float32(2.0**-100)  # a row whose numbers need a smaller step is zeros
 _HALF, _TWO, _ZERO = np.float32(0.5), np.float32(2.0), np.float32(0.0)
 
@@ -161,7 +162,8 @@ def wide_to_int8(
 ) -> None:
     """The step of a row is its largest magnitude / 127."""
     for i in range(len(wide_NC)):
-        width = _largest(wide_NC, i, dim) / MOST_STEPS
+        most = _largest(wide_NC, i, dim)
+        width = most / MOST_STEPS if most <= MOST_INT8 else MOST_INT8 / MOST_STEPS
         width = width if width >= LEAST_STEP else _ZERO
         steps_NW[i, 0] = width
         base = base_of(keys_N[i], stream, step) if is_stochastic else np.uint64(0)
@@ -176,16 +178,11 @@ def wide_to_steps(wide_NC: np.ndarray, bytes_NB: np.ndarray, steps_NW: np.ndarra
 
 
 @kernel
-def first_steps(wide_NC: np.ndarray, steps_NW: np.ndarray, dim: int, least: np.float32) -> None:
-    """A first step that is learned from: 2 · mean |w| / √127 (LSQ), at least `least`, and so large that no number is
-    cut.
-    """
+def first_steps(wide_NC: np.ndarray, steps_NW: np.ndarray, dim: int, least: np.float32, for_zeros: np.float32) -> None:
+    """A step to learn from: the row's largest magnitude / 127, at least `least`; `for_zeros` for a row of zeros."""
     for i in range(len(wide_NC)):
-        total = _ZERO
-        for d in range(dim):
-            total += abs(wide_NC[i, d])
-        mean = _TWO * total / (np.float32(dim) * np.sqrt(MOST_STEPS))
-        steps_NW[i, 0] = max(mean, _largest(wide_NC, i, dim) / MOST_STEPS, least)
+        width = max(min(_largest(wide_NC, i, dim), MOST_INT8) / MOST_STEPS, least)
+        steps_NW[i, 0] = width if width > LEAST_STEP else for_zeros
 
 
 @kernel

@@ -364,7 +364,7 @@ class RowStore(Table):
         new, first = keys[fresh], np.empty((len(fresh), self.num_words), np.float32)
         every = np.arange(len(fresh))
         self._fill(first.reshape(-1), (self.num_words, 0), new, every, every)
-        rows.scatter(self.index.store, *self._layout, at[fresh], self.narrow.stored(new, first))
+        rows.scatter(self.index.store, *self._layout, at[fresh], self.narrow.stored(new, first, are_first=True))
 
     def _fill(self, store: Floats, layout: tuple[int, int], keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
         """Write first values and state into wide rows of a store."""

@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 Keys = npt.NDArray[np.uint64]
 Arrays = dict[str, npt.NDArray[Any]]
 SCALE = "scale"  # the name of the steps of int8 rows, one per row, among arrays and columns
-FIRST_STEP = np.float32(2.0**-10)  # the least first step of a row whose step is learned
+FIRST_STEP = np.float32(2.0**-10)  # the least first step of a row whose step is learned: first values are small
 
 
 class Dice(NamedTuple):
@@ -59,7 +59,7 @@ class Codec(ABC):
         self.narrow(keys, wide, words, dice)
 
     def begin(self, keys: Keys, wide: Floats, words: Words) -> None:
-        """As `narrow`, for values that are first ones or set, to the nearest."""
+        """As `narrow`, to the nearest, for first values."""
         self.narrow(keys, wide, words)
 
     def arrays(self, words: Words) -> Arrays:
@@ -158,9 +158,16 @@ class LearnedInt8(Int8):
         arrays = before, wide, words.view(np.int8), words.view(np.float32)
         narrow.learn_steps(*arrays, self.dim, self._rate, keys, dice.stream, np.uint64(dice.update))
 
+    def narrow(self, keys: Keys, wide: Floats, words: Words, dice: Dice | None = None) -> None:
+        assert dice is None, "learned steps are changed by `update`"
+        self._set(wide, words, np.float32(0))
+
     def begin(self, keys: Keys, wide: Floats, words: Words) -> None:
+        self._set(wide, words, FIRST_STEP)
+
+    def _set(self, wide: Floats, words: Words, least: np.float32) -> None:
         steps = words.view(np.float32)
-        narrow.first_steps(wide, steps, self.dim, FIRST_STEP)
+        narrow.first_steps(wide, steps, self.dim, least, FIRST_STEP)
         narrow.wide_to_steps(wide, words.view(np.int8), steps, self.dim)
 
     def _checked(self, steps: Floats) -> Floats:

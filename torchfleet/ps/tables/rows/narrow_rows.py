@@ -25,12 +25,12 @@ class NarrowRows:
         self.codec, self._num_states, self._stream = codec, num_states, stream
         self._found: Rows = np.arange(_CHUNK)
 
-    def stored(self, keys: Keys, wide: Floats) -> Floats:
-        """Rows that are first ones or set: values to the nearest. State is copied, if `wide` has it."""
+    def stored(self, keys: Keys, wide: Floats, are_first: bool = False) -> Floats:
+        """Rows that are set, or (are_first) new: values to the nearest. State is copied, if `wide` has it."""
         values = np.ascontiguousarray(wide)
         first, dim = self.codec.num_words, self.codec.dim
         words: Words = np.zeros((len(keys), first + values.shape[1] - dim), np.uint32)
-        self.codec.begin(keys, values, words)
+        (self.codec.begin if are_first else self.codec.narrow)(keys, values, words)
         words[:, first:] = values.view(np.uint32)[:, dim:]
         return words.view(np.float32)
 

@@ -16,6 +16,11 @@ STEP_RATE = 0.003
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
+def _expect(condition: bool, text: str) -> None:
+    if not condition:
+        raise TableError(text)
+
+
 class RowFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`dtype`: of the values on the servers and in saves; the rule computes in float32, and its state is float32.
     `step`, for int8: the largest magnitude of a row / 127 ("row"), or one per row that is learned (at `step_rate`).
@@ -76,8 +81,3 @@ def value_words(dtype: str, dim: int) -> int:
 def saved_bytes(dtype: str, dim: int) -> int:
     """Bytes of the values of a row in a part file."""
     return dim * _ITEM_BYTES[dtype] + 4 * (dtype == "int8")
-
-
-def _expect(condition: bool, text: str) -> None:
-    if not condition:
-        raise TableError(text)
