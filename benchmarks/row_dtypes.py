@@ -5,17 +5,16 @@ python -m benchmarks.row_dtypes --only auc --dtypes bfloat16 --json    one part,
 python -m benchmarks.row_dtypes --only link --json        a link held at 1 Gbit/s by tc; needs root
 python -m benchmarks.row_dtypes --quick --json            small, to see that it works
 
-auc: examples/ctr_dnn in one process, three seeds; `auc_difference` is that of the mean to float32. speed: training in
-one process, 26 ids x dim 16 summed, batch 4096, Zipf 1.15, row-wise Adagrad, types in turns; bytes per row are those of
-the table, map included. wire: bytes of all messages of the same batches, per sample. link: the same batches by a worker
-and a server whose link is held at --rate.
+auc: CTR-DNN of examples/ctr_dnn in one process, two epochs, three seeds; `auc_difference` is that of the mean to
+float32. speed: training in one process, 26 ids x dim 16 summed, batch 4096, Zipf 1.15, row-wise Adagrad, types in
+turns; bytes per row are those of the table, map included. wire: bytes of all messages of the same batches, per sample.
+link: the same batches by a worker and a server whose link is held at --rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,12 +25,14 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import torchfleet as fleet
 from benchmarks.links import LinkError
 from benchmarks.row_dtypes_link import BATCH, DIM, SLOTS, on_link, steps, zipf_batches
 from benchmarks.timing import interleave, log, report
+from examples.ctr_dnn.model import CTRDNN, loss_of, slots
 from torchfleet.ps.net.transport import InProcess, InProcessChannel
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.server import Server
@@ -62,7 +63,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--row_rule", default="rowwise_adagrad", help="of the part auc (default: %(default)s)")
-    parser.add_argument("--embedding_lr", type=float, default=0.01, help="of the part auc (default: %(default)s)")
+    parser.add_argument("--embedding_lr", type=float, default=0.05, help="of the part auc (default: %(default)s)")
     parser.add_argument("--num_ids", type=int, default=1_000_000)
     parser.add_argument("--num_batches", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
@@ -96,12 +97,13 @@ def measure_auc(chosen: argparse.Namespace) -> Figures:
     speed: dict[str, list[float]] = {dtype: [] for dtype in chosen.dtypes}
     with tempfile.TemporaryDirectory() as folder:
         data = chosen.data or prepared(Path(folder) / "data", chosen.quick)
-        for seed in range(chosen.seeds):
-            for dtype in chosen.dtypes:
-                auc, samples = trained(chosen, data, dtype, seed)
-                found[dtype].append(auc)
-                speed[dtype].append(samples)
-                log(f"  seed {seed}, {dtype}: AUC {auc:.6f}, {samples:,.0f} samples/s")
+        samples = {name: Samples(data, name) for name in ("train", "test")}
+    for seed in range(chosen.seeds):
+        for dtype in chosen.dtypes:
+            auc, rate = trained(chosen, samples, dtype, seed)
+            found[dtype].append(round(auc, 6))
+            speed[dtype].append(rate)
+            log(f"  seed {seed}, {dtype}: AUC {auc:.6f}, {rate:,.0f} samples/s")
     mean = fmean(found["float32"])
     return {
         "auc": found,
@@ -119,17 +121,54 @@ def prepared(folder: Path, is_quick: bool) -> str:
     return str(folder)
 
 
-def trained(chosen: argparse.Namespace, data: str, dtype: str, seed: int) -> tuple[float, float]:
-    """(test AUC after the last epoch, samples/s of that epoch)."""
-    flags = ["--data", data, "--epochs", str(chosen.epochs), "--seed", str(seed), "--print_period", "0"]
-    flags += ["--row_rule", chosen.row_rule, "--embedding_lr", str(chosen.embedding_lr), "--row_dtype", dtype]
-    command = [sys.executable, str(EXAMPLE / "train.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-    aucs = re.findall(r"test AUC ([0-9.]+)", done.stdout)
-    speeds = re.findall(r"([0-9,]+) samples/s, AUC", done.stdout)
-    if done.returncode or len(aucs) != chosen.epochs:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return float(aucs[-1]), float(speeds[-1].replace(",", ""))
+class Samples:
+    """All samples of a folder in memory."""
+
+    def __init__(self, data: str, name: str) -> None:
+        files = sorted(str(path) for path in (Path(data) / name).glob("part-*"))
+        how = fleet.CriteoFormat(log_scale=True)
+        batches = list(fleet.data.FileBatches(files, batch_size=1 << 16, use_var=slots(), data_format=how))
+        self._all = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        self.labels = self._all["label"].view(-1)
+
+    def batches(self, size: int, order: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        places = torch.arange(len(self.labels)) if order is None else order
+        for some in places.split(size):
+            yield {key: values[some] for key, values in self._all.items()}
+
+
+def trained(chosen: argparse.Namespace, samples: dict[str, Samples], dtype: str, seed: int) -> tuple[float, float]:
+    """(test AUC after the last epoch, samples/s of all epochs), as examples/ctr_dnn/train.py in one process."""
+    torch.manual_seed(seed)
+    fleet.reset()
+    fleet.init()
+    model = fleet.distributed_model(CTRDNN(**settings_of(dtype), seed=seed))
+    rows = {"params": model.embedding.parameters(), "lr": chosen.embedding_lr, "row_rule": chosen.row_rule}
+    groups = [rows, {"params": model.tower.parameters(), "lr": 5e-4}]
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(groups))
+    fleet.init_worker()
+    orders = [torch.randperm(len(samples["train"].labels)) for _ in range(chosen.epochs)]
+    start = time.perf_counter()
+    for order in orders:
+        for batch in samples["train"].batches(128, order):
+            loss_of(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rate = chosen.epochs * len(orders[0]) / (time.perf_counter() - start)
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(batch) for batch in samples["test"].batches(4096)])
+    fleet.stop_worker()
+    fleet.reset()
+    return exact_auc((logits[:, 1] - logits[:, 0]).numpy(), samples["test"].labels.numpy()), rate
+
+
+def exact_auc(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
+    """The share of pairs of a click and another sample that are in the right order; equal scores count half."""
+    places, counts = np.unique(scores, return_inverse=True, return_counts=True)[1:]
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    num = int(labels.sum())
+    return float((ranks[labels > 0].sum() - num * (num + 1) / 2) / (num * (len(labels) - num)))
 
 
 class Bags(torch.nn.Module):

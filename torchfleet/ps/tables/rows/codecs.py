@@ -7,6 +7,7 @@ kernels/narrow.py has the arithmetic. The same codecs encode rows on the network
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,9 +177,12 @@ class LearnedInt8(Int8):
         return super()._checked(steps)
 
 
+_CODECS: dict[str, Callable[[str, int], Codec]] = {"bfloat16": BFloat16, "float16": Float16, "int8": Int8}
+
+
 def codec_of(name: str, dim: int) -> Codec:
     """The codec of a type that is not float32."""
-    return {"bfloat16": BFloat16, "float16": Float16, "int8": Int8}[name](name, dim)
+    return _CODECS[name](name, dim)
 
 
 def stored_codec(row_format: RowFormat, dim: int) -> Codec | None:
