@@ -22,3 +22,4 @@ from torchfleet.ps.worker.lookup.initializers import (
     TruncatedNormal as TruncatedNormal,
     Uniform as Uniform,
 )
+from torchfleet.ps.worker.lookup.two_part_embedding import TwoPartEmbedding as TwoPartEmbedding

@@ -14,12 +14,12 @@ SLOTS = [f"C{i}" for i in range(1, NUM_SLOTS + 1)]
 
 
 class CTRDNN(torch.nn.Module):
-    """Logits of two classes for a batch with the slots of fleet.CriteoFormat."""
+    """Logits of two classes for a batch with the slots of fleet.CriteoFormat. `rows`: settings of its embedding."""
 
-    def __init__(self, dim: int = 10, hidden: int = 400, scale: float = 0.01, storage: Any = None) -> None:
+    def __init__(self, dim: int = 10, hidden: int = 400, scale: float = 0.01, **rows: Any) -> None:
         super().__init__()
         first = fleet.nn.Uniform(-scale, scale)
-        self.embedding = fleet.nn.SparseEmbedding(dim, name="embedding", initializer=first, storage=storage)
+        self.embedding = fleet.nn.SparseEmbedding(dim, name="embedding", initializer=first, **rows)
         sizes = [NUM_SLOTS * dim + NUM_DENSE, hidden, hidden, hidden]
         layers: list[torch.nn.Module] = []
         for fan_in, fan_out in pairwise(sizes):

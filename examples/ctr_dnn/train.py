@@ -4,6 +4,7 @@ python examples/ctr_dnn/train.py                                                
 python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
 fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo, hybrid
 ... --row_rule rowwise_adagrad                                                    another rule for rows: docs/rows.md
+... --row_dtype bfloat16                                                          narrower rows: docs/rows.md
 ... --table_memory 8GB --table_path /nvme/rows                                     rows on disk: docs/tiered.md
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
@@ -43,7 +44,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     fleet.init()
     storage = fleet.Tiered(options.table_memory, options.table_path) if options.table_memory else None
-    model = fleet.distributed_model(CTRDNN(storage=storage))
+    dtype, _, step = options.row_dtype.partition("-")
+    model = fleet.distributed_model(CTRDNN(storage=storage, dtype=dtype, step=step or None, wire=options.row_wire))
     optimizer = fleet.distributed_optimizer(optimizer_of(model, options), strategy_of(options))
     if fleet.is_server():
         fleet.init_server(options.init_model)
@@ -173,6 +175,17 @@ def parse() -> argparse.Namespace:
         choices=["sgd", "adagrad", "adam", "rowwise_adagrad", "ftrl", "rmsprop", "lion"],
         help="how servers update rows, with a rate of --embedding_lr (default: adam)",
     )
+    parser.add_argument(
+        "--row_dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16", "int8", "int8-learned"],
+        help="of rows on servers and in saves; int8-learned: with a step per row that is learned",
+    )
+    parser.add_argument(
+        "--row_wire",
+        choices=["float32", "bfloat16", "float16", "int8"],
+        help="of rows and their gradients on the network (default: rows as stored, gradients float32)",
+    )
     parser.add_argument("--table_memory", help="memory for rows on each server, such as 8GB; others are on disk")
     parser.add_argument("--table_path", default="rows", help="folder on each server's disk for --table_memory")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
@@ -204,6 +217,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--threads: in {options.mode} mode a worker makes one step at a time")
     if options.row_rule not in (None, "sgd") and options.mode == "geo":
         parser.error("--row_rule: geo training works with sgd only")
+    if options.mode == "geo" and (options.row_dtype != "float32" or options.row_wire):
+        parser.error("--row_dtype, --row_wire: geo training exchanges differences in float32")
     if options.epochs < 1 or options.batch_size < 1:
         parser.error("--epochs and --batch_size must be at least 1")
     geo = options.mode == "geo"

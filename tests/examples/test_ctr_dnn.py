@@ -408,3 +408,23 @@ def test_rows_on_disk_learn_the_same(data: Path, tmp_path: Path) -> None:
     tiers = ("--table_memory", "64MiB", "--table_path", tmp_path / "rows")
     plain, tiered = (test_aucs(run("train.py", "--data", data, *quick, *more)) for more in ((), tiers))
     assert plain == tiered
+
+
+# Types of rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "saved"), [("bfloat16", {"dtype": "bfloat16"}), ("int8-learned", None)])
+def test_narrower_rows_learn_too(data: Path, dtype: str, saved: dict[str, str] | None, tmp_path: Path) -> None:
+    quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0")
+    rows = ("--row_rule", "rowwise_adagrad", "--embedding_lr", "0.05", "--row_dtype", dtype)
+    text = run("train.py", "--data", data, *quick, *rows, "--save", tmp_path / "m")
+    assert test_aucs(text)[0] > 0.6
+    found = {table.name: table.format for table in read_manifest(Storage(str(tmp_path / "m"))).tables}
+    assert found["embedding"] == (saved or {"dtype": "int8", "step": "learned"})
+
+
+def test_geo_refuses_types_of_rows(few: Path) -> None:
+    status, text = ended("train.py", "--data", few, "--mode", "geo", "--row_dtype", "int8")
+    assert status == 2
+    assert lines_naming(text, "--row_dtype", "geo")

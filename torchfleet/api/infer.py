@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -87,8 +88,10 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
 
 def load_rows(storage: Storage, manifest: Manifest, name: str, dim: int, size: int) -> SparseTable:
     """A read-only in-memory table with the rows of any kind of table. `size`: of ids from 0 on; 0 for any ids."""
-    kind = default_kind(is_dense=False, has_size=bool(size))
-    table = SparseTable(TableSpec(name, kind, dim, size, Rule(lr=0.0)), max_table_bytes())
+    spec = TableSpec(name, default_kind(is_dense=False, has_size=bool(size)), dim, size, Rule(lr=0.0))
+    kept = manifest.table(name).spec().format  # prediction takes no more memory for values than training did
+    spec = msgspec.structs.replace(spec, format=msgspec.structs.replace(kept, wire=""))
+    table = SparseTable(spec, max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
     return table
 

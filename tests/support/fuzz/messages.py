@@ -16,10 +16,13 @@ from torchfleet.ps.net.wire import Array, Command, Message, Role
 from torchfleet.ps.server import among_workers, arrays, commands, sections
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state import handshake
+from torchfleet.ps.tables.rows import wire_rows
+from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
 _PER_SERVER = 1000  # messages to one server before a fresh one takes its place
 SPEC = TableSpec("rows", dim=2, rule=Rule("sgd", lr=1.0))
+THIN = TableSpec("thin", dim=2, rule=Rule("sgd", lr=1.0), format=RowFormat("float16", wire="int8"))
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -40,6 +43,7 @@ def joined(message: Message) -> bytes:
 def messages() -> list[bytes]:
     keys = Array(SPEC.number, np.arange(3, dtype=np.uint64))
     rows = Array(SPEC.number, np.ones((3, 2), np.float32))
+    thin = Array(THIN.number, keys.data), Array(THIN.number, np.ones((3, 8), np.uint8))
     barrier = {"name": "b", "num_workers": 2, "timeout": 0.5}
     join = {"host": "h", "pid": 1, "num_workers": 3, "timeout": 1.0, "sync_timeout": 2.0}
     claims = {"release": "0", "server": 0, "num_servers": 1, "strategy": {"a_sync": True, "m": "x"}, "tables": [SPEC]}
@@ -49,6 +53,7 @@ def messages() -> list[bytes]:
         Message(Command.CREATE_TABLE, Role.LAUNCHER, arrays=[wire.pack(SPEC)]),
         Message(Command.PULL, arrays=[keys]),
         Message(Command.PUSH, arrays=[Array(0, np.full((1, 2), np.nan)), keys, rows]),
+        Message(Command.PUSH, arrays=[Array(0, np.full((1, 2), np.nan)), *thin]),
         Message(Command.SET, Role.FIRST_WORKER, arrays=[keys, rows]),
         Message(Command.ERASE, Role.FIRST_WORKER, arrays=[keys]),
         Message(Command.BARRIER, arrays=[wire.pack(barrier)]),
@@ -81,6 +86,7 @@ def server_target() -> Target:
         if state["num"] >= _PER_SERVER:
             state["server"], state["num"] = Server(max_table_bytes=1 << 16), 0
             state["server"].state.add_table(SPEC)
+            state["server"].state.add_table(THIN)
         state["num"] += 1
         frames = frames_of(data)
         with contextlib.suppress(WireError):
@@ -93,4 +99,5 @@ def server_target() -> Target:
                 assert INTERNAL_ERROR.encode() not in text, text
         state["server"].work()
 
-    return Target("server", run, messages(), [wire, commands, among_workers, handshake, arrays, sections], [b"TFLT"])
+    decoders = [wire, commands, among_workers, handshake, arrays, sections, wire_rows]
+    return Target("server", run, messages(), decoders, [b"TFLT"])

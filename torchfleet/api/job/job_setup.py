@@ -17,6 +17,7 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.ps.worker.global_schedules import count_globally
 from torchfleet.ps.worker.lookup.conversion import convert
@@ -190,6 +191,13 @@ def _check_policies(plan: Plan, mode: str) -> None:
         raise StrategyError(
             f"table '{bounded[0]}' has weight_bounds, and in geo training the servers add up differences of several "
             "workers, which no bounds hold. Use sync, half_async or async training, or leave weight_bounds out."
+        )
+    typed = [name for name, group in plan.sparse.items() if group.spec.format != FLOAT32]
+    if typed and mode == "geo":
+        found = plan.sparse[typed[0]].spec.format
+        raise StrategyError(
+            f"table '{typed[0]}' has dtype='{found.dtype}' and wire='{found.wire or found.dtype}', and geo training "
+            "exchanges differences in float32. Use sync, half_async or async training, or leave dtype and wire out."
         )
     counted = [name for name, group in plan.sparse.items() if is_counted(group.spec)]
     if counted and mode == "geo":

@@ -16,6 +16,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.observe.commands.drawing import print_summary, print_table, time_text
 from torchfleet.ps.checkpoint.chain import live_candidates, live_rows, statistics_of
 from torchfleet.ps.checkpoint.manifest import Link, Manifest, Part, Table, read_manifest
+from torchfleet.ps.checkpoint.narrow_arrays import widened
 from torchfleet.ps.checkpoint.part_file import Arrays, check_arrays
 from torchfleet.ps.checkpoint.part_reader import read_parts
 from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
@@ -69,6 +70,7 @@ class SavedModel:
         """The part's keys. Raises TableError if its contents are not those of a part."""
         saved = self._manifest.table(part.table)
         check_arrays(saved, part, arrays)
+        arrays = widened(arrays)
         for name in ("rows", "values"):
             if name in arrays and not np.isfinite(arrays[name]).all():
                 num = int((~np.isfinite(arrays[name])).sum())

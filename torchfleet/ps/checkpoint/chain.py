@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Link, Manifest, Part, Table
+from torchfleet.ps.checkpoint.narrow_arrays import widened
 from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays, check_arrays
 from torchfleet.ps.checkpoint.part_reader import read_parts
 from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
@@ -33,7 +34,15 @@ def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
 def live_rows(
     storage: Storage, manifest: Manifest, table: str, choose: Choose | None = None
 ) -> Iterator[tuple[Keys, Arrays]]:
-    """All rows of a sparse table, each exactly once: keys, with `rows` and statistics, one file at a time.
+    """`saved_rows`, with the float32 numbers of narrow rows, too, as `rows`."""
+    return ((keys, widened(arrays)) for keys, arrays in saved_rows(storage, manifest, table, choose))
+
+
+def saved_rows(
+    storage: Storage, manifest: Manifest, table: str, choose: Choose | None = None
+) -> Iterator[tuple[Keys, Arrays]]:
+    """All rows of a sparse table, each exactly once: keys, with `rows` (or the arrays of narrow rows) and statistics,
+    one file at a time.
 
     `choose` returns which keys are wanted. Arrays may be read-only; some are empty. Memory: a few files, and 20 to 30
     bytes per wanted key: of all keys, or of one server's if all saves were made by the same number of servers.

@@ -11,7 +11,7 @@ import numpy as np
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file
-from torchfleet.ps.checkpoint.chain import live_candidates, live_rows
+from torchfleet.ps.checkpoint.chain import live_candidates, saved_rows
 from torchfleet.ps.checkpoint.lock import alone
 from torchfleet.ps.checkpoint.manifest import (
     VERSION,
@@ -38,7 +38,7 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
     continue the full save; if another full save was made meanwhile, it is kept and this raises an error. `show`
     receives the progress.
 
-    Memory: one file per server, a few more in flight, and the keys of a table (`live_rows`).
+    Memory: one file per server, a few more in flight, and the keys of a table (`saved_rows`).
     """
     source = Storage(dirname)
     target = source if output is None else Storage(output)
@@ -73,7 +73,7 @@ def _made(source: Storage, manifest: Manifest, target: Storage, folder: str, sho
                 files.copy(source, newest, table, "rows")
                 tables.append(table)
                 continue
-            num = files.put(table.spec(), "rows", live_rows(source, manifest, table.name), _no_rows(table))
+            num = files.put(table.spec(), "rows", saved_rows(source, manifest, table.name), _no_rows(table))
             files.put(table.spec(), "candidates", live_candidates(source, manifest, table.name), {})
             files.copy(source, newest, table, "sketch")
             tables.append(msgspec.structs.replace(table, rows=num))

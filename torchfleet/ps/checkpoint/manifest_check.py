@@ -101,7 +101,9 @@ def _check_files(manifest: Manifest, link: Link) -> None:
     """Each file belongs to one of the save's servers, and is listed once."""
     row_bytes, files = {}, set()
     for table in manifest.tables:
-        row_bytes[table.name] = 4 * table.num_words
+        # rows of earlier saves of the chain may have had a narrower type: at least a byte per value
+        is_newest, least = link.save == manifest.save, 4 * (table.num_words - table.dim) + table.dim
+        row_bytes[table.name] = table.row_bytes if is_newest or table.is_dense else least
     for part in link.parts:
         if not _FILE.fullmatch(part.file):
             raise _Wrong(f"expected the name of a part file, found {part.file!r:.300}")

@@ -9,6 +9,7 @@ import msgspec
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import RowFormat, saved_bytes
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec, kind_named
 from torchfleet.ps.tables.table import PartKind
 
@@ -92,11 +93,18 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     entry: dict[str, Any] = {}
     shrink: dict[str, Any] = {}
     num_row_states: int = 0  # words of optimizer state per row, behind those of its values
+    format: dict[str, Any] = {}  # the type of the values; left out: float32
 
     @property
     def num_words(self) -> int:
         """Words of a row: its values and all of their state."""
         return self.dim * (1 + self.num_states) + self.num_row_states
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a part file, without its key."""
+        dtype = self.format.get("dtype", "float32")
+        return 4 * (self.num_words - self.dim) + saved_bytes(dtype, self.dim)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -115,6 +123,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             policies["entry"] = msgspec.convert(self.entry, AdmissionEntry)
         if self.shrink:
             policies["shrink"] = msgspec.convert(self.shrink, Shrink)
+        if self.format:
+            policies["format"] = msgspec.convert(self.format, RowFormat)
         return TableSpec(
             self.name,
             self.kind,
@@ -169,4 +179,4 @@ def described(spec: TableSpec, with_state: bool, step: int, rows: int, parameter
     first = msgspec.structs.asdict(spec.initializer)
     policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
     described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters
-    return Table(*described, *policies, num_row_states)
+    return Table(*described, *policies, num_row_states, msgspec.to_builtins(spec.format))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import CheckpointError, TableError
 from torchfleet.ps.checkpoint.manifest_parts import Part, Table
+from torchfleet.ps.tables.rows.codecs import SCALE
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -20,6 +21,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "U32": np.dtype("<u4"),
     "U8": np.dtype("u1"),
+    "BF16": np.dtype("<u2"),  # numpy has no bfloat16, and no array here has whole numbers of 16 bits
+    "F16": np.dtype("<f2"),
+    "I8": np.dtype("i1"),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
@@ -38,6 +42,9 @@ STATISTICS: dict[str, np.dtype[Any]] = {
     "slot": np.dtype("<u4"),
 }
 
+NARROW_TYPES = {np.dtype("<u2"): "bfloat16", np.dtype("<f2"): "float16", np.dtype("i1"): "int8"}  # of row_values
+
+Expected = dict[str, tuple[Any, tuple[int, ...]]]  # type and shape by name
 Arrays = dict[str, npt.NDArray[Any]]
 Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one after the other
 
@@ -120,11 +127,13 @@ def _array(entry: TensorEntry, body: npt.NDArray[np.uint8], place: str) -> npt.N
 def check_arrays(saved: Table, part: Part, arrays: Arrays) -> None:
     """Raise TableError if a part does not have the arrays of its kind, in types and shapes."""
     num: int = part.rows
-    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"keys": (np.dtype("<u8"), (num,))}
+    expected: Expected = {"keys": (np.dtype("<u8"), (num,))}
     if part.kind == "sketch":
         expected = {"blocks": (np.dtype("u1"), (num, BLOCK_BYTES))}
     elif saved.is_dense:
         expected = {"values": (np.dtype("<f4"), (1 + saved.num_states, num))}
+    elif part.kind == "rows" and "row_values" in arrays:
+        expected |= _narrow(saved, num, arrays["row_values"].dtype)
     elif part.kind == "rows":
         expected["rows"] = np.dtype("<f4"), (num, saved.num_words)
     known = expected if saved.is_dense or part.kind == "sketch" else {**expected, **_columns(num)}
@@ -136,6 +145,18 @@ def check_arrays(saved: Table, part: Part, arrays: Arrays) -> None:
                 f"expected {name} of shape {known[name][1]}, found {array.dtype} {array.shape}. Was "
                 f"table '{saved.name}' changed within one chain of saves?"
             )
+
+
+def _narrow(saved: Table, num: int, dtype: np.dtype[Any]) -> Expected:
+    """The arrays of narrow rows (narrow_arrays.py)."""
+    if dtype not in NARROW_TYPES:
+        raise TableError(f"expected row_values of {', '.join(NARROW_TYPES.values())}, found {dtype}")
+    found: Expected = {"row_values": (dtype, (num, saved.dim))}
+    if NARROW_TYPES[dtype] == "int8":
+        found[SCALE] = np.dtype("<f4"), (num,)
+    if saved.num_words > saved.dim:
+        found["row_state"] = np.dtype("<f4"), (num, saved.num_words - saved.dim)
+    return found
 
 
 def _columns(num: int) -> dict[str, tuple[Any, tuple[int, ...]]]:

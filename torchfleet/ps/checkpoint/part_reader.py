@@ -16,6 +16,7 @@ from torchfleet.base.errors import CheckpointError, FleetError, TableError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table
+from torchfleet.ps.checkpoint.narrow_arrays import dtype_of, widened
 from torchfleet.ps.checkpoint.repeated_keys import RepeatedKeys
 from torchfleet.ps.checkpoint.saved_parameters import check_parameter
 from torchfleet.ps.tables.settings.owners import owners_of
@@ -90,6 +91,8 @@ def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bo
     is_whole = saved.num_words == table.num_words and _same_rule(saved, spec)
     if not is_whole and not quiet:
         _tell_of_new_state(saved, spec)
+    if not quiet:
+        _tell_of_rounding(saved, spec)
     table.step = saved.step if is_whole else 0
     for link in manifest.links():
         loading = Loading(storage, link, table, saved, is_whole)
@@ -157,13 +160,23 @@ class Loading:
         if not self._same_cut:
             is_mine = owners_of(spec, found["keys"], spec.num_shards) == spec.shard
             found = {name: array[is_mine] for name, array in found.items()}
-        if part.kind == "rows":
-            width = self._table.num_words if self._is_whole else spec.dim
-            found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
-            self._table.check_values(found["keys"], found["rows"])
-            if not self._is_whole:
-                found.pop("tick", None)  # steps start again from zero
-        return part, found
+        return part, self._fitting(found) if part.kind == "rows" else found
+
+    def _fitting(self, found: part_file.Arrays) -> part_file.Arrays:
+        """Arrays of rows as the table takes them: narrow values as they are if it has the same type, else float32."""
+        spec = self._table.spec
+        wide = widened(found)
+        width = self._table.num_words if self._is_whole else spec.dim
+        wide["rows"] = np.ascontiguousarray(wide["rows"][:, :width])
+        self._table.check_values(wide["keys"], wide["rows"])
+        saved = self._saved.spec().format
+        is_same = (saved.dtype, saved.step) == (spec.format.dtype, spec.format.step)
+        if not (is_same and "row_values" in found and dtype_of(found) == spec.format.dtype):
+            found = wide
+        if not self._is_whole:
+            found.pop("tick", None)  # steps start again from zero
+            found.pop("row_state", None)
+        return found
 
 
 def load_dense(
@@ -223,6 +236,18 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _tell_of_rounding(saved: Table, spec: TableSpec) -> None:
+    """Report that values are rounded to a type in which they were not saved."""
+    was, now = saved.spec().format, spec.format
+    if now.is_narrow and (was.dtype, was.step) != (now.dtype, now.step):
+        print(
+            f"table '{spec.name}': saved as {was.dtype} (step='{was.step}'), and now {now.dtype} (step='{now.step}'): "
+            "values are rounded to the nearest",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:

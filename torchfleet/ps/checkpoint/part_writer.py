@@ -118,11 +118,16 @@ class Filling:
         self.pieces: part_file.Pieces = {}
 
     def takes(self, arrays: part_file.Arrays) -> bool:
-        """Whether these arrays fit: the same tensors for all keys, and a file that does not become too large."""
+        """Whether these arrays fit: the same tensors for all keys, in the same types, and a file that does not become
+        too large.
+        """
         if not self.pieces:
             return True
         size = self.size + sum(array.nbytes for array in arrays.values())
-        return set(self.pieces) == set(arrays) and (size <= PART_BYTES or self.size < PART_BYTES // 2)
+        kinds = {name: pieces[0].dtype for name, pieces in self.pieces.items()}
+        return kinds == {name: array.dtype for name, array in arrays.items()} and (
+            size <= PART_BYTES or self.size < PART_BYTES // 2
+        )
 
     def add(self, arrays: part_file.Arrays) -> None:
         for name, array in arrays.items():

@@ -38,6 +38,12 @@ def floats(array: Array) -> npt.NDArray[np.float32]:
     return array.data
 
 
+def gradients(table: Table, array: Array, num_keys: int) -> npt.NDArray[np.float32]:
+    """The gradients of a push: float32, or the table's narrower rows (rows/wire_rows.py)."""
+    narrow = None if array.data.dtype == np.float32 else table.pushed_rows
+    return floats(array) if narrow is None else narrow.decode(array.data, num_keys, f"table '{table.spec.name}'")
+
+
 def check_worker(state: State, request: Request) -> None:
     num_workers = state.num_workers or MAX_WORKERS
     if request.message.worker >= num_workers:
@@ -55,8 +61,10 @@ def key_sections(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDA
     return [(state.table(array.number), column(array, np.uint64)) for array in arrays]
 
 
-def pairs(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-    """(table, keys, values) of each pair of arrays. Raises WireError if a table appears twice."""
+def pairs(
+    state: State, arrays: list[Array], are_gradients: bool = False
+) -> list[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+    """(table, keys, values or gradients) of each pair of arrays. Raises WireError if a table appears twice."""
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
     _expect_distinct(arrays[::2])
@@ -64,7 +72,8 @@ def pairs(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
         if keys.number != values.number:
             raise WireError(f"keys for table {keys.number} are followed by values for table {values.number}")
-        found.append((state.table(keys.number), column(keys, np.uint64), floats(values)))
+        table, own = state.table(keys.number), column(keys, np.uint64)
+        found.append((table, own, gradients(table, values, len(own)) if are_gradients else floats(values)))
     return found
 
 
@@ -83,7 +92,7 @@ def push_sections(state: State, request: Request) -> list[Section]:
     has_settings = bool(request.message.flags & (GATHERED | BOUNDED))  # the last array then holds the settings
     if has_settings and len(request.message.arrays) < 2:
         raise WireError("expected the settings of this push behind the gradients, found no array")
-    pushed = pairs(state, request.message.arrays[1 : -1 if has_settings else None])
+    pushed = pairs(state, request.message.arrays[1 : -1 if has_settings else None], are_gradients=True)
     if len(rates) != len(pushed):
         raise WireError(f"{len(rates)} learning rates for {len(pushed)} sections")
     sections = []

@@ -137,7 +137,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     reply, num_keys, num_new = [], 0, 0
     for array, (table, keys) in zip(message.arrays, sections, strict=True):
         before = table.num_rows
-        reply.append(Array(array.number, table.pull(keys, create, worker)))
+        reply.append(Array(array.number, table.pull_encoded(keys, create, worker)))
         num_keys, num_new = num_keys + len(keys), num_new + table.num_rows - before
     if num_new:
         state.budgets.note_pull(request.peer, num_keys, num_new, request.arrived)

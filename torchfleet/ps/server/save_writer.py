@@ -139,7 +139,7 @@ class Writer:
     def _write(self, file: FileToWrite) -> Part:
         table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)
         name = f"{table}-{table_number(file.table):08x}.{file.shard}-{file.number:05}.safetensors"
-        for kept in ("rows", "values"):
+        for kept in ("rows", "values", "row_state"):
             for piece in file.arrays.get(kept, ()):
                 if not largest(piece) < np.inf:
                     raise CheckpointError(f"table '{file.table}' holds NaN or infinity: a model with it would not load")

@@ -71,14 +71,15 @@ def _slices(
             if table.spec.is_dense:
                 reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
                 continue
-            out = np.empty((len(keys), table.spec.dim), np.float32)
+            none = table.pull_encoded(keys[:0], False, None)  # for its type and width
+            out = np.empty((len(keys), none.shape[1]), none.dtype)
             reply.append(Array(table.spec.number, out))
             start, size = 0, NEW_SLICE
             while start < len(keys):
                 some = keys[start : start + size]
                 table.check_pull(some, create)  # requests between the slices may have filled the table
                 before = table.num_rows
-                out[start : start + size] = table.pull(some, create, worker)
+                out[start : start + size] = table.pull_encoded(some, create, worker)
                 num_new = table.num_rows - before
                 state.budgets.note_pull(request.peer, len(some), num_new, state.now())
                 start, size = start + size, NEW_SLICE if 2 * num_new > len(some) else SLICE

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.kernels.rows import gather
 from torchfleet.ps.tables.policies.admission import Candidates
 from torchfleet.ps.tables.policies.capacity import least_recent, row_limit
 from torchfleet.ps.tables.policies.decisions import Decisions
@@ -132,8 +131,7 @@ def _shrink_to_capacity(table: RowStore, policy: Shrink) -> Iterator[int]:
 
 
 def _norms(table: RowStore, rows: Rows) -> npt.NDArray[np.float64]:
-    values = np.empty((len(rows), table.spec.dim), np.float32)
-    gather(table.index.store, table.index.width, table.index.offset, rows, values)
+    values = table.values_at(rows)
     norms: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64))
     return norms
 

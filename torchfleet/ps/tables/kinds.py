@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchfleet.ps.tables.dense_table import DenseTable
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.rule import RULES, Rule
 from torchfleet.ps.tables.settings.spec import KINDS, Initializer, TableKind, TableSpec
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
@@ -22,6 +23,8 @@ def _sparse_samples() -> Iterator[TableSpec]:
         yield TableSpec("warm", dim=16, rule=rule)
     for is_decoupled in (False, True):
         yield TableSpec("warm", dim=2, rule=Rule(weight_decay=0.1, decoupled_decay=is_decoupled))
+    for row_format in (RowFormat("bfloat16"), RowFormat("float16"), RowFormat("int8"), RowFormat("int8", "learned")):
+        yield TableSpec("warm", dim=16, rule=Rule("rowwise_adagrad"), format=row_format)
     entry = AdmissionEntry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
     yield TableSpec("warm", dim=2, entry=entry, shrink=Shrink(delete_after_unseen_days=1, max_rows=100))
 
@@ -35,8 +38,8 @@ def _array_samples() -> Iterator[TableSpec]:
     yield TableSpec("warm", "array", dim=2, size=1000)
 
 
-KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples)
-KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples)
+KINDS["sparse"] = TableKind(SparseTable, has_size=False, samples=_sparse_samples, has_formats=True)
+KINDS["array"] = TableKind(SparseTable, has_size=True, samples=_array_samples, has_formats=True)
 KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes), has_size=True, is_dense=True)
 
 

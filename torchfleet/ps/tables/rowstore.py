@@ -1,4 +1,8 @@
-"""Rows by key, `[key | value | optimizer state | statistics]` in one float32 store: find, create, drop, iterate."""
+"""Rows by key, `[key | value | optimizer state | statistics]` in one store of words: find, create, drop, iterate.
+
+Rows outside of the store have two forms. Stored: values in the words of the table's type, and state. Wide: values and
+state in float32, as rules and requests see them. In a table of float32 the two are the same.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,10 @@ from torchfleet.ps.kernels.statistics import NEVER
 from torchfleet.ps.tables.policies.admission import Admission
 from torchfleet.ps.tables.policies.capacity import Capacity, row_limit
 from torchfleet.ps.tables.policies.decisions import Decisions, Noted
+from torchfleet.ps.tables.rows.codecs import stored_codec
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.keyrange import KeyRange
+from torchfleet.ps.tables.rows.narrow_rows import NarrowRows
 from torchfleet.ps.tables.rows.packed_map import PackedMap
 from torchfleet.ps.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
 from torchfleet.ps.tables.rows.tracking import AnyTracking, PackedTracking, Tracking
@@ -47,11 +53,13 @@ class RowStore(Table):
         super().__init__(spec)
         self.num_evicted = 0
         self.clock = clock or Clock()
-        num_words, names = spec.num_words, row_columns(spec)
+        num_words, names = spec.stored_words, row_columns(spec)
         self.index = self._make_index(num_words, len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
-        self._row_words = num_words
+        self._row_words, self._value_words = num_words, num_words - (spec.num_words - spec.dim)
         self._stream = _stream(spec.seed, spec.name)
+        codec = stored_codec(spec.format, spec.dim)
+        self.narrow = None if codec is None else NarrowRows(codec, spec.num_words - spec.dim, self._stream)
         self._found: Rows = np.empty(CHUNK, np.int64)
         first = self.index.offset + num_words
         self.statistics = Statistics(names, self.index, first, spec.entry) if names else None
@@ -77,7 +85,7 @@ class RowStore(Table):
         """Row numbers of any number of keys, in a new array; -1 for a key without a row."""
         at = np.empty(len(keys), np.int64)
         for start in range(0, len(keys), CHUNK):
-            self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self.spec.dim)
+            self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self._value_words)
         return at
 
     def absent(self, keys: Keys) -> Keys:
@@ -124,11 +132,15 @@ class RowStore(Table):
         """Set values, or values and state if `values` is that wide. Among equal keys the last one wins."""
         self.check_assign(keys, values)
         self.bounds.note(rows.largest(values))
-        is_whole = values.shape[1] == self._row_words  # then no initial value would remain
+        self._put(keys, self._stored(keys, values), columns)
+
+    def _put(self, keys: Keys, stored: Floats, columns: Columns | None) -> None:
+        """`assign` for rows as they are stored, after the checks."""
+        is_whole = stored.shape[1] == self._row_words  # then no initial value would remain
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
-            rows.scatter(self.index.store, *self._layout, at, values[some])
+            rows.scatter(self.index.store, *self._layout, at, stored[some])
             if columns is not None and self.statistics is not None:
                 self.statistics.write(at, {name: column[some] for name, column in columns.items()})
             self._mark(at)
@@ -139,12 +151,16 @@ class RowStore(Table):
 
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """`assign` for many rows that `check_values` accepted, after `reserve`; several times as fast."""
+        self.load_stored(keys, self._stored(keys, values), columns)
+
+    def load_stored(self, keys: Keys, stored: Floats, columns: Columns | None = None) -> None:
+        """`load` for rows as they are stored."""
         self.check_keys(keys)
-        self.bounds.note(rows.largest(values))
+        self.bounds.note(rows.largest(self._widened(stored)))
         whole = (
-            values if self.statistics is None else self._with_columns(values, self._complete(columns or {}, len(keys)))
+            stored if self.statistics is None else self._with_columns(stored, self._complete(columns or {}, len(keys)))
         )
-        has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
+        has_room = stored.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
         if has_room and self.index.load(keys, whole):
             if self.watch is not None:
                 self._tell(keys)
@@ -152,9 +168,25 @@ class RowStore(Table):
         # which rows were dropped is recorded by a later save of the chain, not this one
         capacity, self._capacity = self._capacity, None
         try:
-            self.assign(keys, values, self._complete(columns or {}, len(keys)))
+            self.check_keys(keys, create=True)
+            self.index.reserve_for(keys)
+            self._put(keys, stored, self._complete(columns or {}, len(keys)))
         finally:
             self._capacity = capacity
+
+    def _stored(self, keys: Keys, values: Floats) -> Floats:
+        """Wide rows as they are stored."""
+        return values if self.narrow is None else self.narrow.stored(keys, values)
+
+    def _widened(self, stored: Floats) -> Floats:
+        """The inverse of `_stored`."""
+        return stored if self.narrow is None else self.narrow.widened(stored)
+
+    def values_at(self, at: Rows) -> Floats:
+        """Values of these rows; zeros for a missing row (negative)."""
+        out = np.empty((len(at), self._value_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, out)
+        return self._widened(out)
 
     def _with_columns(self, values: Floats, columns: Columns) -> Floats:
         assert self.statistics is not None
@@ -169,8 +201,8 @@ class RowStore(Table):
         """Raise TableError if these cannot be rows of this table. Does not access the rows, so any
         thread may call it.
         """
-        num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
-        check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
+        num_words = self.num_words if values.shape[1:] == (self.num_words,) else self.spec.dim
+        check_block(self.spec, keys, values, num_words, f"values (or {self.num_words} with state)")
         if num_words > self.spec.dim:
             check_squares(self.spec, keys, values)
 
@@ -206,6 +238,13 @@ class RowStore(Table):
         once, with consistent value and state. `save`: the rows are written by this kind of save; a delta gets only the
         rows that it must write.
         """
+        for keys, stored, columns in self.stored_chunks(num_rows, save):
+            yield keys, self._widened(stored), columns
+
+    def stored_chunks(
+        self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
+    ) -> Iterator[tuple[Keys, Floats, Columns]]:
+        """`chunks`, with rows as they are stored."""
         for some in self.slices(num_rows, only_changed=save == "delta" and self.tracking is not None):
             keys, at = self.index.alive(some)
             out = np.empty((len(keys), self._row_words), np.float32)
@@ -241,9 +280,7 @@ class RowStore(Table):
             stop = min(cursor + num_rows, index.num_row_numbers)
             keys, at = index.alive(np.arange(min(cursor, stop), stop))
             cursor = stop if stop < index.num_row_numbers else 0
-        out = np.empty((len(keys), self.spec.dim), np.float32)
-        rows.gather(index.store, *self._layout, at, out)
-        return keys, out, cursor
+        return keys, self.values_at(at), cursor
 
     def settle(self) -> bool:
         """As Table.settle: continues the growth of maps."""
@@ -299,7 +336,7 @@ class RowStore(Table):
     @property
     def num_words(self) -> int:
         """Numbers per row: values and state."""
-        return self._row_words
+        return self.spec.num_words
 
     def reserve(self, num_rows: int) -> None:
         """Make room for `num_rows` new rows at once. For loading, when no request waits."""
@@ -320,7 +357,7 @@ class RowStore(Table):
             self._check_room(keys)
         fresh = self.index.insert_missing(keys, at)
         if initialise:
-            self._initialise(self.index.store, keys, at, fresh)
+            self._initialise(keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
         new_keys = keys[fresh]
@@ -332,27 +369,37 @@ class RowStore(Table):
     def _note_new(self, keys: Keys, at: Rows) -> None:
         """Called when these distinct keys have got rows."""
 
-    def _initialise(self, store: Floats, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+    def _initialise(self, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+        """Give the rows of these places among `at` their first values and state."""
+        if self.narrow is None:
+            self._fill(self.index.store, self._layout, keys, at, fresh)
+            return
+        new, first = keys[fresh], np.empty((len(fresh), self.num_words), np.float32)
+        every = np.arange(len(fresh))
+        self._fill(first.reshape(-1), (self.num_words, 0), new, every, every)
+        rows.scatter(self.index.store, *self._layout, at[fresh], self.narrow.stored(new, first, are_first=True))
+
+    def _fill(self, store: Floats, layout: tuple[int, int], keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+        """Write first values and state into wide rows of a store."""
         first, rule = self.spec.initializer, self.spec.rule
         state = rule.row_rule.initial_state(rule)
         random.initialise(
-            store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
+            store, *layout, self.spec.dim, keys, at, fresh, self._stream,
             _KINDS[first.name], first.a, first.b, np.float32(state),
         )  # fmt: skip
 
     def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
-        """(a store with copies of the rows of these distinct keys, mask of the keys that have a row there).
+        """(a store with wide copies of the rows of these distinct keys, mask of the keys that have a row there).
 
-        `create`: a key without a row has the row that it would get. Row number i belongs to the i-th key.
+        `create`: a key without a row has the row that it would get. Row number i belongs to the i-th key; its values
+        are at the begin of its `num_words` numbers.
         """
-        width, offset = self._layout
-        at, block = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
-        rows.gather(self.index.store, *self._layout, at, block)
-        store = np.zeros((len(keys), width), np.float32)
-        store[:, offset : offset + self._row_words] = block
+        at, stored = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, stored)
+        store = self._widened(stored).reshape(-1)
         if create:
-            self._initialise(store.reshape(-1), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
-        return store.reshape(-1), np.flatnonzero((at >= 0) | create)
+            self._fill(store, (self.num_words, 0), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
+        return store, np.flatnonzero((at >= 0) | create)
 
     def mark_all(self) -> None:
         """Mark all rows as changed."""

@@ -8,11 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.policies.admission import Admission, Candidates
+from torchfleet.ps.tables.rows.codecs import SCALE
+from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.tracking import AnyTracking, Tracking
 from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
+from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 
 SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # blocks in one slice: as many as a part file holds
@@ -21,20 +26,27 @@ SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # blocks in one slice: as many as a pa
 def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
     """As Table.save_slices; a delta begins with the keys that lost their rows."""
     is_delta, with_state = mode == "delta", mode != "inference"
-    width = table.num_words if with_state else table.spec.dim
     if is_delta and table.tracking is not None:
         yield SavedSlice("gone", {"keys": table.absent(table.tracking.gone)})
     is_empty = True
-    for keys, rows, columns in table.chunks(num_rows, mode if mode in ("full", "delta") else None):
+    for keys, rows, columns in table.stored_chunks(num_rows, mode if mode in ("full", "delta") else None):
         kept = {name: column for name, column in columns.items() if name != "delta" or mode == "copy"}
         if not with_state:
             kept = {}
-        yield SavedSlice("rows", {"keys": keys, "rows": rows[:, :width], **kept})
+        yield SavedSlice("rows", {"keys": keys, **_arrays(table, rows, with_state), **kept})
         is_empty = False
     if is_empty:
-        yield SavedSlice("rows", {"keys": np.empty(0, np.uint64), "rows": np.empty((0, width), np.float32)})
+        none = np.empty((0, table.spec.stored_words), np.float32)
+        yield SavedSlice("rows", {"keys": np.empty(0, np.uint64), **_arrays(table, none, with_state)})
     if table.admission is not None and with_state:
         yield from _save_admission(table.admission, is_delta, num_rows)
+
+
+def _arrays(table: RowStore, stored: Floats, with_state: bool) -> dict[str, npt.NDArray[Any]]:
+    """Rows as a save has them: `rows` of float32, or narrow values beside their state."""
+    if table.narrow is not None:
+        return table.narrow.arrays(stored, with_state)
+    return {"rows": stored[:, : table.num_words if with_state else table.spec.dim]}
 
 
 def _save_admission(admission: Admission, is_delta: bool, num_rows: int) -> Iterator[SavedSlice]:
@@ -63,13 +75,24 @@ def load_slice(table: RowStore, saved: SavedSlice) -> None:
     if saved.kind == "gone":
         table.erase(keys)
     elif saved.kind == "rows":
-        table.load(keys, columns.pop("rows"), columns)
+        if "rows" in columns:
+            table.load(keys, columns.pop("rows"), columns)
+        else:
+            _load_narrow(table, keys, columns)
         if candidates is not None and candidates.index.num_keys:
             candidates.erase(keys)
     elif candidates is not None and saved.kind == "candidates_gone":
         candidates.erase(keys)
     elif candidates is not None:
         candidates.load(keys, columns, table.clock.now)
+
+
+def _load_narrow(table: RowStore, keys: Keys, columns: dict[str, npt.NDArray[Any]]) -> None:
+    """Load rows that a table of the same type saved."""
+    if table.narrow is None:
+        raise TableError(f"table '{table.spec.name}' has rows of float32, found rows of {sorted(columns)}")
+    narrow = {name: columns.pop(name) for name in ("row_values", SCALE, "row_state") if name in columns}
+    table.load_stored(keys, table.narrow.from_arrays(narrow), columns)
 
 
 def export_changes(table: RowStore) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
@@ -15,6 +16,7 @@ from torchfleet.ps.tables import eviction
 from torchfleet.ps.tables.rows import recent_pulls
 from torchfleet.ps.tables.rows.keymap import FEWEST_SHARED, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
+from torchfleet.ps.tables.rows.wire_rows import pulled_rows
 from torchfleet.ps.tables.rowstore import CHUNK, RowStore
 from torchfleet.ps.tables.rules.decay import decayed
 from torchfleet.ps.tables.saved_rows import export_changes, load_slice, note_all_changed, save_slices
@@ -33,6 +35,7 @@ class SparseTable(RowStore):
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
         self._row_rule = spec.rule.row_rule
+        self._wire = pulled_rows(spec)
         self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances in a sync step, counted when it ends
 
     def check_pull(self, keys: Keys, create: bool) -> int:
@@ -47,7 +50,19 @@ class SparseTable(RowStore):
         recorded, neither a row nor an appearance, and missing keys read as zeros. `worker`: the pull belongs to a sync
         step, whose result must not depend on the order of the workers: missing keys wait for `admit_waiting`.
         """
-        out = np.empty((len(keys), self.spec.dim), np.float32)
+        return self._widened(self._pull_stored(keys, create, worker))
+
+    def pull_encoded(self, keys: Keys, create: bool = True, worker: int | None = None) -> npt.NDArray[Any]:
+        """As Table.pull_encoded."""
+        if self._wire is None:
+            return self.pull(keys, create, worker)
+        if self.spec.format.is_as_stored:
+            return self._wire.of_words(self._pull_stored(keys, create, worker))
+        return self._wire.encode(keys, self.pull(keys, create, worker))
+
+    def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
+        """`pull`, with values as they are stored."""
+        out = np.empty((len(keys), self._value_words), np.float32)
         if create and (self.admission is not None or self.statistics is not None):
             at = self.appear(keys, worker if self.admission is not None else None)
             rows.gather(self.index.store, *self._layout, at, out)
@@ -62,7 +77,7 @@ class SparseTable(RowStore):
                 self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
-            at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
+            at = self._locate(keys[start : start + CHUNK], create, self._value_words)
             rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
 
@@ -175,12 +190,12 @@ class SparseTable(RowStore):
         grads = np.ascontiguousarray(grads[:, : self.spec.dim])
         largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
         store, at = self.copies(keys, create=rate is None or self.admission is None)
+        layout = self.num_words, 0
         if rate is None:
-            rows.sgd(store, *self._layout, at, grads[at], -1.0, -np.inf, np.inf)
+            rows.sgd(store, *layout, at, grads[at], -1.0, -np.inf, np.inf)
         else:
-            self._apply(store, at, grads[at], rate, self.step + 1)
-        width, offset = self._layout
-        made = np.ascontiguousarray(store.reshape(-1, width)[at, offset : offset + self._row_words])
+            self._apply(store, layout, at, grads[at], rate, self.step + 1)
+        made = np.ascontiguousarray(store.reshape(-1, self.num_words)[at])
         if not rows.largest(made) < np.inf:
             row = int(at[np.flatnonzero(~np.isfinite(made).all(axis=1))[0]])
             raise TableError(
@@ -201,11 +216,11 @@ class SparseTable(RowStore):
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """`push` without the check: a message is checked as a whole with `check_push` before any of it is applied."""
         self.step += 1
-        rate, store = learning_rate(self.spec.rule, lr, self.step), self.index.store
+        rate = learning_rate(self.spec.rule, lr, self.step)
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
         if pulled is not None:
-            self._apply(store, pulled, grads, rate, self.step)
+            self._change(keys, pulled, grads, rate)
             self._mark(pulled)
             if self.watch is not None:
                 self._tell(keys)
@@ -217,18 +232,32 @@ class SparseTable(RowStore):
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 some, at, chunk = some[at >= 0], at[at >= 0], chunk[at >= 0]  # not admitted: no update
-            self._apply(store, at, chunk, rate, self.step)
+            self._change(some, at, chunk, rate)
             self._mark(at)
             if self.watch is not None:
                 self._tell(some)
 
-    def _apply(self, store: Floats, at: Rows, grads: Floats, rate: float, step: int) -> None:
+    def _change(self, keys: Keys, at: Rows, grads: Floats, rate: float | None) -> None:
+        """Update these distinct rows by the rule, or without a rate add to them; `keys` are theirs."""
+
+        def change(store: Floats, layout: tuple[int, int], at: Rows, some: slice) -> None:
+            if rate is None:
+                rows.sgd(store, *layout, at, grads[some], -1.0, -np.inf, np.inf)
+            else:
+                self._apply(store, layout, at, grads[some], rate, self.step)
+
+        if self.narrow is None:
+            change(self.index.store, self._layout, at, slice(None))
+        else:
+            self.narrow.change(self.index.store, self._layout, keys, at, change, self.step)
+
+    def _apply(self, store: Floats, layout: tuple[int, int], at: Rows, grads: Floats, rate: float, step: int) -> None:
         rule = self.spec.rule
         if rule.weight_decay:
-            grads = decayed(rule, store, self._layout, at, grads, rate)
+            grads = decayed(rule, store, layout, at, grads, rate)
 
         def apply(start: int, stop: int) -> None:
-            self._row_rule.apply_to_rows(rule, store, self._layout, at[start:stop], grads[start:stop], rate, step)
+            self._row_rule.apply_to_rows(rule, store, layout, at[start:stop], grads[start:stop], rate, step)
 
         TEAM.share(apply, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
 
@@ -257,8 +286,9 @@ class SparseTable(RowStore):
         self.step += 1
         keys, deltas = sum_by_key(keys, deltas)
         for start in range(0, len(keys), CHUNK):
-            at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
-            rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
+            some = slice(start, start + CHUNK)
+            at = self._locate(keys[some], True, self._value_words)
+            self._change(keys[some], at, deltas[some], None)
             self._mark(at)
         if self.watch is not None:
             self._tell(keys)

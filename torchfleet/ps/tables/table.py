@@ -20,6 +20,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.base.monitor.freshness import EXACT_AGES
 from torchfleet.ps.tables.policies.decisions import Noted
 from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.rows.wire_rows import pushed_rows
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
@@ -149,6 +150,7 @@ class Table(ABC):
         # Called with the table's number and the keys of rows that changed or went, which are valid during the call; or
         # with no keys, if the block of a dense table changed.
         self.watch: Callable[[int, Keys], None] | None = None
+        self.pushed_rows = pushed_rows(spec)
 
     @property
     @abstractmethod
@@ -172,6 +174,10 @@ class Table(ABC):
 
     def foresee(self, keys: Keys) -> None:
         """Begin to read the rows that a request in the queue will pull, if they are not in memory."""
+
+    def pull_encoded(self, keys: Keys, create: bool, worker: int | None) -> npt.NDArray[Any]:
+        """`pull`, as the reply has it: float32, or the bytes of narrower rows (rows/wire_rows.py)."""
+        return self.pull(keys, create, worker)
 
     def admit_waiting(self) -> None:
         """End a step of all workers: count the appearances of its pulls, in the order of the workers."""

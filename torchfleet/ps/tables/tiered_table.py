@@ -79,22 +79,22 @@ class TieredTable(SparseTable):
         """As Table.foresee."""
         self.tiers.foresee(keys)
 
-    def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
-        """As Table.pull. A pull that creates no rows leaves the rows where they are."""
+    def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
+        """A pull that creates no rows leaves the rows where they are."""
         if create:
-            self.tiers.bring(keys, self.spec.dim)
-            return super().pull(keys, create, worker)
+            self.tiers.bring(keys, self._value_words)
+            return super()._pull_stored(keys, create, worker)
         return self._peek(keys)
 
     def _peek(self, keys: Keys) -> Floats:
-        out = np.zeros((len(keys), self.spec.dim), np.float32)
+        out = np.zeros((len(keys), self._value_words), np.float32)
         at = self.find(keys)
         rows.gather(self.index.store, *self._layout, at, out)
         cold = np.flatnonzero(at < 0)
         distinct, inverse = np.unique(keys[cold], return_inverse=True)
         places, records = self.tiers.look_up(distinct)
-        values = np.zeros((len(distinct), self.spec.dim), np.float32)
-        values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, : self.spec.dim]
+        values = np.zeros((len(distinct), self._value_words), np.float32)
+        values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, : self._value_words]
         out[cold] = values[inverse]
         return out
 
@@ -129,30 +129,36 @@ class TieredTable(SparseTable):
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As RowStore.assign; more keys than memory holds are assigned in parts."""
         self.check_values(keys, values)
+        self.bounds.note(rows.largest(values))
+        self._put(keys, self._stored(keys, values), columns)
+
+    def _put(self, keys: Keys, stored: Floats, columns: Columns | None) -> None:
         step = self._part
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
             self.tiers.check_batch(keys[some])
             self.tiers.bring(keys[some])
+            self.check_keys(keys[some], create=True)
+            self.index.reserve_for(keys[some])
             own = None if columns is None else {name: column[some] for name, column in columns.items()}
-            super().assign(keys[some], values[some], own)
+            super()._put(keys[some], stored[some], own)
 
-    def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """As RowStore.load: new rows fill memory first, then the disk."""
+    def load_stored(self, keys: Keys, stored: Floats, columns: Columns | None = None) -> None:
+        """As RowStore.load_stored: new rows fill memory first, then the disk."""
+        self.bounds.note(rows.largest(self._widened(stored)))
         step, complete = self._part, self._complete(columns or {}, len(keys))
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
-            self._load(keys[some], values[some], {name: column[some] for name, column in complete.items()})
+            self._load(keys[some], stored[some], {name: column[some] for name, column in complete.items()})
 
-    def _load(self, keys: Keys, values: Floats, columns: Columns) -> None:
+    def _load(self, keys: Keys, stored: Floats, columns: Columns) -> None:
         is_new = len(self.absent(keys)) == len(keys)
         has_room = self.index.num_keys + len(keys) <= self.tiers.max_hot
-        if not is_new or has_room or values.shape[1] != self._row_words:
-            self.assign(keys, values, columns)
+        if not is_new or has_room or stored.shape[1] != self._row_words:
+            self._put(keys, stored, columns)
             return
         self.check_keys(keys)
-        self.bounds.note(rows.largest(values))
-        words = values if self.statistics is None else self._with_columns(values, columns)
+        words = stored if self.statistics is None else self._with_columns(stored, columns)
         self.tiers.add_cold(keys, np.ascontiguousarray(words).view(np.uint32))
         if self.watch is not None:
             self._tell(keys)
@@ -182,10 +188,10 @@ class TieredTable(SparseTable):
 
     # All rows
 
-    def chunks(
+    def stored_chunks(
         self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
     ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """As RowStore.chunks."""
+        """As RowStore.stored_chunks."""
         is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
         for keys, words in self.tiers.all_rows(num_rows, self.tracking.since if is_delta else 0):  # type: ignore[union-attr]
             yield keys, self._values(words), self._columns(words)
@@ -201,7 +207,7 @@ class TieredTable(SparseTable):
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk."""
         keys, words, behind = self.tiers.walk(cursor, num_rows)
-        return keys, np.ascontiguousarray(self._values(words)[:, : self.spec.dim]), behind
+        return keys, self._widened(np.ascontiguousarray(self._values(words)[:, : self._value_words])), behind
 
     def mark_all(self) -> None:
         """As RowStore.mark_all."""
@@ -234,7 +240,7 @@ class TieredTable(SparseTable):
         }
 
     def _values(self, words: Any) -> Floats:
-        """Values and state of rows, from their words."""
+        """Rows as they are stored, from their words."""
         values: Floats = np.ascontiguousarray(words[:, : self._row_words]).view(np.float32)
         return values
 

@@ -21,6 +21,7 @@ from torchfleet.ps.server.log.durable_server import forget_workers
 from torchfleet.ps.server.log.state_copy import export_state, import_state
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
 
@@ -41,6 +42,7 @@ OTHER_SPEC: dict[str, Any] = {
     **{"initializer": Initializer("uniform", -1.0, 1.0), "entry": AdmissionEntry(show="s", click="c", count=3)},
     "shrink": Shrink(max_rows=5),
     "storage": TierStorage(64 << 20, "/rows"),
+    "format": RowFormat("bfloat16"),
 }
 
 

@@ -28,7 +28,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
 SLICE = 1 << 14  # rows in one piece
-_DTYPES = {"|u1", "<u4", "<u8", "<f4"}
+_DTYPES = {"|u1", "|i1", "<u2", "<f2", "<u4", "<u8", "<f4"}
 
 Piece = Sequence[Frame]
 

@@ -18,6 +18,7 @@ import msgspec
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.row_format import FLOAT32, RowFormat, value_words
 from torchfleet.ps.tables.settings.rule import MAX_FLOAT, RULES, Floats, RowRule, Rule, expect
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 
@@ -83,6 +84,7 @@ class TableKind:
     has_size: bool  # ids below a declared size, owned by servers round-robin; otherwise any 64-bit key, by its hash
     is_dense: bool = False  # one flat block; otherwise rows by key
     samples: Callable[[], Iterable[TableSpec]] | None = None  # tables that use all of its kernels, to warm them up
+    has_formats: bool = False  # values in other types than float32, on the servers and on the network
 
 
 def default_kind(is_dense: bool, has_size: bool) -> str:
@@ -117,6 +119,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     entry: AdmissionEntry = EVERY_KEY
     shrink: Shrink = NO_SHRINK
     storage: TierStorage = IN_MEMORY
+    format: RowFormat = FLOAT32
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
@@ -126,6 +129,10 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
         expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
+        expect(
+            self.format == FLOAT32 or kind.has_formats,
+            f"dtype and wire: table '{self.name}' is of kind '{self.kind}', which has float32 values only",
+        )
         is_kept = self.storage == IN_MEMORY or not (kind.has_size or kind.is_dense)
         expect(is_kept, f"storage is for tables of any id; '{self.name}' has a declared size")
         if kind.has_size:
@@ -139,6 +146,11 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         else:
             refused = self.rule.row_rule.refused_on_rows(self.rule)
             expect(not refused, f"rule.{refused} is not for rows of '{self.rule.name}'; '{self.name}' is sparse")
+            expect(
+                not (self.format.is_narrow and self.rule.has_bounds),
+                f"table '{self.name}' has dtype='{self.format.dtype}' and weight_bounds (rule.low/high): rounding may "
+                "go beyond the bounds. Leave one of them out.",
+            )
 
     def _check_policies(self) -> None:
         if self.has_size:
@@ -168,6 +180,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             entry=EVERY_KEY,
             shrink=NO_SHRINK,
             storage=IN_MEMORY,
+            format=msgspec.structs.replace(self.format, wire=""),
         )
 
     @functools.cached_property
@@ -200,6 +213,11 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     def num_words(self) -> int:
         """Numbers of a row: its values and all of their state."""
         return self.dim * (1 + self.num_states) + self.num_row_states
+
+    @functools.cached_property
+    def stored_words(self) -> int:
+        """32-bit words of a row on a server: its values, in the table's type, and their state."""
+        return value_words(self.format.dtype, self.dim) + self.num_words - self.dim
 
     @property
     def num_elements(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,9 @@ import numpy.typing as npt
 from torchfleet.base.errors import TableError, WireError
 from torchfleet.ps.kernels.rows import all_finite
 from torchfleet.ps.net.wire import Array
+from torchfleet.ps.tables.rows.codecs import Dice
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_counted, is_pushed
+from torchfleet.ps.tables.rows.wire_rows import WireRows, pulled_rows, pushed_rows
 from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
 from torchfleet.ps.worker.client.shard import Floats, Shards, as_keys, shard
 
@@ -27,6 +30,8 @@ class KnownTable:
         self.counts_pulls = is_counted(spec)  # whether a pull for training changes something on the servers
         self._has_statistics = is_pushed(spec)  # whether gradients may be followed by show, click and slot
         self._num_servers = num_servers
+        self._pulled, self._pushed = pulled_rows(spec), pushed_rows(spec)
+        self._num_pushes = 0
         self.ranges: list[tuple[int, int]] = []  # for a dense table: the elements that each server holds
         if self.is_dense:
             self.ranges = [shard_range(spec.size, server, num_servers) for server in range(num_servers)]
@@ -39,6 +44,12 @@ class KnownTable:
 
     def join_rows(self, shards: Shards, replies: list[Floats]) -> Floats:
         """Join the servers' rows in the order of the requested keys."""
+        if self._pulled is not None:
+            counts = [len(keys) for keys in shards.keys]
+            replies = [
+                self._pulled.decode(rows, num, f"server {server}, table '{self.spec.name}'")
+                for server, (num, rows) in enumerate(zip(counts, replies, strict=True))
+            ]
         for server, (keys, rows) in enumerate(zip(shards.keys, replies, strict=True)):
             expected = (len(keys), self.dim)
             if rows.dtype != np.float32 or rows.shape != expected:
@@ -70,7 +81,16 @@ class KnownTable:
             )
         if not are_finite:
             self.check_finite(grads)
-        return self._pairs(shards.keys, shards.split_rows(grads))
+        split = shards.split_rows(grads)
+        return self._pairs(shards.keys, split if self._pushed is None else self._encoded(self._pushed, shards, split))
+
+    def _encoded(self, pushed: WireRows, shards: Shards, split: list[Floats]) -> list[npt.NDArray[np.uint8]]:
+        """Gradients in the type of the table's wire. Random bits follow from key, column and the number of the push, so
+        that a job in which workers push in the same order has the same result.
+        """
+        self._num_pushes += 1
+        dice = Dice(np.uint64(self.number), self._num_pushes)
+        return [pushed.encode(keys, rows, dice) for keys, rows in zip(shards.keys, split, strict=True)]
 
     def shard_block(self, values: Floats, are_finite: bool = False) -> list[Floats]:
         """Split the values of a dense table into one range per server."""
@@ -99,7 +119,7 @@ class KnownTable:
                 "loss."
             )
 
-    def _pairs(self, keys: Iterable[npt.NDArray[np.uint64]], rows: Iterable[Floats]) -> Pairs:
+    def _pairs(self, keys: Iterable[npt.NDArray[np.uint64]], rows: Iterable[npt.NDArray[Any]]) -> Pairs:
         pairs = []
         for own_keys, own_rows in zip(keys, rows, strict=True):
             pairs.append((Array(self.number, own_keys), Array(self.number, own_rows)))

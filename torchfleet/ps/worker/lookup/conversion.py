@@ -53,6 +53,7 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             "shrink",
             "weight_bounds",
             "optimizer",
+            "row_format",
         ):
             values = {getattr(module, field) for module in modules}
             if len(values) > 1:

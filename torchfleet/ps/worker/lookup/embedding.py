@@ -18,6 +18,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
     checked_bounds,
+    checked_format,
     checked_kind,
     checked_optimizer,
     checked_policies,
@@ -78,6 +79,11 @@ class SparseEmbedding(EmbeddingState):
     `storage=fleet.Tiered(memory="8GB", path=DIR)`: each server keeps the rows used last in that much memory and the
     others in a file in that folder: docs/tiered.md.
 
+    `dtype` ("float32", "bfloat16", "float16", "int8"): of the values on the servers and in saves; the rule computes in
+    float32. int8 has a step per row: `step="row"`, from its largest number, or "learned" (at `step_rate`). `wire`: the
+    dtype in which values and gradients travel; left out, values travel as stored and gradients as float32. All of it:
+    docs/rows.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -104,6 +110,10 @@ class SparseEmbedding(EmbeddingState):
         kind: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         storage: TierStorage | None = None,
+        dtype: str = "float32",
+        step: str | None = None,
+        step_rate: float | None = None,
+        wire: str | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -114,6 +124,7 @@ class SparseEmbedding(EmbeddingState):
         self.weight_bounds = checked_bounds(weight_bounds)
         self.optimizer = checked_optimizer(optimizer, name)
         self.storage = checked_storage(storage, num_embeddings)
+        self.row_format = checked_format(dtype, step, step_rate, wire, self.weight_bounds)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed
@@ -215,7 +226,8 @@ class SparseEmbedding(EmbeddingState):
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
-        return f"{self.dim}, name={self.name!r}{size}{bounds}"
+        dtype = f", dtype={self.row_format.dtype!r}" if self.row_format.is_narrow else ""
+        return f"{self.dim}, name={self.name!r}{size}{bounds}{dtype}"
 
 
 def _not_connected(name: str | None) -> str:

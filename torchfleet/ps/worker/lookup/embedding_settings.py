@@ -11,6 +11,7 @@ import torch
 
 from torchfleet.base.errors import FleetError, ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
+from torchfleet.ps.tables.settings.row_format import DTYPES, STEP_RATE, STEPS, RowFormat
 from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 from torchfleet.ps.worker.lookup.optimizer_rules import rule_of
@@ -106,6 +107,28 @@ def checked_storage(storage: Any, num_embeddings: int | None) -> TierStorage:
     if num_embeddings is not None:
         raise ModelError("SparseEmbedding: storage is for ids without end; leave num_embeddings out")
     return storage
+
+
+def checked_format(dtype: Any, step: Any, step_rate: Any, wire: Any, bounds: Bounds) -> RowFormat:
+    """The type of a row's numbers on the servers and on the network."""
+    for field, given, known in (("dtype", dtype, DTYPES), ("step", step, STEPS), ("wire", wire, DTYPES)):
+        if given is not None and (not isinstance(given, str) or given not in known):
+            raise ModelError(f"SparseEmbedding({field}=...): expected one of {', '.join(known)}, found {given!r:.100}")
+    rate = STEP_RATE if step_rate is None else step_rate
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise ModelError(f"SparseEmbedding(step_rate=...): expected a number from 0 to 1, found {rate!r:.100}")
+    try:
+        made = RowFormat(dtype, "row" if step is None else step, float(rate), wire or "")
+    except TableError as error:
+        raise ModelError(f"SparseEmbedding: {error}") from None
+    if step is not None and dtype != "int8":
+        raise ModelError(f"SparseEmbedding: step={step!r} is for dtype='int8'; dtype is {dtype!r}, which has no step")
+    if made.is_narrow and bounds != NO_BOUNDS:
+        raise ModelError(
+            f"SparseEmbedding: weight_bounds={bounds} cannot hold with dtype={dtype!r}, whose rounding may go beyond "
+            "them. Leave one of them out."
+        )
+    return made
 
 
 def checked_bounds(bounds: Any) -> Bounds:

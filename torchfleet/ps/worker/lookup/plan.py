@@ -100,7 +100,7 @@ class Plan:
                 (
                     name,
                     sparse.spec.kind,
-                    f"{size} x {sparse.spec.dim}",
+                    f"{size} x {sparse.spec.dim}{_type_text(sparse.spec)}",
                     rule_text(sparse.spec.rule),
                     start,
                     _policy_text(sparse.spec),
@@ -264,6 +264,11 @@ def _sparse_group(
         storage=first.storage,
     )
     return SparseGroup(spec, modules, group)
+
+
+def _type_text(spec: TableSpec) -> str:
+    """The type of the values, if it is not float32."""
+    return f" {spec.format.dtype}" if spec.format.is_narrow else ""
 
 
 def _policy_text(spec: TableSpec) -> str:

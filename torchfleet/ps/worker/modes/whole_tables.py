@@ -20,6 +20,7 @@ from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.ps.kernels.differences import fold_in, share_by_count, take_differences
 from torchfleet.ps.net.wire import DELTA
+from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.plan import Plan
@@ -254,6 +255,11 @@ def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
             raise ModelError(
                 f"table '{name}' has weight_bounds, which act on updates by the servers; on whole tables the updates "
                 "are yours. Leave weight_bounds out, and bound the arrays where you change them."
+            )
+        if group.spec.format != FLOAT32:
+            raise ModelError(
+                f"table '{name}' has dtype='{group.spec.format.dtype}' or a wire of its own, and whole tables are "
+                "exchanged in float32. Leave dtype and wire out."
             )
         if group.spec.rule.weight_decay:
             raise ModelError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.spec import Initializer, TableSpec, default_kind
 from torchfleet.ps.worker.row_state.table_rows import TableRows, is_without_rows
 from torchfleet.ps.worker.row_state.whole_rows import WholeRows
@@ -30,6 +31,7 @@ class EmbeddingState(torch.nn.Module):
     num_embeddings: int | None
     initializer: Initializer
     seed: int
+    row_format: RowFormat
     padding_idx: int | None
     weight: torch.nn.Parameter
 
@@ -47,10 +49,12 @@ class EmbeddingState(torch.nn.Module):
         self.is_copy = False  # a copy.deepcopy of a distributed embedding: it reads, and learns nothing
 
     def table_spec(self, name: str) -> TableSpec:
-        """The table's description, as far as the layer determines it: kind, shape and initial values."""
+        """The table's description, as far as the layer determines it: kind, shape, types and initial values."""
         kind = self.kind or default_kind(is_dense=False, has_size=self.num_embeddings is not None)
         size = self.num_embeddings or 0
-        return TableSpec(name, kind, self.dim, size, initializer=self.initializer, seed=self.seed)
+        return TableSpec(
+            name, kind, self.dim, size, initializer=self.initializer, seed=self.seed, format=self.row_format
+        )
 
     @property
     def _spec(self) -> TableSpec:
