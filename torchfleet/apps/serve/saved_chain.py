@@ -17,6 +17,7 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table, read_manifest
+from torchfleet.ps.checkpoint.narrow_arrays import widened
 from torchfleet.ps.checkpoint.part_reader import read_dense, read_parts
 from torchfleet.ps.kernels.rows import all_finite
 from torchfleet.ps.tables.rows.keymap import Keys
@@ -135,7 +136,7 @@ def _rows_of(saved: Table) -> Callable[[Part, part_file.Arrays], tuple[Keys, Flo
         keys = np.array(arrays["keys"])  # in memory of its own: the kernels take no read-only arrays
         if part.kind != "rows":
             return keys, np.empty((0, saved.dim), np.float32)
-        values = np.array(arrays["rows"][:, : saved.dim])
+        values = np.array(widened(arrays)["rows"][:, : saved.dim])
         if not all_finite(values.reshape(-1).view(np.uint32)):
             raise CheckpointError(f"NaN or infinity in rows of table '{saved.name}'")
         return keys, values
