@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,7 +64,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--row_rule", default="rowwise_adagrad", help="of the part auc (default: %(default)s)")
-    parser.add_argument("--embedding_lr", type=float, default=0.05, help="of the part auc (default: %(default)s)")
+    parser.add_argument("--embedding_lr", type=float, default=0.002, help="of the part auc (default: %(default)s)")
     parser.add_argument("--num_ids", type=int, default=1_000_000)
     parser.add_argument("--num_batches", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
@@ -133,7 +134,7 @@ class Samples:
 
     def batches(self, size: int, order: torch.Tensor | None = None) -> Iterator[dict[str, torch.Tensor]]:
         places = torch.arange(len(self.labels)) if order is None else order
-        for some in places.split(size):
+        for some in torch.split(places, size):
             yield {key: values[some] for key, values in self._all.items()}
 
 
@@ -142,7 +143,7 @@ def trained(chosen: argparse.Namespace, samples: dict[str, Samples], dtype: str,
     torch.manual_seed(seed)
     fleet.reset()
     fleet.init()
-    model = fleet.distributed_model(CTRDNN(**settings_of(dtype), seed=seed))
+    model: Any = fleet.distributed_model(CTRDNN(**settings_of(dtype), seed=seed))
     rows = {"params": model.embedding.parameters(), "lr": chosen.embedding_lr, "row_rule": chosen.row_rule}
     groups = [rows, {"params": model.tower.parameters(), "lr": 5e-4}]
     optimizer = fleet.distributed_optimizer(torch.optim.Adam(groups))
@@ -151,7 +152,7 @@ def trained(chosen: argparse.Namespace, samples: dict[str, Samples], dtype: str,
     start = time.perf_counter()
     for order in orders:
         for batch in samples["train"].batches(128, order):
-            loss_of(model(batch), batch).backward()
+            torch.autograd.backward(loss_of(model(batch), batch))
             optimizer.step()
             optimizer.zero_grad()
     rate = chosen.epochs * len(orders[0]) / (time.perf_counter() - start)
@@ -220,7 +221,7 @@ def measure_speed(chosen: argparse.Namespace) -> Figures:
             sizes[dtype] = round(table["bytes"] / table["rows"], 1)
         return BATCH * len(data) / seconds
 
-    found = interleave(chosen.rounds, {dtype: lambda dtype=dtype: timed(dtype) for dtype in chosen.dtypes})
+    found = interleave(chosen.rounds, {dtype: partial(timed, dtype) for dtype in chosen.dtypes})
     return {
         "samples_per_s": {dtype: round(value) for dtype, value in found.items()},
         "bytes_per_row": sizes,

@@ -54,7 +54,7 @@ class Alone:
 def test_a_killed_server_has_the_same_bits_after_its_log(row_format: RowFormat, tmp_path: Path) -> None:
     spec = spec_of(row_format)
     options = ("--durability", "log", "--log_store", str(tmp_path / "log"))
-    found = []
+    found: list[np.ndarray] = []
     for start in (0, 3):
         with (
             ForkedServer("tcp://127.0.0.1:0", *options) as server,

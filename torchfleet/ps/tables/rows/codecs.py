@@ -22,7 +22,7 @@ Words = npt.NDArray[np.uint32]
 Keys = npt.NDArray[np.uint64]
 Arrays = dict[str, npt.NDArray[Any]]
 SCALE = "scale"  # the name of the steps of int8 rows, one per row, among arrays and columns
-FIRST_STEP = np.float32(2.0**-10)  # the least first step of a row whose step is learned: first values are small
+FIRST_STEP = np.float32(2.0**-13)  # the least first step of a row whose step is learned: first values are small
 
 
 class Dice(NamedTuple):
