@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.net.request import Request
@@ -58,9 +57,8 @@ def _rows(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
         if num_left > 0 and pending.num and len(arrays) < MAX_ARRAYS // 2:
             keys = pending.take(max(1, num_left // table.spec.dim))
             num_left -= len(keys) * table.spec.dim
-            is_gone = np.isin(keys, table.absent(keys))
-            values = table.pull(keys[~is_gone], False, None)
-            arrays += [Array(number, each) for each in (keys[~is_gone], values, keys[is_gone])]
+            is_there, values = table.present(keys)
+            arrays += [Array(number, each) for each in (keys[is_there], values, keys[~is_there])]
             told.rows.append(number)
         told.rest += pending.num
     return arrays

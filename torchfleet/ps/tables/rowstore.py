@@ -88,6 +88,18 @@ class RowStore(Table):
             self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self._value_words)
         return at
 
+    def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """As Table.present."""
+        at, values = np.empty(len(keys), np.int64), np.empty((len(keys), self.spec.dim), np.float32)
+        if isinstance(self.index, KeyMap):
+            num_missing = self.index.read(keys, at, values)
+        else:
+            at = self.find(keys)
+            rows.gather(self.index.store, *self._layout, at, values)
+            num_missing = int((at < 0).sum())
+        is_there = at >= 0
+        return is_there, values[is_there] if num_missing else values
+
     def absent(self, keys: Keys) -> Keys:
         """Those of `keys` that have no row."""
         chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]

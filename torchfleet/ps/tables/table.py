@@ -315,9 +315,9 @@ class Table(ABC):
 
     tells_changes = False  # whether the table calls `watch` at every change of a value
 
-    def absent(self, keys: Keys) -> Keys:
-        """Those of `keys` that have no row."""
-        self._refuse("say which keys have no row")
+    def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """(mask of the keys that have a row, the values of these). Changes nothing."""
+        self._refuse("say which keys have a row")
 
     def _tell(self, keys: Keys) -> None:
         """Tell of a change. Callers ask first whether there is a `watch`: mostly there is none."""

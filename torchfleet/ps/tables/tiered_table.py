@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
@@ -177,6 +178,11 @@ class TieredTable(SparseTable):
         """As RowStore.drop."""
         self.tiers.note_gone(keys, at)
         return super().drop(keys, at)
+
+    def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """As Table.present; rows on disk stay there."""
+        is_there = ~np.isin(keys, self.absent(keys))
+        return is_there, self._peek(keys[is_there])
 
     def absent(self, keys: Keys) -> Keys:
         """As RowStore.absent; reads rows on disk, which stay there."""
