@@ -32,6 +32,7 @@ def recorded(log_dir: Path, *roles: RoleSnapshot) -> HistoryWriter:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["latest", ""])
 def test_the_folder_of_logs_leads_to_the_running_servers(
     tmp_path: Path, address: str, given: str, capsys: pytest.CaptureFixture[str]
