@@ -96,6 +96,15 @@ EXCEPTIONS = {
     ("launch/simulate/forks.py", "os.fork"): "simulated processes",
     ("launch/simulate/forks.py", "ctypes.CDLL"): "prctl of the C library",
     ("ps/tables/rows/memory.py", "ctypes.CDLL"): "mallopt of the C library",
+    ("apps/serve/follow_process.py", "subprocess.Popen"): "the writer of versions, of our own",
+    ("apps/serve/serving_processes.py", "subprocess.Popen"): "serving processes of our own",
+    ("apps/serve/user_network.py", "importlib.util.spec_from_file_location"): "the user's own file (--network)",
+    ("apps/serve/user_network.py", "importlib.util.module_from_spec"): "the user's own file (--network)",
+    ("launch/script_trees.py", "importlib.util.find_spec"): "where the user's training module is",
+    ("launch/server_nursery.py", "subprocess.Popen"): "the process that forks servers, of our own",
+    ("ps/server/nursery.py", "os.fork"): "servers of our own",
+    ("ps/server/nursery.py", "os.execv"): "a server of our own, with options of the launcher",
+    ("ps/server/nursery.py", "ctypes.CDLL"): "prctl of the C library",
     ("ps/tables/tiers/disk.py", "ctypes.CDLL"): "io_submit, which the C library calls by its number",
 }
 SAFE_OPTIONS = ("weights_only", "allow_pickle", "shell")
