@@ -63,7 +63,7 @@ def on_link(chosen: argparse.Namespace, specs: Mapping[str, TableSpec]) -> dict[
 
 def _trained(chosen: argparse.Namespace, joined: Link, spec: TableSpec) -> dict[str, float]:
     endpoint = f"tcp://{joined.addresses[0]}:{PORT}"
-    serve = [sys.executable, "-m", "torchfleet.server", "--endpoint", endpoint]
+    serve = [sys.executable, "-m", "torchfleet.server", "--endpoint", endpoint, "--insecure"]
     given = [endpoint, joined.devices[1], str(chosen.num_ids), str(chosen.num_batches), str(chosen.rounds)]
     work = [sys.executable, "-m", "benchmarks.row_dtypes_link", *given, msgspec.json.encode(spec.format).decode()]
     server = subprocess.Popen(joined.inside(0, *serve), cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -61,8 +61,9 @@ def gaps(name: str, wide: Floats) -> Floats:
         return np.maximum(np.ldexp(np.float32(1), np.frexp(wide)[1] - 8), 2.0**-133).astype(np.float32)
     if name == "float16":
         return np.maximum(np.ldexp(np.float32(1), np.frexp(wide)[1] - 11), 2.0**-24).astype(np.float32)
-    steps: Floats = np.broadcast_to(np.abs(wide).max(axis=1, keepdims=True) / np.float32(127), wide.shape)
-    return steps
+    steps = np.maximum(np.abs(wide).max(axis=1, keepdims=True) / np.float32(127), np.float32(127 * 2.0**-100))
+    found: Floats = np.broadcast_to(steps, wide.shape)  # rows that need a step below 2^-100 are zeros
+    return found
 
 
 @pytest.mark.parametrize("name", DTYPES)
