@@ -190,6 +190,11 @@ class TestFolders:
         assert sorted(os.listdir(chain.storage.path)) == before
         assert sorted(os.listdir(tmp_path / "other")) == [DONEFILE, "manifest.json", manifest.save]
 
+    def test_a_copy_elsewhere_can_be_served(self, chain: Chain, tmp_path: Path) -> None:
+        chain.storage.write("serving.json", [b"{}"])
+        compact(chain.storage.path, str(tmp_path / "other"))
+        assert (tmp_path / "other" / "serving.json").read_bytes() == b"{}"
+
     def test_an_older_copy_elsewhere_is_replaced(self, chain: Chain, tmp_path: Path) -> None:
         other = str(tmp_path / "other")
         compact(chain.storage.path, other)

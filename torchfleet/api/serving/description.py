@@ -14,8 +14,9 @@ from torchfleet.api.serving.network_graph import NetworkGraph
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature, SampleText, as_in_text
+from torchfleet.ps.checkpoint.manifest_file import SERVING
+from torchfleet.ps.checkpoint.part_writer import write_file
 
-FILE = "serving.json"
 FORMAT = "torchfleet serving"
 VERSION = 1
 
@@ -34,14 +35,14 @@ class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 def read_description(storage: Storage) -> ServingDescription:
     """Raises CheckpointError if there is none, or if it cannot be read."""
-    place = storage.place(FILE)
-    if not storage.exists(FILE):
+    place = storage.place(SERVING)
+    if not storage.exists(SERVING):
         raise CheckpointError(
             f"{place} is missing: it has the inputs of the model and its network. A job writes it with each save, once "
             "its worker 0 has called the model. Save the model again, by fleet.save_inference_model"
         )
     try:
-        found = msgspec.json.decode(storage.read(FILE), type=ServingDescription)
+        found = msgspec.json.decode(storage.read(SERVING), type=ServingDescription)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a description of this version: {error}") from None
     if (found.format, found.version) != (FORMAT, VERSION):
@@ -94,8 +95,8 @@ class ModelDescriber:
         if self._inputs is None:
             return
         body = msgspec.json.encode(self._described())
-        if self._written.get(storage.path) != body or not storage.exists(FILE):
-            storage.write(FILE, [body])
+        if self._written.get(storage.path) != body or not storage.exists(SERVING):
+            write_file(storage, SERVING, [body])
             self._written[storage.path] = body
 
     def _described(self) -> ServingDescription:

@@ -107,7 +107,7 @@ class _Graph:
     ) -> None:
         self._program, self._saved = program, saved
         self._sources = [
-            GraphInput(feature.name, part)  # type: ignore[arg-type]
+            GraphInput(feature.name, part)
             for feature in features
             for part in (("values", "offsets") if feature.shape is None else ("values",))
         ]

@@ -19,9 +19,9 @@ _POOLED = (
 
 
 @functools.cache
-def operations() -> torch.library.Library:
+def operations() -> Any:
     """Define the operations of lookups. They have no implementation: a graph with them is not run by torch."""
-    library = torch.library.Library("torchfleet", "DEF")
+    library: Any = torch.library.Library("torchfleet", "DEF")  # type: ignore[no-untyped-call]
     library.define(_ROWS)
     library.define(_POOLED)
     library.impl("rows", _rows_like, "Meta")

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 MAX_HEAD = 1 << 16  # bytes of the request line and all headers
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     """A connection. Slow or endless requests get 408 or 431, and the connection is closed."""
 
     request_seconds = 10.0  # of this process, set before it listens

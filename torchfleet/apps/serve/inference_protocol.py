@@ -11,15 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.api.serving.description import ServingDescription
+from torchfleet.apps.serve.request_inputs import RequestInput, as_feature, data_of, utf8
 from torchfleet.apps.serve.samples import Packing, Samples
-from torchfleet.apps.serve.tensors import (
-    DATATYPES,
-    datatype_of,
-    flat_decoder,
-    from_bytes,
-    from_json,
-    strings_from_bytes,
-)
+from torchfleet.apps.serve.tensors import datatype_of, flat_decoder
 from torchfleet.base.errors import DataError
 from torchfleet.data.features import Feature, TextSamples
 from torchfleet.data.slots import Ragged
@@ -27,14 +21,6 @@ from torchfleet.data.slots import Ragged
 TEXT = "text"  # the input with lines as training reads them
 OFFSETS = ".offsets"  # ends the name of the input that says where each sample's values of a ragged feature begin
 MAX_INPUTS = 10_000
-
-
-class RequestInput(msgspec.Struct):
-    name: str
-    shape: list[int]
-    datatype: str
-    data: msgspec.Raw = msgspec.Raw()
-    parameters: dict[str, Any] = {}
 
 
 class RequestOutput(msgspec.Struct):
@@ -169,7 +155,7 @@ class InferenceProtocol:
         for one in inputs:
             if one.name in given:
                 raise DataError(f"input '{one.name:.80}' is given twice")
-            data, rest = _data(one, rest)
+            data, rest = data_of(one, rest)
             given[one.name] = one, data
         if len(rest):
             raise DataError(f"{len(rest)} bytes follow the last binary tensor")
@@ -192,7 +178,7 @@ class InferenceProtocol:
                 raise DataError(f"input '{one.name}': expected shape {shape}, found {one.shape!r:.80}")
             num = one.shape[0]
         elif offsets is not None:
-            starts = np.asarray(_as_feature(Feature(one.name + OFFSETS), *offsets), np.int64)
+            starts = np.asarray(as_feature(Feature(one.name + OFFSETS), *offsets), np.int64)
             bounds = np.append(starts, len(data))
             if len(one.shape) != 1 or len(offsets[0].shape) != 1 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
                 raise DataError(f"input '{one.name}': expected values in one dimension, and offsets that rise from 0")
@@ -208,7 +194,7 @@ class InferenceProtocol:
         if samples.num not in (-1, num):
             raise DataError(f"input '{one.name}' has {num} samples, and the inputs before it {samples.num}")
         samples.num = num
-        samples.values[feature.name] = _as_feature(feature, one, data)
+        samples.values[feature.name] = as_feature(feature, one, data)
 
     def _check(self, samples: Samples) -> None:
         if not 0 < samples.num <= self._max_batch:
@@ -225,7 +211,7 @@ class InferenceProtocol:
         if not 0 < len(data) <= self._max_batch:
             raise DataError(f"expected 1 to {self._max_batch} samples in a request, found {len(data)}")
         assert self._text is not None
-        batch = self._text.batch([_utf8(line) for line in data])
+        batch = self._text.batch([utf8(line) for line in data])
         samples = Samples(len(data), {})
         for name in self._features:
             part = batch[name]
@@ -246,47 +232,3 @@ def _flag(parameters: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise DataError(f"{name}: expected true or false, found {value!r:.80}")
     return value
-
-
-def _data(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
-    """The values of an input, and the bytes behind it."""
-    if one.datatype != "BYTES" and one.datatype not in DATATYPES:
-        raise DataError(f"input '{one.name:.80}': expected one of {', '.join(DATATYPES)}, BYTES as datatype")
-    size = one.parameters.get("binary_data_size")
-    if size is None:
-        if not bytes(one.data):
-            raise DataError(f"input '{one.name:.80}': expected data, or parameters with binary_data_size")
-        return from_json(one.data, one.datatype, one.shape, one.name), rest
-    if type(size) is not int or not 0 <= size <= len(rest) or bytes(one.data):
-        raise DataError(f"input '{one.name:.80}': {size!r:.40} bytes of binary data, and {len(rest)} are left")
-    own, rest = rest[:size], rest[size:]
-    if one.datatype == "BYTES":
-        return strings_from_bytes(own, one.shape, one.name), rest
-    return from_bytes(own, one.datatype, one.shape, one.name), rest
-
-
-def _as_feature(feature: Feature, one: RequestInput, data: Any) -> Any:
-    """Values that fit the feature's type: strings are hashed, whole numbers stay whole."""
-    if one.datatype == "BYTES":
-        if feature.dtype != "int64":
-            raise DataError(f"input '{one.name}': expected numbers ({feature.dtype}), found strings")
-        return feature.hashed([_utf8(string) for string in data])
-    kind, wanted = DATATYPES[one.datatype].kind, np.dtype(feature.dtype).kind
-    if kind != wanted and (kind, wanted) != ("u", "i"):
-        raise DataError(f"input '{one.name}': expected {datatype_of(feature.dtype)}, found {one.datatype}")
-    if one.datatype == "UINT64" and isinstance(data, np.ndarray):
-        return data.view(np.int64)  # ids from 2^63 on are kept as the same 64 bits, as in training
-    narrow = DATATYPES[one.datatype].itemsize > np.dtype(feature.dtype).itemsize and wanted == "i"
-    if narrow and len(data) and not _fits(data, feature.dtype):
-        raise DataError(f"input '{one.name}': expected numbers that fit {feature.dtype}")
-    return data
-
-
-def _fits(data: Any, dtype: str) -> bool:
-    info = np.iinfo(dtype)
-    array = np.asarray(data)
-    return bool(array.min() >= info.min and array.max() <= info.max)
-
-
-def _utf8(string: str | bytes) -> bytes:
-    return string.encode() if isinstance(string, str) else string

@@ -100,7 +100,7 @@ class Joiner:
             flat = _array([request.packed[dtype] for request in requests], self._dtypes[dtype])  # type: ignore[index]
             _check_finite(flat, features[0].name)
             whole = torch.from_numpy(flat.reshape(len(requests), -1))
-            parts = whole.split([size * width for width in self._packing.widths[dtype]], dim=1)
+            parts = torch.split(whole, [size * width for width in self._packing.widths[dtype]], dim=1)
             for feature, part in zip(features, parts, strict=True):
                 is_shaped = size == 1 and len(feature.shape or ()) == 1
                 values[feature.name] = part if is_shaped else part.reshape(-1, *(feature.shape or ()))

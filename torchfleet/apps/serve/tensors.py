@@ -98,7 +98,8 @@ def from_bytes(data: memoryview, datatype: str, shape: list[int], name: str) -> 
 
 def strings_from_bytes(data: memoryview, shape: list[int], name: str) -> list[bytes]:
     """The strings of a binary tensor: each is its length in four bytes, and its bytes."""
-    num, found, at = num_elements(shape, name), [], 0
+    found: list[bytes] = []
+    num, at = num_elements(shape, name), 0
     while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
         if end > len(data) or at + 4 > len(data):

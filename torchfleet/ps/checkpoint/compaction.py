@@ -24,6 +24,7 @@ from torchfleet.ps.checkpoint.manifest import (
     write_donefile,
     write_manifest,
 )
+from torchfleet.ps.checkpoint.manifest_file import SERVING
 from torchfleet.ps.checkpoint.part_writer import Files, Show, write_file
 
 _SAVE = re.compile("save-[0-9]{1,18}")
@@ -56,6 +57,8 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
     except BaseException:
         target.remove_folder(folder)
         raise
+    if not in_place and source.exists(SERVING):
+        write_file(target, SERVING, [source.read(SERVING)])
     with alone(target):
         return _replace(target, made, manifest.links() if in_place else None)
 

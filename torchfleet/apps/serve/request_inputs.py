@@ -1,0 +1,66 @@
+"""One input of a request: its data, as JSON or bytes, as the values of a feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.apps.serve.tensors import DATATYPES, datatype_of, from_bytes, from_json, strings_from_bytes
+from torchfleet.base.errors import DataError
+from torchfleet.data.features import Feature
+
+
+class RequestInput(msgspec.Struct):
+    """As the Open Inference Protocol has it."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: msgspec.Raw = msgspec.Raw()
+    parameters: dict[str, Any] = {}
+
+
+def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
+    """The values of an input, and the bytes behind it."""
+    if one.datatype != "BYTES" and one.datatype not in DATATYPES:
+        raise DataError(f"input '{one.name:.80}': expected one of {', '.join(DATATYPES)}, BYTES as datatype")
+    size = one.parameters.get("binary_data_size")
+    if size is None:
+        if not bytes(one.data):
+            raise DataError(f"input '{one.name:.80}': expected data, or parameters with binary_data_size")
+        return from_json(one.data, one.datatype, one.shape, one.name), rest
+    if type(size) is not int or not 0 <= size <= len(rest) or bytes(one.data):
+        raise DataError(f"input '{one.name:.80}': {size!r:.40} bytes of binary data, and {len(rest)} are left")
+    own, rest = rest[:size], rest[size:]
+    if one.datatype == "BYTES":
+        return strings_from_bytes(own, one.shape, one.name), rest
+    return from_bytes(own, one.datatype, one.shape, one.name), rest
+
+
+def as_feature(feature: Feature, one: RequestInput, data: Any) -> Any:
+    """Values that fit the feature's type: strings are hashed, whole numbers stay whole."""
+    if one.datatype == "BYTES":
+        if feature.dtype != "int64":
+            raise DataError(f"input '{one.name}': expected numbers ({feature.dtype}), found strings")
+        return feature.hashed([utf8(string) for string in data])
+    kind, wanted = DATATYPES[one.datatype].kind, np.dtype(feature.dtype).kind
+    if kind != wanted and (kind, wanted) != ("u", "i"):
+        raise DataError(f"input '{one.name}': expected {datatype_of(feature.dtype)}, found {one.datatype}")
+    if one.datatype == "UINT64" and isinstance(data, np.ndarray):
+        return data.view(np.int64)  # ids from 2^63 on are kept as the same 64 bits, as in training
+    narrow = DATATYPES[one.datatype].itemsize > np.dtype(feature.dtype).itemsize and wanted == "i"
+    if narrow and len(data) and not _fits(data, feature.dtype):
+        raise DataError(f"input '{one.name}': expected numbers that fit {feature.dtype}")
+    return data
+
+
+def _fits(data: Any, dtype: str) -> bool:
+    info = np.iinfo(dtype)
+    array = np.asarray(data)
+    return bool(array.min() >= info.min and array.max() <= info.max)
+
+
+def utf8(string: str | bytes) -> bytes:
+    return string.encode() if isinstance(string, str) else string
