@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numba.core import event
 
 from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
+from torchfleet.ps.kernels.merge import FEW_PLACES, unique
 from torchfleet.ps.server.state.subscriptions import PendingKeys
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.keymap import Keys
@@ -55,6 +56,7 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
     """
     keep_freed_memory()
     with _without_collector():
+        unique(np.arange(FEW_PLACES, dtype=np.uint64))  # more keys than the places that it begins with are for
         for table in (make_table(_small(spec), _BYTES) for spec in specs):
             _train(table)
             if are_copied and not table.spec.is_dense:

@@ -29,11 +29,13 @@ def split_slots(slots: list[Any], pooling: str) -> tuple[list[torch.Tensor], Bag
         if total:
             return slots, Bags(_even_offsets(total, width), len(slots), pooling)
     pairs = [_bags(slot) for slot in slots]
-    sizes = [len(starts) for _, starts in pairs]
+    if len(pairs) == 1:
+        return [pairs[0][0]], Bags(pairs[0][1], 1, pooling)
+    sizes = [len(bounds) - 1 for _, bounds in pairs]
     if not sizes or len(set(sizes)) > 1:
         raise ModelError(f"expected slots of one batch, found slots with {sizes} samples")
     ends = np.cumsum([0, *(ids.numel() for ids, _ in pairs)])
-    starts = [starts + before for (_, starts), before in zip(pairs, ends[:-1], strict=True)]
+    starts = [bounds[:-1] + before for (_, bounds), before in zip(pairs, ends[:-1], strict=True)]
     return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), pooling)
 
 
@@ -50,11 +52,13 @@ def _is_like(slot: Any, first: torch.Tensor) -> bool:
 
 
 def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """(ids, offsets of the samples) of a slot, given as values and offsets or as a block with one row per sample."""
+    """(ids, offsets of the samples and the number of ids) of a slot, given as values and offsets or as a block with one
+    row per sample.
+    """
     if isinstance(slot, torch.Tensor):
         if slot.dim() not in (1, 2):
             raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(slot.shape)}")
-        return slot, np.arange(len(slot), dtype=np.int64) * (slot.size(1) if slot.dim() == 2 else 1)
+        return slot, np.arange(len(slot) + 1, dtype=np.int64) * (slot.size(1) if slot.dim() == 2 else 1)
     pair = tuple(slot) if isinstance(slot, tuple) else ()
     if len(pair) != 2 or not all(isinstance(half, torch.Tensor) for half in pair):
         raise ModelError(
@@ -64,10 +68,12 @@ def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
     ids, offsets = pair
     if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
         raise ModelError(f"offsets must be whole numbers, found {offsets.dtype}")
-    starts: np.ndarray[Any, Any] = offsets.detach().cpu().numpy().astype(np.int64)
-    bounds = np.append(starts, ids.numel())
-    if (np.diff(bounds) < 0).any() or bounds[0] != 0:
+    if offsets.dim() != 1:
+        raise ModelError(f"offsets must have one dimension, found shape {tuple(offsets.shape)}")
+    bounds = np.empty(len(offsets) + 1, np.int64)
+    bounds[:-1], bounds[-1] = offsets.detach().cpu().numpy(), ids.numel()
+    if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0:
         raise ModelError(
             f"offsets must start at 0 and never fall, up to {ids.numel()} ids; found {offsets.tolist()[:8]}..."
         )
-    return ids, starts
+    return ids, bounds
