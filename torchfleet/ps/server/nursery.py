@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torchfleet.ps.kernels.jit import mark_of_all
 from torchfleet.ps.server.main import main
-from torchfleet.ps.server.warm import warm_up
+from torchfleet.ps.server.warm import load_all
 
 MAX_REQUEST = 1 << 17  # bytes of a request
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -125,7 +125,7 @@ def _serve(descriptor: int) -> None:
     requests = socket.socket(fileno=descriptor)
     requests.set_inheritable(False)
     if mark_of_all().exists():
-        warm_up()
+        load_all()
     gc.collect()
     gc.freeze()  # pages that no process writes to stay shared
     Nursery(requests).serve()

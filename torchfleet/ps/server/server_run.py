@@ -27,7 +27,7 @@ from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import speaker
 from torchfleet.ps.server.server_tracing import ServerTracing
 from torchfleet.ps.server.state.server_status import ServerStatus
-from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up, warm_up_rest
+from torchfleet.ps.server.warm import COMPILING, load_all, telling_compilation, warm_up, warm_up_rest
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ class ServerRun:
             specs.reverse()
         with telling_compilation(say):
             # The loop of a server that sends signs of life to its backup, or is asked for its log, does not compile.
-            warm_up(specs, are_copied=self.replica is not None or self._durability is not None)
+            if specs:
+                warm_up(specs, are_copied=self.replica is not None or self._durability is not None)
+            else:
+                load_all()
         if specs:
             self._compiler = warm_up_rest()
 
@@ -109,7 +112,7 @@ class ServerRun:
     def load_kernels(self) -> None:
         """Load all kernels if they are compiled: a server that waits for its tables has the time."""
         if self.are_kernels_compiled:
-            warm_up()
+            load_all()
 
     def open_status(self) -> None:
         """Open the status file and the metrics port, and read the tracing settings. Raises FleetError."""

@@ -71,6 +71,16 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
                     _keep(table)
 
 
+_loaded: list[bool] = []  # whether load_all has been called, in this process or in the one that forked it
+
+
+def load_all() -> None:
+    """Use all kernels, as warm_up without `specs` does; only the first time in a process and in those that it forks."""
+    if not _loaded:
+        warm_up()
+        _loaded.append(True)
+
+
 def warm_up_rest() -> subprocess.Popen[bytes] | None:
     """Start a process that compiles all kernels into the cache, if this has not been done. It has the lowest priority,
     and only one is at work on a machine. The caller ends it.
