@@ -7,7 +7,7 @@ JOBS ?= 4
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
+.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
 
 # One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
 # pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
@@ -39,6 +39,14 @@ $(VENV)/.browser: $(VENV)/.done
 demo: $(VENV)/.run
 	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
+
+# A stream of clicks trains a model, `fleet serve --follow` follows it, and a page shows the prediction for one item.
+demo-online: $(VENV)/.serve
+	$(RUN) examples/online/demo.py
+
+$(VENV)/.serve: $(VENV)/.run
+	$(PIP) --editable '.[serve]'
+	@touch $@
 
 # In a fresh checkout: the servers' kernels and the files of the tests are compiled once, each by one process. All
 # processes of the tests would do it.

@@ -126,7 +126,7 @@ def _pooled(rows: npt.NDArray[np.float32], dim: int, index: npt.NDArray[np.int32
         weights = bags.weights.numpy().astype(np.float32, copy=False).reshape(-1)
         pooling.pool_weighted(rows, dim, index, weights, bags.offsets, bags.num_slots, flat)
     else:
-        lookup.pool(rows, dim, index, bags.offsets, bags.num_slots, bags.pooling == "mean", flat)
+        lookup.pool(rows, dim, index, bags.offsets, bags.num_slots, bags.pooling == "mean", flat, 0, len(out))
     return out
 
 

@@ -26,6 +26,7 @@ from torchfleet.base.printable import say
 _LOOK = 0.05  # seconds between two looks at the processes
 _QUICK = 10.0  # seconds: a process that ends sooner is started again after a pause
 _PAUSES = (0.1, 5.0)  # seconds: the first and the longest
+_MOST_STARTS = 3  # of each process, if they end before all are ready
 _MODULE = "torchfleet.apps.serve.worker_process"
 
 
@@ -56,6 +57,7 @@ class ServingProcesses:
         self._processes = [_Process(number) for number in range(settings.workers)]
         self._asked = threading.Event()
         self._has_told = False
+        self._num_ended = 0  # processes that ended before all were ready
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM. Returns the exit status."""
@@ -106,7 +108,8 @@ class ServingProcesses:
         if status is None:
             return True
         process.running = None
-        if status == FAILED and not self._has_told:
+        self._num_ended += not self._has_told
+        if not self._has_told and (status == FAILED or self._num_ended == _MOST_STARTS * len(self._processes)):
             return False
         is_quick = time.monotonic() - process.began < _QUICK
         process.pause = min(_PAUSES[1], max(_PAUSES[0], 2 * process.pause)) if is_quick else 0.0
