@@ -194,7 +194,7 @@ class TestWithoutACluster:
         line = ["--dry_run", "--cluster", "ray", "--server_num", "2", "--worker_cpus", "2", "--worker_memory", "1GB"]
         assert cli.main([*line, TINY]) == 0
         shown = capsys.readouterr().out.splitlines()
-        assert [text for text in shown if text.startswith(("server", "worker"))] == [
+        assert [text for text in shown if text.startswith(("server ", "worker "))] == [
             "server 0: python tiny.py   (actor with CPU 1; log: log/latest/serverlog.0)",
             "server 1: python tiny.py   (actor with CPU 1; log: log/latest/serverlog.1)",
             "worker 0: python tiny.py   (actor with CPU 2, memory 1.07374e+09; log: log/latest/workerlog.0)",

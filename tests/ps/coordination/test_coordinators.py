@@ -13,6 +13,7 @@ from support.messages import naming
 from support.own_etcd import started_etcd
 
 from torchfleet.base.errors import CoordinatorUnreachable, RoleError, SecurityError
+from torchfleet.ps.coordination import etcd_gateway
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.coordination.view import Coordinator, View
 
@@ -27,8 +28,11 @@ def etcd() -> Iterator[str]:
 
 
 @pytest.fixture(params=["file", "etcd"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Coordinator]:
-    """Makes clients of one coordinator, as several processes have them."""
+def connect(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Coordinator]:
+    """Makes clients of one coordinator, as several processes have them. Its disk may be slow."""
+    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 30.0)
     if request.param == "file":
         return lambda: make_coordinator(f"file://{tmp_path}")
     place, name = request.getfixturevalue("etcd"), f"{tmp_path.name}-{time.time_ns()}"
