@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,8 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two parts of clicks")
     parser.add_argument("--views", type=int, default=200, help="views of the item in each part, and as many of others")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in what a shell starts in the background
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fleet-demo-") as folder:
         demo = Demo(Path(folder), options.port, options.every, options.views)
         try:

@@ -55,7 +55,7 @@ def locked(path: Path, kind: int) -> int | None:
 
 
 def has_writer(folder: Path) -> bool:
-    return _is_locked(folder / WRITER)
+    return is_locked(folder / WRITER)
 
 
 def run(folder: Path) -> int:
@@ -90,7 +90,7 @@ def _follow(folder: Path, settings: FollowSettings, follower: Follower) -> int:
             store.write_status()
         elif not settings.follow:
             return 0
-        if _is_locked(folder / READERS):
+        if is_locked(folder / READERS):
             read_at = time.monotonic()
         if time.monotonic() - read_at > settings.unread or not folder.exists():
             return 0
@@ -107,7 +107,8 @@ def _own_lock(path: Path) -> int | None:
     return None
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock."""
     with contextlib.suppress(OSError):
         found = locked(path, fcntl.LOCK_EX)
         if found is None:

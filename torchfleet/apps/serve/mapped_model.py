@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.follow_process import READERS, has_writer, locked, start_writer, write_settings
+from torchfleet.apps.serve.follow_process import READERS, has_writer, is_locked, locked, start_writer, write_settings
 from torchfleet.apps.serve.follower import FollowSettings
 from torchfleet.apps.serve.mapped_version import CURRENT, MappedVersion, read_current
 from torchfleet.apps.serve.version_store import Status, read_status
@@ -83,8 +83,11 @@ class MappedModel:
         self._over.set()
         self._thread.join()
         self._release()
-        if self._own is not None:
+        if not is_locked(self._folder / READERS):
             self._end_writer()
+        elif self._writer is not None:  # other processes need it; its end must be waited for here, whenever it is
+            threading.Thread(target=self._writer.wait, name="writer", daemon=True).start()
+        if self._own is not None:
             self._own.close()
 
     def own(self, folder: OwnFolder) -> None:
@@ -164,8 +167,8 @@ class MappedModel:
 
     def _end_writer(self) -> None:
         """Of a folder that no other process reads."""
-        if self._writer is not None and self._writer.poll() is None:
-            self._writer.kill()  # it has nothing to finish: the folder is removed
+        if self._writer is not None:
+            self._writer.kill()  # it has nothing to finish: a reader that comes starts another
             self._writer.wait()
 
     def _release(self) -> None:
