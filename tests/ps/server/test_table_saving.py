@@ -679,7 +679,7 @@ def test_a_mistake_of_our_own_in_the_middle_of_a_save_does_not_end_the_server(
     def fail(*_: Any) -> Any:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(SparseTable, "chunks", fail)
+    monkeypatch.setattr(SparseTable, "stored_chunks", fail)
     with pytest.raises(FleetError, match="SAVE"):
         client.save(dirname, "save-1", True, 3.0)
     monkeypatch.undo()
