@@ -37,7 +37,7 @@ def test_the_summary_tells_of_lookups_that_were_not_foreseen_if_they_took_time()
 
 
 def test_the_summary_says_what_an_old_network_does():
-    assert "hybrid" not in "".join(told({4: 10, 5: 1}, {}))
+    assert "hybrid" not in "".join(told({1: 10, 2: 1}, {}))
     _, table, dropped, advice = told({4: 10, 9: 11}, {}, dropped=3)
     assert "network 9" in table
     assert dropped.startswith("3 gradients")

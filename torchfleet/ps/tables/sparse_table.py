@@ -190,11 +190,7 @@ class SparseTable(RowStore):
         grads = np.ascontiguousarray(grads[:, : self.spec.dim])
         largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
         store, at = self.copies(keys, create=rate is None or self.admission is None)
-        layout = self.num_words, 0
-        if rate is None:
-            rows.sgd(store, *layout, at, grads[at], -1.0, -np.inf, np.inf)
-        else:
-            self._apply(store, layout, at, grads[at], rate, self.step + 1)
+        self._change(keys, at, grads[at], rate, self.step + 1, (store, (self.num_words, 0)))
         made = np.ascontiguousarray(store.reshape(-1, self.num_words)[at])
         if not rows.largest(made) < np.inf:
             row = int(at[np.flatnonzero(~np.isfinite(made).all(axis=1))[0]])
@@ -220,7 +216,7 @@ class SparseTable(RowStore):
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
         if pulled is not None:
-            self._change(keys, pulled, grads, rate)
+            self._change(keys, pulled, grads, rate, self.step)
             self._mark(pulled)
             if self.watch is not None:
                 self._tell(keys)
@@ -232,34 +228,45 @@ class SparseTable(RowStore):
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 some, at, chunk = some[at >= 0], at[at >= 0], chunk[at >= 0]  # not admitted: no update
-            self._change(some, at, chunk, rate)
+            self._change(some, at, chunk, rate, self.step)
             self._mark(at)
             if self.watch is not None:
                 self._tell(some)
 
-    def _change(self, keys: Keys, at: Rows, grads: Floats, rate: float | None) -> None:
-        """Update these distinct rows by the rule, or without a rate add to them; `keys` are theirs."""
+    def _change(
+        self,
+        keys: Keys,
+        at: Rows,
+        grads: Floats,
+        rate: float | None,
+        step: int,
+        place: tuple[Floats, tuple[int, int]] | None = None,
+    ) -> None:
+        """Update these distinct rows by the rule, or without a rate add to them; `keys` are theirs. `place`: where
+        float32 rows are, with their layout; None: in the table.
+        """
+        if place is None and self.narrow is not None:
 
-        def change(store: Floats, layout: tuple[int, int], at: Rows, some: slice) -> None:
-            if rate is None:
-                rows.sgd(store, *layout, at, grads[some], -1.0, -np.inf, np.inf)
-            else:
-                self._apply(store, layout, at, grads[some], rate, self.step)
+            def change(store: Floats, layout: tuple[int, int], at: Rows, some: slice) -> None:
+                self._change(keys, at, grads[some], rate, step, (store, layout))
 
-        if self.narrow is None:
-            change(self.index.store, self._layout, at, slice(None))
-        else:
-            self.narrow.change(self.index.store, self._layout, keys, at, change, self.step)
-
-    def _apply(self, store: Floats, layout: tuple[int, int], at: Rows, grads: Floats, rate: float, step: int) -> None:
-        rule = self.spec.rule
+            self.narrow.change(self.index.store, self._layout, keys, at, change, step)
+            return
+        store, layout = place or (self.index.store, self._layout)
+        if rate is None:
+            rows.sgd(store, *layout, at, grads, -1.0, -np.inf, np.inf)
+            return
+        rule, apply = self.spec.rule, self._row_rule.apply_to_rows
         if rule.weight_decay:
             grads = decayed(rule, store, layout, at, grads, rate)
+        if len(at) < 2 * FEWEST_SHARED:
+            apply(rule, store, layout, at, grads, rate, step)
+            return
 
-        def apply(start: int, stop: int) -> None:
-            self._row_rule.apply_to_rows(rule, store, layout, at[start:stop], grads[start:stop], rate, step)
+        def work(start: int, stop: int) -> None:
+            apply(rule, store, layout, at[start:stop], grads[start:stop], rate, step)
 
-        TEAM.share(apply, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
+        TEAM.share(work, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
         """Record the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
@@ -288,7 +295,7 @@ class SparseTable(RowStore):
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._locate(keys[some], True, self._value_words)
-            self._change(keys[some], at, deltas[some], None)
+            self._change(keys[some], at, deltas[some], None, self.step)
             self._mark(at)
         if self.watch is not None:
             self._tell(keys)
