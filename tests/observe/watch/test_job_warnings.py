@@ -76,7 +76,9 @@ def test_an_old_network_is_seen_by_the_pushes_of_the_last_seconds() -> None:
     (text,) = warned(aged(1, 9))
     assert names(text, "network", 9)
     assert warned(aged(9, 1), 25) == []
-    assert warned(aged(1, 4)) == []
+    (text,) = warned(aged(1, 2))
+    assert names(text, "network", 2)
+    assert warned(aged(0, 1)) == []
 
 
 def test_requests_that_were_sent_again_are_told_but_not_those_of_the_start() -> None:
