@@ -3,6 +3,7 @@ behind by a pass that is not finished."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import itertools
@@ -60,6 +61,14 @@ def nothing_is_left(no_old_garbage: None) -> Iterator[None]:
     gc.collect()
     jobs.wait_until(lambda: not set(threading.enumerate()) - before, "all threads have ended", SECONDS)
     jobs.wait_until(lambda: not set(children()) - others, "no child process is left", SECONDS)
+
+
+@pytest.fixture(autouse=True)
+def _reaped() -> None:
+    """Processes that earlier tests of this process have killed, and not waited for, are gone."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def children() -> list[psutil.Process]:
