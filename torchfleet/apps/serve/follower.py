@@ -93,7 +93,7 @@ class Follower:
         except CheckpointError as error:
             self._retry_at = time.monotonic() + RETRY
             self._chain.look_again()
-            self.maker.trouble(f"{error}. The version of before stays.")
+            self.maker.trouble(f"{error}. The previous version stays.")
 
     def _take(self, news: News) -> None:
         """Apply saves one after the other. Those before a damaged one are taken over, then CheckpointError is

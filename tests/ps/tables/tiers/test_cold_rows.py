@@ -53,6 +53,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path):
     order = np.random.default_rng(1).permutation(20_000)
     assert np.array_equal(cold.read(slots[order]), rows[order])
     assert np.all(np.diff(cold.ordinals(slots)) > 0)
+    assert len(cold._used) == -(-len(cold.live) * cold.per_segment // 8)  # one bit for each record of all segments
     met, cursor = [], 0
     while cursor < cold.next_ordinal:
         _, some, cursor = cold.scan(cursor)

@@ -93,7 +93,8 @@ class ColdRows:
         more = np.zeros(self._blocks_per_segment, np.int64)
         self._numbers, self._changed = np.append(self._numbers, more), np.append(self._changed, more)
         self._is_unwritten = np.append(self._is_unwritten, more > 0)
-        self._used = np.append(self._used, np.zeros(-(-(len(self.live) + 1) * self.per_segment // 8), np.uint8))
+        num_bytes = -(-(len(self.live) + 1) * self.per_segment // 8)  # of all segments
+        self._used = np.append(self._used, np.zeros(num_bytes - len(self._used), np.uint8))
         self.live, self._is_in_use = np.append(self.live, 0), np.append(self._is_in_use, False)
 
     def append(self, records: Words, changed: int) -> Slots:
