@@ -293,3 +293,21 @@ def test_what_does_not_go_with_narrow_values_is_refused() -> None:
         spec_of(RowFormat("bfloat16"), rule=Rule("sgd", low=-1.0, high=1.0))
     with pytest.raises(TableError, match="dense"):
         TableSpec("d", "dense", size=3, format=RowFormat("bfloat16"))
+
+
+@all_formats
+@pytest.mark.parametrize("dim", [16, 64])  # inside of the map, and beside it
+@pytest.mark.parametrize("tiered", [False, True])
+def test_what_followers_are_told_is_what_a_pull_returns(
+    row_format: RowFormat, dim: int, tiered: bool, tmp_path: Path
+) -> None:
+    spec = spec_of(row_format, dim)
+    if tiered:
+        spec = msgspec.structs.replace(spec, storage=TierStorage(BYTES, str(tmp_path)))
+    table = make_table(spec, 1 << 30)
+    work_on(table)
+    keys = np.arange(0, 600, 2, dtype=np.uint64)
+    is_there, values = table.present(keys)
+    assert values.dtype == np.float32
+    assert 0 < is_there.sum() < len(keys)
+    assert np.array_equal(values, table.pull(keys[is_there], False, None))

@@ -90,15 +90,15 @@ class RowStore(Table):
 
     def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
         """As Table.present."""
-        at, values = np.empty(len(keys), np.int64), np.empty((len(keys), self.spec.dim), np.float32)
+        at, stored = np.empty(len(keys), np.int64), np.empty((len(keys), self._value_words), np.float32)
         if isinstance(self.index, KeyMap):
-            num_missing = self.index.read(keys, at, values)
+            num_missing = self.index.read(keys, at, stored)
         else:
             at = self.find(keys)
-            rows.gather(self.index.store, *self._layout, at, values)
+            rows.gather(self.index.store, *self._layout, at, stored)
             num_missing = int((at < 0).sum())
         is_there = at >= 0
-        return is_there, values[is_there] if num_missing else values
+        return is_there, self._widened(stored[is_there] if num_missing else stored)
 
     def absent(self, keys: Keys) -> Keys:
         """Those of `keys` that have no row."""

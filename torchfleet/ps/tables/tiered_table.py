@@ -182,7 +182,7 @@ class TieredTable(SparseTable):
     def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
         """As Table.present; rows on disk stay there."""
         is_there = ~np.isin(keys, self.absent(keys))
-        return is_there, self._peek(keys[is_there])
+        return is_there, self._widened(self._peek(keys[is_there]))
 
     def absent(self, keys: Keys) -> Keys:
         """As RowStore.absent; reads rows on disk, which stay there."""
