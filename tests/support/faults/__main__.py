@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -11,6 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 from support.faults.planted import BUGS
 from support.faults.search import Found, failure, hunt
+
+CHUNK = 20  # schedules that a process of the pool runs at a time
+SLOW = 120.0  # seconds of one schedule after which its threads are printed: most take a third of a second
 
 
 def options() -> argparse.Namespace:
@@ -30,17 +34,20 @@ def run_some(fleet: str | None, seeds: range) -> tuple[list[tuple[int, str]], fl
     started, kinds = time.process_time(), Counter[str]()
     failed = []
     for seed in seeds:
+        faulthandler.dump_traceback_later(SLOW)
         kind, error = failure(seed, fleet)
         kinds[kind] += 1
         if error is not None:
             failed.append((seed, f"{kind}: {type(error).__name__}: {error}"))
+            print(f"FAILED seed {seed}: {failed[-1][1][:300]}", file=sys.stderr, flush=True)
+    faulthandler.cancel_dump_traceback_later()
     return failed, time.process_time() - started, kinds
 
 
 def run_schedules(pool: ProcessPoolExecutor, chosen: argparse.Namespace) -> tuple[int, float]:
     """How many failed, and the seconds of the processor for all."""
-    starts = range(chosen.seed, chosen.seed + chosen.schedules, 100)
-    chunks = [range(start, min(start + 100, chosen.seed + chosen.schedules)) for start in starts]
+    starts = range(chosen.seed, chosen.seed + chosen.schedules, CHUNK)
+    chunks = [range(start, min(start + CHUNK, chosen.seed + chosen.schedules)) for start in starts]
     failed: list[tuple[int, str]] = []
     seconds, kinds = 0.0, Counter[str]()
     for some, cpu, counted in pool.map(run_some, [chosen.fleet] * len(chunks), chunks):
