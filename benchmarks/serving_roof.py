@@ -14,6 +14,7 @@ import uvicorn
 
 from torchfleet.apps.serve.bounded_http import BoundedProtocol
 from torchfleet.apps.serve.http_app import ServingApp
+from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.predictor import description_of
 from torchfleet.apps.serve.samples import JoinedBatch, Joiner, Samples, split_outputs
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
@@ -62,7 +63,8 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = ServeSettings(model, port=port).checked()
     served: Any = PlainServed(settings, num_rows)
-    app = ServingApp(served, settings, b"", ServingMetrics(None, 0, 1), None)
+    metrics = ServingMetrics(None, 0, 1)
+    app = ServingApp(Inference(served, settings, metrics), settings, b"", metrics, None)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind(("127.0.0.1", port))

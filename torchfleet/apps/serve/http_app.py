@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from torchfleet import __version__
 from torchfleet.apps.serve.access_log import AccessLog
-from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
-from torchfleet.apps.serve.inference_protocol import InferenceProtocol
-from torchfleet.apps.serve.predictor import WrongRequest
-from torchfleet.apps.serve.samples import Samples
-from torchfleet.apps.serve.served_model import ServedModel
+from torchfleet.apps.serve.inference import Inference, Refusal
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.base.errors import DataError, MissingPackage, ServerUnreachable
+from torchfleet.base.errors import DataError, MissingPackage
 from torchfleet.base.monitor.notices import tell
 
 Scope = Mapping[str, Any]
@@ -32,15 +27,6 @@ _EXTENSIONS = ["binary_tensor_data"]
 _BODIES = 256 << 20  # bytes of requests that are in this process at one time
 
 
-class Refusal(Exception):
-    """An answer other than the one that was asked for."""
-
-    def __init__(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = (), close: bool = False):
-        super().__init__(text)
-        self.status, self.text = status, text
-        self.headers = (*headers, (b"connection", b"close")) if close else headers
-
-
 Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
 
 
@@ -48,20 +34,16 @@ class ServingApp:
     """One model behind HTTP. Runs in one event loop."""
 
     def __init__(
-        self, model: ServedModel, settings: ServeSettings, token: bytes, metrics: ServingMetrics, log: AccessLog | None
+        self,
+        inference: Inference,
+        settings: ServeSettings,
+        token: bytes,
+        metrics: ServingMetrics,
+        log: AccessLog | None,
     ) -> None:
-        self._model, self._settings, self._metrics, self._log = model, settings, metrics, log
+        self._inference, self._model = inference, inference.model
+        self._settings, self._metrics, self._log = settings, metrics, log
         self._bearer = b"Bearer " + token if token else b""
-        self._protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
-        self._batcher = Batcher(
-            self._predicted if model.is_remote else model.predictor.predict,
-            settings.batch_wait_ms / 1000,
-            settings.max_batch,
-            settings.max_queue,
-            settings.timeout_s,
-            metrics,
-            in_thread=model.is_remote,
-        )
         self._body_bytes = 0
         name = settings.name
         self._infer_path = f"/v2/models/{name}/infer"
@@ -125,11 +107,11 @@ class ServingApp:
 
     def _model_page(self, rest: str) -> Reply | None:
         """`rest`: of the path, behind the name of the model."""
-        number = str(self._model.version.number)
         if rest.startswith("/versions/"):
             version, _, last = rest[len("/versions/") :].partition("/")
-            if version != number:
-                raise Refusal(404, f"version {version:.40} is not served; version {number} is")
+            if not version:
+                return None
+            self._inference.check_version(version)
             rest = f"/{last}" if last else ""
         if rest == "/ready":
             return _json({"name": self._settings.name, "ready": True})
@@ -155,41 +137,15 @@ class ServingApp:
             raise self._too_large()
         body = await self._body(receive, length or 0)
         try:
-            request = self._protocol.decode(body, json_size)
+            request = self._inference.protocol.decode(body, json_size)
         except DataError as error:
             raise Refusal(400, str(error)) from None
-        used, results = await self._computed(request.samples)
-        number = str(used.number)
-        if version not in ("", number):
-            raise Refusal(404, f"version {version:.40} is not served; version {number} is")
-        answer, head = self._protocol.encode(request, results, self._settings.name, number)
+        number, results = await self._inference.compute(request, version)
+        answer, head = self._inference.protocol.encode(request, results, self._settings.name, number)
         if head is None:
             return 200, answer, [_JSON]
         size = (b"inference-header-content-length", b"%d" % head)
         return 200, answer, [(b"content-type", b"application/octet-stream"), size]
-
-    async def _computed(self, samples: Any) -> Any:
-        try:
-            waiting = self._batcher.submit(samples)
-        except QueueFull:
-            raise Refusal(503, "the queue is full: try again later", ((b"retry-after", b"1"),)) from None
-        try:
-            if self._model.is_remote:
-                return await asyncio.wait_for(waiting, self._settings.timeout_s)
-            return await waiting
-        except WrongRequest as error:
-            raise Refusal(400, str(error)) from None
-        except ServerUnreachable:
-            raise Refusal(503, "a server of rows does not answer: try again later", ((b"retry-after", b"1"),)) from None
-        except (TookTooLong, asyncio.TimeoutError):
-            seconds = self._settings.timeout_s
-            raise Refusal(503, f"no result within {seconds:g} seconds", ((b"retry-after", b"1"),)) from None
-
-    def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
-        """As Predictor.predict, and counts what the servers of rows did."""
-        results: list[Any] = self._model.predictor.predict(requests)
-        self._metrics.shards(self._model.shard_counts)
-        return results
 
     async def _body(self, receive: Receive, expected: int) -> bytes:
         """The whole body. It is bounded, and so are the bodies of all requests together."""

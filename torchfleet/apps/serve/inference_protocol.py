@@ -78,9 +78,12 @@ class InferenceProtocol:
             found = _DECODER.decode(view if json_size is None else view[:json_size])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise DataError(f"expected a request of the Open Inference Protocol as JSON: {error}") from None
+        return self.request(found, view[len(body) if json_size is None else json_size :])
+
+    def request(self, found: InferBody, rest: memoryview) -> InferRequest:
+        """`rest`: the bytes of binary tensors, one after another. Raises DataError."""
         if not 0 < len(found.inputs) <= MAX_INPUTS:
             raise DataError(f"expected 1 to {MAX_INPUTS:,} inputs, found {len(found.inputs)}")
-        rest = view[len(body) if json_size is None else json_size :]
         samples = (None if len(rest) else self._packed(found.inputs)) or self._samples(found.inputs, rest)
         return InferRequest(samples, found.id, self._asked(found))
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from torchfleet.apps.serve.http_app import Receive, Scope, Send, ServingApp
+from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.ray_scale import ONGOING, RayScale
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
@@ -106,7 +107,7 @@ class ReplicaApp:
         try:
             model = ServedModel(settings)
             metrics = ServingMetrics(None, 0, 1)
-            self._app = ServingApp(model, settings, token_of(settings), metrics, None)
+            self._app = ServingApp(Inference(model, settings, metrics), settings, token_of(settings), metrics, None)
         except FleetError as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return

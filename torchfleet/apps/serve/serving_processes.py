@@ -48,6 +48,7 @@ class ServingProcesses:
     def __init__(self, settings: ServeSettings) -> None:
         self._socket = _bound(settings)
         self.port = int(self._socket.getsockname()[1])
+        self._grpc_socket = _held(settings) if settings.grpc_port else None
         self._versions = OwnFolder("serve")
         self._settings = msgspec.structs.replace(settings, workdir=str(self._versions.path))
         self._folder = tempfile.TemporaryDirectory(prefix="fleet-serve-")
@@ -90,6 +91,8 @@ class ServingProcesses:
                     process.running.kill()
                     process.running.wait()
         self._socket.close()
+        if self._grpc_socket is not None:
+            self._grpc_socket.close()
         self._folder.cleanup()
         self._versions.close()
 
@@ -136,20 +139,41 @@ class ServingProcesses:
             self._has_told = True
             scheme = "https" if self._settings.tls_cert else "http"
             host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-            say(f"fleet serve: {self._settings.name} at {scheme}://{host}:{self.port}/v2/models/{self._settings.name}")
+            grpc = f" (gRPC at {host}:{self._settings.grpc_port})" if self._settings.grpc_port else ""
+            path = f"v2/models/{self._settings.name}"
+            say(f"fleet serve: {self._settings.name} at {scheme}://{host}:{self.port}/{path}{grpc}")
 
 
 def _bound(settings: ServeSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made = _socket(settings)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _bind(made, settings.host, settings.port, "port", " or 0 for any that is free")
+    return made
+
+
+def _held(settings: ServeSettings) -> socket.socket:
+    """Keeps the port of gRPC, on which each process listens itself, for these processes."""
+    with _socket(settings) as alone:  # finds a port that others listen on, even with SO_REUSEPORT
+        _bind(alone, settings.host, settings.grpc_port, "grpc_port")
+    made = _socket(settings)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    _bind(made, settings.host, settings.grpc_port, "grpc_port")
+    return made
+
+
+def _socket(settings: ServeSettings) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
+def _bind(made: socket.socket, host: str, port: int, option: str, more: str = "") -> None:
     try:
-        made.bind((settings.host, settings.port))
+        made.bind((host, port))
     except OSError as error:
         made.close()
         raise FleetError(
-            f"--host {settings.host} --port {settings.port} cannot be used: {error.strerror}. Give another --port, or "
-            "0 for any that is free"
+            f"--host {host} --{option} {port} cannot be used: {error.strerror}. Give another --{option},{more}".rstrip(
+                ","
+            )
         ) from None
-    return made

@@ -19,6 +19,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""  # of the model, in paths; the folder's by default
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int = 0  # 0: no gRPC
     follow: str = ""  # "files", servers=HOST:PORT,... or the folder of a job's logs; "": none
     followed: tuple[str, ...] = ()  # addresses of the servers to follow, as `follow` says
     workdir: str = ""  # a folder for the files of versions, which all processes map; "": one of this process
@@ -53,6 +54,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FleetError(
                 "--follow and --shards exclude each other: read-only servers serve the save they have read"
             )
+        if not 0 <= self.grpc_port < 1 << 16 or (self.grpc_port and self.grpc_port == self.port):
+            raise FleetError(f"--grpc_port: expected a port other than --port {self.port}, found {self.grpc_port}")
         if self.backups and not self.shards:
             raise FleetError("--backups are second servers of shards: add --shards")
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 import msgspec
 import torch
 
 from torchfleet.apps.serve.access_log import AccessLog
+from torchfleet.apps.serve.grpc_app import GrpcApp
 from torchfleet.apps.serve.http_app import ServingApp
+from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import FAILED, WorkerStart, token_of
@@ -45,10 +49,10 @@ def _serve(start: WorkerStart) -> None:
     metrics = ServingMetrics(start.metrics, start.worker, settings.workers)
     metrics.version(model.version.number, model.version.created)
     log = AccessLog(settings.access_log, start.worker) if settings.access_log else None
+    shared = Inference(model, settings, metrics), settings, token_of(settings), metrics, log
     config = uvicorn.Config(
-        ServingApp(model, settings, token_of(settings), metrics, log),
+        ServingApp(*shared),
         http=BoundedProtocol,
-        loop=_loop(),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -65,16 +69,28 @@ def _serve(start: WorkerStart) -> None:
     )
     server = uvicorn.Server(config)
     threading.Thread(target=_tell_ready, args=(server, start.ready), name="ready", daemon=True).start()
-    server.run(sockets=[socket.socket(fileno=start.socket)])
+    grpc = GrpcApp(*shared) if settings.grpc_port else None
+    _new_loop().run_until_complete(_both(server, grpc, socket.socket(fileno=start.socket)))
     model.close()
 
 
-def _loop() -> str:
+async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> None:
+    """HTTP, and gRPC beside it, until a signal ends this process."""
+    if grpc is not None:
+        await grpc.start()
+    await server.serve(sockets=[listening])
+    if grpc is not None:
+        await grpc.stop()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Of uvloop, where it is installed."""
     try:
-        check_installed("uvloop", "fleet serve", "serve")
+        loop: asyncio.AbstractEventLoop = required("uvloop", "fleet serve", "serve").new_event_loop()
     except FleetError:
-        return "asyncio"
-    return "uvloop"
+        loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
 
 
 def _tell_ready(server: object, ready: int) -> None:

@@ -47,6 +47,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--host", default=default["host"], help="the address to listen on (127.0.0.1, this machine alone)"
     )
     made.add_argument("--port", type=port_or_any, default=default["port"], help="default: 8000; 0: any that is free")
+    made.add_argument(
+        "--grpc_port", type=int, default=default["grpc_port"], metavar="PORT", help="gRPC, too, on this port (none)"
+    )
     made.add_argument("--name", default="", help="the model's name in paths (default: the last part of MODEL)")
     made.add_argument(
         "--follow",
@@ -128,9 +131,14 @@ def _serve(options: argparse.Namespace) -> int:
         check_installed(package, "fleet serve", "serve")
     names = [field.name for field in msgspec.structs.fields(ServeSettings)]
     settings = ServeSettings(**{name: getattr(options, name) for name in names if hasattr(options, name)}).checked()
+    if settings.grpc_port:
+        for package in ("grpc", "open_inference.grpc"):
+            check_installed(package, "fleet serve --grpc_port", "grpc")
     if settings.follow:
         settings = msgspec.structs.replace(settings, followed=tuple(followed_servers(settings.follow)))
     scale = _scale(options)
+    if scale is not None and settings.grpc_port:
+        raise FleetError("--grpc_port is for processes of this machine: Ray Serve has a gRPC proxy of its own")
     if scale is None:
         return ServingProcesses(settings).run()
     from torchfleet.apps.serve.ray_serving import serve_on_ray  # imports torch

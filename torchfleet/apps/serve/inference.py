@@ -1,0 +1,82 @@
+"""What every protocol of `fleet serve` shares: a request is batched, computed, and answered or refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
+from torchfleet.apps.serve.inference_protocol import InferenceProtocol, InferRequest
+from torchfleet.apps.serve.predictor import WrongRequest
+from torchfleet.apps.serve.samples import Samples
+from torchfleet.apps.serve.served_model import ServedModel
+from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.base.errors import ServerUnreachable
+
+_LATER = ((b"retry-after", b"1"),)
+
+
+class Refusal(Exception):
+    """An answer other than the one that was asked for. `status` and `headers`: of HTTP."""
+
+    def __init__(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = (), close: bool = False):
+        super().__init__(text)
+        self.status, self.text = status, text
+        self.headers = (*headers, (b"connection", b"close")) if close else headers
+
+
+class Inference:
+    """One model in one event loop. Requests of all protocols share its batches."""
+
+    def __init__(self, model: ServedModel, settings: ServeSettings, metrics: ServingMetrics) -> None:
+        self.model, self._metrics, self._timeout = model, metrics, settings.timeout_s
+        self.protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
+        self._batcher = Batcher(
+            self._predicted if model.is_remote else model.predictor.predict,
+            settings.batch_wait_ms / 1000,
+            settings.max_batch,
+            settings.max_queue,
+            settings.timeout_s,
+            metrics,
+            in_thread=model.is_remote,
+        )
+
+    def check_version(self, asked: str) -> None:
+        """Raises Refusal unless `asked` is the version that is served now, or ""."""
+        number = str(self.model.version.number)
+        if asked not in ("", number):
+            raise Refusal(404, f"version {asked:.40} is not served; version {number} is")
+
+    async def compute(self, request: InferRequest, version: str) -> tuple[str, Mapping[str, npt.NDArray[Any]]]:
+        """(the version that was used, the results). `version`: what the client asked for; "": any. Raises Refusal."""
+        used, results = await self._computed(request.samples)
+        number = str(used.number)
+        if version not in ("", number):
+            raise Refusal(404, f"version {version:.40} is not served; version {number} is")
+        return number, results
+
+    async def _computed(self, samples: Samples) -> Any:
+        try:
+            waiting = self._batcher.submit(samples)
+        except QueueFull:
+            raise Refusal(503, "the queue is full: try again later", _LATER) from None
+        try:
+            if self.model.is_remote:
+                return await asyncio.wait_for(waiting, self._timeout)
+            return await waiting
+        except WrongRequest as error:
+            raise Refusal(400, str(error)) from None
+        except ServerUnreachable:
+            raise Refusal(503, "a server of rows does not answer: try again later", _LATER) from None
+        except (TookTooLong, asyncio.TimeoutError):
+            raise Refusal(503, f"no result within {self._timeout:g} seconds", _LATER) from None
+
+    def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
+        """As Predictor.predict, and counts what the servers of rows did."""
+        results: list[Any] = self.model.predictor.predict(requests)
+        self._metrics.shards(self.model.shard_counts)
+        return results
