@@ -29,8 +29,8 @@ import torch
 from benchmarks.freshness_worker import DIM, NUM_SLOTS
 from benchmarks.timing import log, report
 from benchmarks.watching_jobs import processor_seconds
-from torchfleet.apps.serve.mapped_model import MappedModel, open_mapped
 from torchfleet.apps.serve.model_version import ModelVersion
+from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
 
 _WORKER = Path(__file__).with_name("freshness_worker.py")
 _START = 240.0  # seconds that the job may take until it trains, with kernels to compile

@@ -96,7 +96,7 @@ EXCEPTIONS = {
     ("launch/simulate/forks.py", "os.fork"): "simulated processes",
     ("launch/simulate/forks.py", "ctypes.CDLL"): "prctl of the C library",
     ("ps/tables/rows/memory.py", "ctypes.CDLL"): "mallopt of the C library",
-    ("apps/serve/follow_process.py", "subprocess.Popen"): "the writer of versions, of our own",
+    ("apps/serve/versions/follow_process.py", "subprocess.Popen"): "the writer of versions, of our own",
     ("apps/serve/serving_processes.py", "subprocess.Popen"): "serving processes of our own",
     ("apps/serve/user_network.py", "importlib.util.spec_from_file_location"): "the user's own file (--network)",
     ("apps/serve/user_network.py", "importlib.util.module_from_spec"): "the user's own file (--network)",

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.apps.serve.level_stack import LevelStack
 from torchfleet.apps.serve.model_version import ModelVersion
-from torchfleet.apps.serve.version_store import VersionStore
+from torchfleet.apps.serve.versions.level_stack import LevelStack
+from torchfleet.apps.serve.versions.version_store import VersionStore
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 
 KEYS = np.arange(300)

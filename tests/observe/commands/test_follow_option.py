@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.chains import PLAIN, Chain
 
-from torchfleet.apps.serve.follow_process import write_settings
-from torchfleet.apps.serve.follower import Follower, FollowSettings
+from torchfleet.apps.serve.versions.follow_process import write_settings
+from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.base.errors import FleetError
 from torchfleet.observe.commands.command import main
 from torchfleet.observe.commands.follow_option import followed_servers

@@ -182,8 +182,10 @@ class LoggedFleet(Fleet):
         """A log with one bit that is wrong, wherever, is not used."""
         dice = self.setting.world.dice
         for node in self.nodes:
-            held = sorted(node.disk.folder.glob("segment-*"))
-            data = bytearray(held[-1].read_bytes())
+            held = [data for path in sorted(node.disk.folder.glob("segment-*")) if (data := path.read_bytes())]
+            if not held:
+                continue  # a segment that has just begun is empty
+            data = bytearray(held[-1])
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
             records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True)
             with contextlib.suppress(LogError):

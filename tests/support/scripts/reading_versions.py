@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from support.numbered_versions import KEYS, assert_version
 
-from torchfleet.apps.serve.mapped_model import MappedModel
+from torchfleet.apps.serve.versions.mapped_model import MappedModel
 
 
 def main(folder: Path) -> None:

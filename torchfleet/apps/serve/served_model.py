@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.apps.serve.mapped_model import MappedModel, open_mapped
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
 from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.apps.serve.sharded_model import ShardedModel, open_sharded
+from torchfleet.apps.serve.shards.sharded_model import ShardedModel, open_sharded
 from torchfleet.apps.serve.tensors import datatype_of
+from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
 
 
 class ServedModel:

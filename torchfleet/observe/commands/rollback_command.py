@@ -25,7 +25,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchfleet.apps.serve.rollback import ask, served_folder, versions
+    from torchfleet.apps.serve.versions.rollback import ask, served_folder, versions
 
     folder = served_folder(options.model)
     if options.to is not None or options.resume:

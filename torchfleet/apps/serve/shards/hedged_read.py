@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.apps.serve.shard_replica import ShardReplica
+from torchfleet.apps.serve.shards.shard_replica import ShardReplica
 from torchfleet.base.errors import FleetError
 
 Keys = npt.NDArray[np.uint64]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from torchfleet.apps.serve.level_file import Level
-from torchfleet.apps.serve.pushed_rows import PushedRows
-from torchfleet.apps.serve.saved_chain import News, SavedChain
-from torchfleet.apps.serve.version_maker import VersionMaker
-from torchfleet.apps.serve.version_store import VersionStore
+from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.apps.serve.versions.pushed_rows import PushedRows
+from torchfleet.apps.serve.versions.saved_chain import News, SavedChain
+from torchfleet.apps.serve.versions.version_maker import VersionMaker
+from torchfleet.apps.serve.versions.version_store import VersionStore
 from torchfleet.base.errors import CheckpointError, FleetError, ServerRestarted
 from torchfleet.base.monitor.notices import tell
 from torchfleet.ps.net.keys import KeyFolder

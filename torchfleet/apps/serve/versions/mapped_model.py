@@ -14,10 +14,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.follow_process import READERS, has_writer, is_locked, locked, start_writer, write_settings
-from torchfleet.apps.serve.follower import FollowSettings
-from torchfleet.apps.serve.mapped_version import CURRENT, MappedVersion, read_current
-from torchfleet.apps.serve.version_store import Status, read_status
+from torchfleet.apps.serve.versions.follow_process import (
+    READERS,
+    has_writer,
+    is_locked,
+    locked,
+    start_writer,
+    write_settings,
+)
+from torchfleet.apps.serve.versions.follower import FollowSettings
+from torchfleet.apps.serve.versions.mapped_version import CURRENT, MappedVersion, read_current
+from torchfleet.apps.serve.versions.version_store import Status, read_status
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.own_folders import OwnFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchfleet.apps.serve.row_cache import RowCache
+from torchfleet.apps.serve.shards.row_cache import RowCache
 
 
 def row_of(keys: np.ndarray, dim: int = 4) -> np.ndarray:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchfleet.apps.serve.level_file import Level, LevelWriter, MappedLevel, TableMap
+from torchfleet.apps.serve.versions.level_file import Level, LevelWriter, MappedLevel, TableMap
 
 MERGED_SHARE = 0.25  # of the rows of the largest level, in those above it: then all are merged
 SMALL = 1 << 16  # rows; a stack of fewer is merged at once

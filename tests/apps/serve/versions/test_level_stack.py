@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torchfleet.apps.serve import level_stack
-from torchfleet.apps.serve.level_file import Level, MappedLevel, rows_of
-from torchfleet.apps.serve.level_stack import LevelStack
+from torchfleet.apps.serve.versions import level_stack
+from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, rows_of
+from torchfleet.apps.serve.versions.level_stack import LevelStack
 
 DIMS = {"wide": 3, "narrow": 1}
 KEYS = st.integers(0, 40).map(lambda key: key - 20)  # signed, as ids are

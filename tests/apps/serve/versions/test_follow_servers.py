@@ -12,11 +12,11 @@ import pytest
 from support.chains import Chain
 from support.fleets import LEAST_PATIENCE, ForkedServer, ServerThread
 
-from torchfleet.apps.serve import follower as follower_module
-from torchfleet.apps.serve import pushed_rows
-from torchfleet.apps.serve.follower import Follower, FollowSettings
-from torchfleet.apps.serve.mapped_version import MappedVersion, read_current
-from torchfleet.apps.serve.version_store import read_status
+from torchfleet.apps.serve.versions import follower as follower_module
+from torchfleet.apps.serve.versions import pushed_rows
+from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
+from torchfleet.apps.serve.versions.mapped_version import MappedVersion, read_current
+from torchfleet.apps.serve.versions.version_store import read_status
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.server import changed_rows
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.level_file import Level
-from torchfleet.apps.serve.mapped_version import CURRENT, Description, Floats, Network, read_current
+from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.apps.serve.versions.mapped_version import CURRENT, Description, Floats, Network, read_current
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 
 _DATA = re.compile(r"(level|network)-([0-9]{9})")

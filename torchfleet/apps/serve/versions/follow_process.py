@@ -1,4 +1,4 @@
-"""The process that writes versions: `python -m torchfleet.apps.serve.follow_process FOLDER`, which a reader starts.
+"""The process that writes versions, which a reader starts: `python -m …serve.versions.follow_process FOLDER`.
 
 There is one for a folder: it holds writer.lock. It ends when no process reads the folder any more, or, if it is not to
 follow, when there is a version.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchfleet.apps.serve.follower import Follower, FollowSettings
-from torchfleet.apps.serve.version_store import write_whole
+from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
+from torchfleet.apps.serve.versions.version_store import write_whole
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.notices import tell
 
@@ -39,7 +39,7 @@ def read_settings(folder: Path) -> FollowSettings:
 
 def start_writer(folder: Path) -> subprocess.Popen[bytes]:
     """Start a writer; it ends at once if there is one."""
-    command = [sys.executable, "-m", "torchfleet.apps.serve.follow_process", str(folder)]
+    command = [sys.executable, "-m", "torchfleet.apps.serve.versions.follow_process", str(folder)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain
 
-from torchfleet.apps.serve import follower as follower_module
-from torchfleet.apps.serve.follower import Follower, FollowSettings
-from torchfleet.apps.serve.mapped_version import MappedVersion, read_current
-from torchfleet.apps.serve.rollback import versions
-from torchfleet.apps.serve.version_store import Wanted, read_status, write_wanted
+from torchfleet.apps.serve.versions import follower as follower_module
+from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
+from torchfleet.apps.serve.versions.mapped_version import MappedVersion, read_current
+from torchfleet.apps.serve.versions.rollback import versions
+from torchfleet.apps.serve.versions.version_store import Wanted, read_status, write_wanted
 from torchfleet.ps.checkpoint.compaction import compact
 
 SPECS = (ITEMS, PLAIN, IDS, DENSE)

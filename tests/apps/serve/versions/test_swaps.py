@@ -19,10 +19,10 @@ from support.chains import PLAIN, Chain
 from support.numbered_versions import NumberedVersions
 from support.paths import SCRIPTS
 
-from torchfleet.apps.serve import follow_process
-from torchfleet.apps.serve.follower import FollowSettings
-from torchfleet.apps.serve.mapped_model import MappedModel, open_mapped
-from torchfleet.apps.serve.rollback import ask, versions
+from torchfleet.apps.serve.versions import follow_process
+from torchfleet.apps.serve.versions.follower import FollowSettings
+from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
+from torchfleet.apps.serve.versions.rollback import ask, versions
 from torchfleet.base.errors import CheckpointError
 
 WAIT = 120.0
@@ -65,7 +65,7 @@ def test_swaps_under_load_give_no_wrong_answer(tmp_path: Path, num_swaps: int) -
 
 @pytest.fixture
 def forked_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfleet.apps.serve.follow_process.subprocess.Popen", processes.Popen)
+    monkeypatch.setattr("torchfleet.apps.serve.versions.follow_process.subprocess.Popen", processes.Popen)
 
 
 class Job:

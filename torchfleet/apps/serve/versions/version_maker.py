@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchfleet.apps.serve.level_file import Level
-from torchfleet.apps.serve.level_stack import LevelStack
-from torchfleet.apps.serve.mapped_version import Floats, Network
-from torchfleet.apps.serve.saved_chain import dense_tables, layout
-from torchfleet.apps.serve.version_store import Status, VersionStore
+from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.apps.serve.versions.level_stack import LevelStack
+from torchfleet.apps.serve.versions.mapped_version import Floats, Network
+from torchfleet.apps.serve.versions.saved_chain import dense_tables, layout
+from torchfleet.apps.serve.versions.version_store import Status, VersionStore
 from torchfleet.ps.checkpoint.manifest import Manifest
 
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.api.infer import load_tensors
-from torchfleet.apps.serve.hedged_read import Shard, finish
-from torchfleet.apps.serve.row_cache import RowCache
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.apps.serve.shard_replica import ServedShard, ShardReplica
+from torchfleet.apps.serve.shards.hedged_read import Shard, finish
+from torchfleet.apps.serve.shards.row_cache import RowCache
+from torchfleet.apps.serve.shards.shard_replica import ServedShard, ShardReplica
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest

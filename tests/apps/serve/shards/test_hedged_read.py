@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from torchfleet.apps.serve.hedged_read import Shard, finish
-from torchfleet.apps.serve.shard_replica import ShardReplica
+from torchfleet.apps.serve.shards.hedged_read import Shard, finish
+from torchfleet.apps.serve.shards.shard_replica import ShardReplica
 from torchfleet.base.errors import ServerUnreachable
 
 KEYS = np.arange(3, dtype=np.uint64)

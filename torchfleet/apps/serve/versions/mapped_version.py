@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.level_file import Level, MappedLevel, TableMap, rows_of
+from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, TableMap, rows_of
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 from torchfleet.ps.worker.lookup.dense_group import write_words

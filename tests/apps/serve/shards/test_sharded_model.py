@@ -17,8 +17,8 @@ from support.serving import Clicks, as_json, clicks_batch, save_clicks, serving
 
 import torchfleet as fleet
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.apps.serve.shard_replica import PROBE_PAUSE
-from torchfleet.apps.serve.sharded_model import ShardedModel, endpoints_of
+from torchfleet.apps.serve.shards.shard_replica import PROBE_PAUSE
+from torchfleet.apps.serve.shards.sharded_model import ShardedModel, endpoints_of
 from torchfleet.base.errors import CheckpointError, FleetError, ServerUnreachable
 
 pytestmark = pytest.mark.slow  # it starts processes

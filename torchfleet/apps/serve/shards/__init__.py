@@ -1,0 +1,1 @@
+"""Rows of a served model on read-only servers of other machines."""
