@@ -14,6 +14,7 @@ from torchfleet.observe.commands import (
     dashboard_command,
     doctor_command,
     model_commands,
+    nearest_command,
     rollback_command,
     serve_command,
 )
@@ -21,7 +22,15 @@ from torchfleet.observe.profile import profile_command
 
 # Files with commands: each has `add_commands(commands)`, which gives every command its options and sets its `run`, a
 # function that takes the options and returns the exit status.
-_COMMANDS = (model_commands, serve_command, rollback_command, dashboard_command, profile_command, doctor_command)
+_COMMANDS = (
+    model_commands,
+    nearest_command,
+    serve_command,
+    rollback_command,
+    dashboard_command,
+    profile_command,
+    doctor_command,
+)
 _EXAMPLES = """examples:
   fleet inspect model/                                    the chain of saves, tables, rows, bytes
   fleet inspect model/ --check                            read every file and compare its checksum
@@ -36,6 +45,8 @@ _EXAMPLES = """examples:
   fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
   fleet export model/ --triton repository/                the network as a model of Triton; --onnx, --torch_export
+  fleet export model/ --table embedding --index exact --out items      an index of its rows, for fleet nearest
+  fleet nearest items --id 42 --top 10                    the ten rows nearest to that of id 42
   fleet serve model/ --port 8000                          predictions over HTTP
   fleet rollback model/ --to 41                           go back to an older version of a model that is served
   fleet dashboard log                                     a web page of the newest run of fleetrun, and of those before
