@@ -76,9 +76,10 @@ def index_of_table(model: str, table: str, folder: str, kind: Kind = "exact", me
 def build_index(
     folder: str, ids: Any, vectors: Any, kind: Kind = "exact", metric: Metric = "cosine", table: str = ""
 ) -> int:
-    """Make an index of these items in a new folder on this machine; returns how many. Ids may be strings.
+    """Make an index of items in a new folder on this machine; returns how many.
 
-    `metric`: "ip" (inner product), "cosine" or "l2". The folder appears when it is complete.
+    `ids` may be strings; `vectors`: (items, dim). `kind`: "exact", "faiss" or "hnswlib". `metric`: "cosine", "ip" (the
+    inner product) or "l2". `table`: a name to keep with it. The folder appears when it is complete.
     """
     if kind not in KINDS or metric not in METRICS:
         raise FleetError(f"index: kind is one of {KINDS} and metric one of {METRICS}, found {kind!r} and {metric!r}")
@@ -176,8 +177,8 @@ class NearestItems:
 
 
 def load_index(folder: str) -> NearestItems:
-    """Open an index that `fleet export --index` or `fleet.build_index` made. Another library reads its own file in it:
-    open only indexes of your own.
+    """Open the index that `fleet export --index` or `fleet.build_index` made in `folder`. Other libraries read their
+    own files in it: open only indexes of your own.
     """
     return NearestItems(folder)
 

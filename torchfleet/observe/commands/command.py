@@ -18,6 +18,7 @@ from torchfleet.observe.commands import (
     rollback_command,
     serve_command,
 )
+from torchfleet.observe.plan import plan_command
 from torchfleet.observe.profile import profile_command
 
 # Files with commands: each has `add_commands(commands)`, which gives every command its options and sets its `run`, a
@@ -30,6 +31,7 @@ _COMMANDS = (
     dashboard_command,
     profile_command,
     doctor_command,
+    plan_command,
 )
 _EXAMPLES = """examples:
   fleet inspect model/                                    the chain of saves, tables, rows, bytes
@@ -53,6 +55,7 @@ _EXAMPLES = """examples:
   fleet profile --steps 20 --server_num 2 --worker_num 2 train.py     a Chrome trace of 20 steps of all processes
   fleet profile --steps 20 log/                           the same of a job that is running
   fleet doctor                                            what of this machine will hurt a job
+  fleet plan --rows 1e11 --workers 1000 --servers 256     memory, network, saves, failures and money of such a job
   fleet doctor b:7100 c:7100                              and of the links to machines with fleet doctor --serve
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that

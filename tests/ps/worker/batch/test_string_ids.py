@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extras import Late, needing
 from support.messages import naming
@@ -40,7 +40,7 @@ def test_arrays_of_text_bytes_and_objects_hash_as_single_strings(seed: int, size
         assert fleet.hash_strings(given_array, seed, size).tolist() == expected(texts, seed, size)
 
 
-@examples(60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.text(max_size=20).filter(lambda text: not text.endswith("\0")), max_size=8))
 def test_any_text(texts: list[str]) -> None:
     assert fleet.hash_strings(np.array(texts, "U20")).tolist() == expected(texts)
