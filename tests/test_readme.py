@@ -1,4 +1,6 @@
-"""Blocks of README, of the landing page and of docs/scripts.md run when they are pasted: Python in an empty folder, command lines as far as they end soon."""
+"""Blocks of README, of the landing page and of docs/scripts.md run when they are pasted: Python in an empty folder,
+command lines as far as they end soon.
+"""
 
 from __future__ import annotations
 

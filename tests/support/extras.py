@@ -19,6 +19,8 @@ EXTRAS = {
     "accelerate": "transformers",
     "cloudpickle": "notebook",
     "confluent_kafka": "kafka",
+    "faiss": "index",
+    "hnswlib": "index",
     "httptools": "serve",
     "lightning": "lightning",
     "mlflow": "mlflow",
