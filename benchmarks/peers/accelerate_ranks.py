@@ -20,7 +20,7 @@ def main() -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(chosen.port), "RANK": str(chosen.index)}
     os.environ.update({**place, "LOCAL_RANK": str(chosen.index), "WORLD_SIZE": str(chosen.number)})
     accelerator = Accelerator(cpu=True)
-    plain = Clicks(plain_rows(chosen), chosen.dim)
+    plain = Clicks(plain_rows(chosen), chosen)
     plain.rows.sparse = False  # type: ignore[assignment]
     model, optimizer = accelerator.prepare(plain, torch.optim.Adam(plain.parameters(), lr=clicks.ADAM))
     warm, own, num = parts(chosen)

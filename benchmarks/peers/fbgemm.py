@@ -40,7 +40,7 @@ def main() -> None:
     chosen = clicks.options()
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(chosen.seed)
-    model = Clicks(Rows(chosen), chosen.dim)
+    model = Clicks(Rows(chosen), chosen)
     step = stepping(torch.optim.Adam(model.tower.parameters(), lr=clicks.ADAM))  # rows are updated in backward
     warm, own, num = parts(chosen)
     found = clicks.timed(trainer(model, step, iter), warm, own, num)

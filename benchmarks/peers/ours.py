@@ -18,7 +18,7 @@ def main() -> None:
     is_collective = chosen.mode == "collective"
     fleet.init(is_collective=is_collective)
     rows = plain_rows(chosen) if is_collective else own_rows(chosen)
-    model = fleet.distributed_model(Clicks(rows, chosen.dim))
+    model = fleet.distributed_model(Clicks(rows, chosen))
     optimizer = fleet.distributed_optimizer(optimizer_of(model, chosen), strategy_of(chosen))
     if not is_collective and fleet.is_server():
         fleet.init_server()

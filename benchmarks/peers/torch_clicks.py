@@ -15,11 +15,14 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Clicks(torch.nn.Module):
-    """`rows`: a layer that maps ids (samples, 26) to (samples, 26 × dim) or (samples, 26, dim)."""
+    """`rows`: a layer that maps ids (samples, 26) to (samples, 26 × dim) or (samples, 26, dim). The tower begins with
+    the same values however many numbers `rows` has drawn.
+    """
 
-    def __init__(self, rows: torch.nn.Module, dim: int) -> None:
+    def __init__(self, rows: torch.nn.Module, chosen: argparse.Namespace) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, dim = rows, chosen.dim
+        torch.manual_seed(chosen.seed)
         width = clicks.NUM_IDS * dim + clicks.NUM_DENSE
         self.tower = torch.nn.Sequential(
             torch.nn.Linear(width, clicks.HIDDEN), torch.nn.ReLU(), torch.nn.Linear(clicks.HIDDEN, 1)

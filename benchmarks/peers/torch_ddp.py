@@ -17,7 +17,7 @@ def main() -> None:
     torch.manual_seed(chosen.seed)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(chosen.port)})
     dist.init_process_group("gloo", rank=chosen.index, world_size=chosen.number)
-    plain = Clicks(plain_rows(chosen), chosen.dim)
+    plain = Clicks(plain_rows(chosen), chosen)
     model = torch.nn.parallel.DistributedDataParallel(plain)
     rows = torch.optim.SparseAdam(list(plain.rows.parameters()), lr=clicks.ADAM)
     step = stepping(rows, torch.optim.Adam(plain.tower.parameters(), lr=clicks.ADAM))

@@ -12,7 +12,7 @@ def main() -> None:
     chosen = clicks.options()
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(chosen.seed)
-    model = Clicks(plain_rows(chosen), chosen.dim)
+    model = Clicks(plain_rows(chosen), chosen)
     rows = torch.optim.SparseAdam(list(model.rows.parameters()), lr=clicks.ADAM)
     step = stepping(rows, torch.optim.Adam(model.tower.parameters(), lr=clicks.ADAM))
     warm, own, num = parts(chosen)

@@ -56,7 +56,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": clicks.ROW_WISE, "eps": 1e-8}
     sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
-    model = DistributedModelParallel(Clicks(Rows(chosen), chosen.dim), device=torch.device("cpu"), sharders=sharders)
+    model = DistributedModelParallel(Clicks(Rows(chosen), chosen), device=torch.device("cpu"), sharders=sharders)
     tower = [weight for name, weight in model.named_parameters() if "tower" in name]
     step = stepping(torch.optim.Adam(tower, lr=clicks.ADAM))
     warm, own, num = parts(chosen)

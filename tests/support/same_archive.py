@@ -1,7 +1,7 @@
 """Makes a source archive the same bytes for the same sources: `python tests/support/same_archive.py dist/*.tar.gz`.
 
 setuptools writes wheels so, and source archives with the times of the build. The files keep their contents; times are
-SOURCE_DATE_EPOCH, owners are nobody's, and their order is that of their names.
+SOURCE_DATE_EPOCH, owners are left out, and files are in the order of their names.
 """
 
 from __future__ import annotations
