@@ -11,10 +11,12 @@ from torchfleet.ps.server.server import Server
 
 
 def rows_of(server: Server) -> dict[str, Any]:
-    """By table: rows, steps, and the sum of each row's values; of a dense table, its values."""
+    """By table: steps, and the sum of each row's values. Rows that only have their first values, which are zeros here,
+    are not in a log: a row that is missing is no difference.
+    """
     found = {}
     for table in server.state.tables.values():
         spec = table.spec
         values = table.pull(np.arange(NUM_KEYS, dtype=np.uint64), False, None).sum(axis=1) if not spec.is_dense else []
-        found[spec.name] = {"rows": table.num_rows, "step": table.step, "sums": [float(value) for value in values]}
+        found[spec.name] = {"step": table.step, "sums": [float(value) for value in values]}
     return found
