@@ -62,7 +62,7 @@ def _describe_role(chosen: argparse.Namespace) -> None:
 
 
 def _network(paddle: Any, chosen: argparse.Namespace) -> tuple[Any, Any]:
-    ids = paddle.static.data("ids", [-1, clicks.NUM_IDS], "int64")
+    ids = paddle.static.data("ids", [-1, 1], "int64")  # its lookups want one id per line
     dense = paddle.static.data("dense", [-1, clicks.NUM_DENSE], "float32")
     label = paddle.static.data("label", [-1, 1], "float32")
     first = paddle.nn.initializer.Uniform(-clicks.INITIAL, clicks.INITIAL)
@@ -90,7 +90,7 @@ def _trained(paddle: Any, executor: Any, loss: Any, chosen: argparse.Namespace) 
 
 
 def _feed(ids: Any, dense: Any, label: Any) -> dict[str, Any]:
-    return {"ids": ids, "dense": dense, "label": label.reshape(-1, 1)}
+    return {"ids": ids.reshape(-1, 1), "dense": dense, "label": label.reshape(-1, 1)}
 
 
 def _auc(paddle: Any, executor: Any, score: Any, chosen: argparse.Namespace) -> float:
