@@ -119,8 +119,8 @@ def table(found: dict[str, Any], names: list[str]) -> str:
             (name, f"{name}: {PAIRS[name][2]}", ""),
             (f"{name}_ours", "torchfleet", f"{ratio:.2f}"),
         ):
-            values = [found[f"{side}_{key}"] for key in ("samples_per_s", "cpu_us", "peak_mb", "auc")]
-            lines.append("| {} | {:,.0f} | {:.1f} | {:,.0f} | {:.4f} | {} |".format(title, *values, last))
+            speed, cpu, peak, area = (found[f"{side}_{key}"] for key in ("samples_per_s", "cpu_us", "peak_mb", "auc"))
+            lines.append(f"| {title} | {speed:,.0f} | {cpu:.1f} | {peak:,.0f} | {area:.4f} | {last} |")
     return "\n".join(lines)
 
 

@@ -11,8 +11,8 @@ from torchfleet.base.network_links import parse_link
 from torchfleet.base.printable import say
 from torchfleet.observe.plan.job_plan import Durability, JobSize, Plan, plan_of
 from torchfleet.observe.plan.units import Unit, read_units
-from torchfleet.ps.tables.rules import RULES
 from torchfleet.ps.tables.settings.row_format import DTYPES
+from torchfleet.ps.tables.settings.rule import RULES
 
 
 def add_commands(commands: Any) -> None:
