@@ -37,7 +37,7 @@ $(VENV)/.browser: $(VENV)/.done
 	@touch $@
 
 demo: $(VENV)/.run
-	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
+	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --mode hybrid --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 # A stream of clicks trains a model, `fleet serve --follow` follows it, and a page shows the prediction for one item.
@@ -105,12 +105,15 @@ screens: $(VENV)/.browser
 	$(RUN) -m benchmarks.terminal_screens
 	PYTHONPATH=.:tests $(RUN) -m support.dashboard_screens
 
-# The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`.
+# The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`. The same commit
+# gives the same bytes: times in the archives are that of the commit.
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 wheel:
 	$(PYTHON) -m venv $(VENV)-build
 	$(VENV)-build/bin/pip install --quiet build twine
 	rm -rf build dist
 	$(VENV)-build/bin/python -m build --outdir dist
+	$(VENV)-build/bin/python tests/support/same_archive.py dist/*.tar.gz
 	$(VENV)-build/bin/python tests/support/wheel_contents.py dist/*.whl
 	$(VENV)-build/bin/twine check --strict dist/*
 

@@ -1,4 +1,6 @@
-"""README's blocks run when they are pasted: Python in an empty folder, command lines as far as they end soon."""
+"""Blocks of README, of the landing page and of docs/scripts.md run when they are pasted: Python in an empty folder,
+command lines as far as they end soon.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torchfleet.base.strategy.collective_fields import SWITCHES
 from torchfleet.launch import cli
 from torchfleet.observe.commands import command
 
-BLOCKS = pages.blocks(ROOT / "README.md")
+BLOCKS = [block for page in ("README.md", "docs/scripts.md", "docs/index.md") for block in pages.blocks(ROOT / page)]
 SCRIPTS = [block.text for block in BLOCKS if block.language == "python"]
 LINES = [line for block in BLOCKS if block.language == "" for line in block.commands()]
 
@@ -81,5 +83,5 @@ def test_every_line_is_looked_at() -> None:
     """By one of the tests above, or by a target of the Makefile, which tests/test_pages.py looks at."""
     known = ("make ", "fleetrun ", "fleet ", "python examples/", "python train.py")
     assert [line for line in LINES if not line.startswith(known)] == []
-    assert len(SCRIPTS) == 5
+    assert len(SCRIPTS) == 6
     assert any("fleet.prepare(" in script for script in SCRIPTS)

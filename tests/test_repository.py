@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import same_archive
 from support.extras import EXTRAS, skips_in_one_line
 from support.paths import ROOT
 from support.wheel_contents import copy_sources, package_files, problems
@@ -22,6 +25,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 PROJECT = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no parser of TOML
 MAKEFILE = (ROOT / "Makefile").read_text()
+CHANGES = (ROOT / "CHANGELOG.md").read_text()
 
 
 def name_of(path: Path) -> str:
@@ -132,7 +136,9 @@ def test_before_a_commit_runs_what_make_check_runs() -> None:
 def test_one_version_everywhere() -> None:
     citation = read(ROOT / "CITATION.cff")
     assert str(citation["version"]) == torchfleet.__version__
-    assert f'\nversion = "{torchfleet.__version__}"' in PROJECT
+    assert '\ndynamic = ["version"]' in PROJECT
+    assert '\nversion = {attr = "torchfleet.__version__"}' in PROJECT
+    assert re.search(rf"^## \[{re.escape(torchfleet.__version__)}\] - \d{{4}}-\d\d-\d\d$", CHANGES, re.MULTILINE)
     assert f'\nlicense = "{citation["license"]}"' in PROJECT
 
 
@@ -151,18 +157,62 @@ def test_skipped_tests_are_counted_by_what_they_need() -> None:
     assert skips_in_one_line(reasons) == "skipped 3: 2 need a GPU, 1 needs torchfleet[ray]"
 
 
-@pytest.mark.slow
-def test_the_wheel_has_the_package_and_no_tests(tmp_path: Path) -> None:
-    """Built without a network, of a copy: nothing is left in the repository."""
-    source = tmp_path / "source"
+def built(folder: Path, seconds: float) -> Path:
+    """A wheel, built without a network, of a copy whose files are of this time: nothing is left in the repository."""
+    source = folder / "source"
     copy_sources(source)
     (source / "tests").mkdir()
     (source / "tests" / "__init__.py").touch()
+    for file in source.rglob("*"):
+        os.utime(file, (seconds, seconds))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
-    done = subprocess.run([*command, tmp_path, source], capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    done = subprocess.run(
+        [*command, folder, source], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    assert problems(wheel, package_files()) == []
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_and_no_tests_and_is_the_same_bytes_twice(tmp_path: Path) -> None:
+    first, second = (built(tmp_path / str(day), 1_600_000_000.0 + 86_400 * day) for day in (1, 2))
+    assert problems(first, package_files()) == []
+    assert first.name == second.name == f"torchfleet-{torchfleet.__version__}-py3-none-any.whl"
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_source_archive_becomes_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.py").write_text("22")
+    made = []
+    for number, names in enumerate((("a.py", "b.py"), ("b.py", "a.py"))):
+        archive = tmp_path / f"{number}.tar.gz"
+        with tarfile.open(archive, "w:gz") as packed:
+            for name in names:
+                os.utime(tmp_path / name, (1e9 + number, 1e9 + number))
+                packed.add(tmp_path / name, name)
+        same_archive.rewrite(archive, 1_700_000_000)
+        made.append(archive.read_bytes())
+        with tarfile.open(archive) as packed:
+            assert {member.name: packed.extractfile(member).read() for member in packed.getmembers()} == {  # type: ignore[union-attr]
+                "a.py": b"1",
+                "b.py": b"22",
+            }
+    assert made[0] == made[1]
+
+
+def test_all_is_every_extra_that_a_user_may_want() -> None:
+    section = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    named = re.findall(r"torchfleet\[([\w,]+)\]", extra("all"))[0].split(",")
+    assert {*named, "all", "dev", "docs", "browser"} == set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+def test_the_changes_of_a_release_are_read_in_two_minutes() -> None:
+    """At two hundred and fifty words a minute."""
+    newest = re.split(r"^## ", CHANGES, flags=re.MULTILINE)[2]
+    assert len(re.sub(r"\]\([^)]*\)", "]", newest).split()) < 700
 
 
 def test_what_a_wheel_lacks_is_seen(tmp_path: Path) -> None:

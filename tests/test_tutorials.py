@@ -23,6 +23,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 # What a page's commands print, and how large it has to be at least, each time that they print it.
 FIGURES = {
     "ten_minutes": (r"AUC (0\.\d+)", 0.80),
+    "newcomers_hour": (r"GAUC (0\.\d+)", 0.8),
     "criteo": (r"test AUC (0\.\d+)", 0.65),
     "word_vectors": (r"total +([\d.]+) %", 95),
     "streaming": (r"(?:07|08|09|10) \| auc (0\.\d+)", 0.6),
@@ -31,7 +32,10 @@ FIGURES = {
     "serving": (r": \[(0\.\d+)", 0.7),
 }
 LONG = {"criteo", "word_vectors", "gpus"}  # pages of an example that has tests of its own, or like another page
-NEEDED = {"serving": ("uvicorn", "httptools", "onnx", "onnxscript", "onnxruntime", "pyarrow")}
+NEEDED = {
+    "newcomers_hour": ("uvicorn", "httptools"),
+    "serving": ("uvicorn", "httptools", "onnx", "onnxscript", "onnxruntime", "pyarrow"),
+}
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ from torchfleet.api.training_passes import (
     split_files as split_files,
     train_from_dataset as train_from_dataset,
 )
+from torchfleet.apps.nearest_items import build_index as build_index, load_index as load_index
 from torchfleet.base.errors import FleetError as FleetError
 from torchfleet.base.fetch import FetchHandler as FetchHandler
 from torchfleet.base.role.role_makers import (
@@ -102,5 +103,6 @@ from torchfleet.ps.tables.settings.policy import (
     WindowCountEntry as WindowCountEntry,
 )
 from torchfleet.ps.tables.settings.storage import Tiered as Tiered
+from torchfleet.ps.worker.batch.string_ids import hash_strings as hash_strings
 
 __version__: str

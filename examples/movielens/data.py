@@ -67,27 +67,85 @@ def liked_before(users: np.ndarray, films: np.ndarray, is_like: np.ndarray, leng
     return padded[np.where(places >= first[:, None], places, len(by_user))]
 
 
+Film = tuple[str, str, str]  # id, title, first genre
+Rating = tuple[str, str, str, str]  # user, film, stars, time
+
+
 def read(folder: str | Path) -> Ratings:
-    """The files `ratings.csv` and `movies.csv` of a MovieLens download, or of `write`. Only first genres are kept."""
-    films, users, rows, titles, genres = {}, {}, [], [""], [""]
-    for name in ("ratings.csv", "movies.csv"):
-        if not (Path(folder) / name).is_file():
-            raise SystemExit(
-                f"no {name} in {folder}: expected a folder of MovieLens or of examples/movielens/generate.py"
-            )
-    with (Path(folder) / "movies.csv").open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            films[row["movieId"]] = len(titles)
-            titles.append(row["title"])
-            genres.append(row["genres"].split("|")[0])
-    with (Path(folder) / "ratings.csv").open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            user = users.setdefault(row["userId"], len(users) + 1)
-            rows.append((user, films[row["movieId"]], float(row["rating"]), int(row["timestamp"])))
+    """The files of a MovieLens download, or of `write`. Only first genres are kept.
+
+    `ratings.csv` and `movies.csv` (latest, 20M, 25M, 32M), `ratings.dat` and `movies.dat` (1M, 10M), or `u.data` and
+    `u.item` (100K).
+    """
+    place = Path(folder)
+    for names, reader in _FORMATS.items():
+        if all((place / name).is_file() for name in names):
+            return _numbered(*reader(*(place / name for name in names)))
+    known = "; ".join(" and ".join(names) for names in _FORMATS)
+    raise SystemExit(
+        f"no ratings in {folder}: expected a folder of MovieLens or of examples/movielens/generate.py, with {known}"
+    )
+
+
+def _csv(ratings: Path, films: Path) -> tuple[list[Film], list[Rating]]:
+    with films.open(newline="", encoding="utf-8") as lines:
+        known = [(row["movieId"], row["title"], row["genres"].split("|")[0]) for row in csv.DictReader(lines)]
+    with ratings.open(newline="", encoding="utf-8") as lines:
+        rows = csv.DictReader(lines)
+        return known, [(row["userId"], row["movieId"], row["rating"], row["timestamp"]) for row in rows]
+
+
+def _dat(ratings: Path, films: Path) -> tuple[list[Film], list[Rating]]:
+    known = [line.split("::") for line in _text(films)]
+    rated = (line.split("::") for line in _text(ratings))
+    return [(film, title, genres.split("|")[0]) for film, title, genres in known], [tuple(row) for row in rated]
+
+
+def _u(ratings: Path, films: Path) -> tuple[list[Film], list[Rating]]:
+    """Films have a 0 or 1 for each of 19 genres, in the order of u.genre, behind five other columns."""
+    known = []
+    for line in _text(films):
+        fields = line.split("|")
+        first = fields.index("1", 5) - 5
+        known.append((fields[0], fields[1], _GENRES[first]))
+    return known, [tuple(line.split("\t")) for line in _text(ratings)]
+
+
+def _text(path: Path) -> list[str]:
+    """The lines of a file in UTF-8 or, as older downloads are, in Latin-1."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8").splitlines()
+    except UnicodeDecodeError:
+        return data.decode("latin-1").splitlines()
+
+
+_FORMATS = {
+    ("ratings.csv", "movies.csv"): _csv,
+    ("ratings.dat", "movies.dat"): _dat,
+    ("u.data", "u.item"): _u,
+}
+# fmt: off
+_GENRES = [
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+]
+# fmt: on
+
+
+def _numbered(known: list[Film], rated: list[Rating]) -> Ratings:
+    """Users and films numbered from 1, ratings in the order of time."""
+    films = {film: number for number, (film, _, _) in enumerate(known, 1)}
+    users: dict[str, int] = {}
+    rows = [
+        (users.setdefault(user, len(users) + 1), films[film], float(stars), int(time))
+        for user, film, stars, time in rated
+    ]
     table = np.array(rows, np.float64)
     table = table[np.argsort(table[:, 3], kind="stable")]
-    names, numbers = np.unique(genres, return_inverse=True)  # "" of film 0 is genre 0
+    names, numbers = np.unique(["", *(genre for _, _, genre in known)], return_inverse=True)  # "": film 0, genre 0
     whole = table[:, [0, 1, 3]].astype(np.int64)
+    titles = ["", *(title for _, title, _ in known)]
     return Ratings(whole[:, 0], whole[:, 1], table[:, 2], whole[:, 2], numbers, titles, names.tolist())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import lzma
 import zlib
 from collections.abc import Callable
@@ -36,8 +37,8 @@ def generated(num_rows: int, seed: int = 0) -> Rows:
 
 
 def criteo(path: str | Path) -> Rows:
-    """Raw rows of the Criteo challenge (label, 13 integers, 26 categories, tab-separated), plain or .xz."""
-    opener: Callable[..., object] = lzma.open if str(path).endswith(".xz") else open
+    """Raw rows of the Criteo challenge (label, 13 integers, 26 categories, tab-separated), plain, .gz or .xz."""
+    opener: Callable[..., object] = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix, open)
     ids, dense, labels = [], [], []
     with opener(path, "rt") as lines:  # type: ignore[attr-defined]
         for line in lines:
@@ -52,7 +53,7 @@ def criteo(path: str | Path) -> Rows:
 def add_options(parser: argparse.ArgumentParser, rows: int = 60_000) -> None:
     """Where rows come from, as flags."""
     parser.add_argument("--rows", type=int, default=rows, help="rows to make up when there is no --data")
-    parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
+    parser.add_argument("--data", help="a file of raw Criteo rows, plain, .gz or .xz")
 
 
 def clicks(options: argparse.Namespace) -> dict[str, torch.Tensor]:

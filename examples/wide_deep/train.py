@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=512, help="samples of a step, of each worker")
     parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for Adam, 0.5 for geo's SGD)")
     parser.add_argument("--rows", type=int, default=200_000, help="rows to make up when there is no --data")
-    parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
+    parser.add_argument("--data", help="a file of raw Criteo rows, plain, .gz or .xz")
     parser.add_argument("--save", help="a folder to save the model to")
     parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     options = parser.parse_args()

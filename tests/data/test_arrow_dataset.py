@@ -155,13 +155,12 @@ def test_nulls_are_read_as_the_number_that_was_given() -> None:
 @each_of(
     ("make", "slot", "text"),
     [
-        (lambda: pa.array(["a"]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found string"),
         (lambda: pa.array([0.5]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found double"),
         (lambda: pa.array([["a"]]), fleet.Slot("c", "float32"), "expected numbers for slot 'c' (float32), found list<"),
         (
             lambda: pa.array(["a"]).dictionary_encode(),
-            fleet.Slot("c"),
-            "integers for slot 'c' (int64), found dictionary",
+            fleet.Slot("c", "float32"),
+            "numbers for slot 'c' (float32), found dictionary",
         ),
         (
             lambda: pa.array([1, None]),
@@ -394,3 +393,30 @@ def test_a_damaged_parquet_file_is_named_with_row_group_and_column(tmp_path: Pat
     dataset.set_filelist([str(path)])
     with pytest.raises(DataError, match=naming("a.parquet", "row group 1", "label")):
         samples(dataset)
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["plain", "dictionary"])
+def test_strings_become_ids_without_a_word_about_them(coded: bool, tmp_path: Path) -> None:
+    cities, tags = ["Köln", "", "Paris", "Köln"], [["a", "b"], [], ["c"], None]
+    column = pa.array(cities)
+    whole = pa.table({"city": column.dictionary_encode() if coded else column, "tags": tags})
+    pq.write_table(whole, tmp_path / "part.parquet")
+    expected = [([_id(city)], [_id(tag) for tag in own or []]) for city, own in zip(cities, tags, strict=True)]
+    assert samples(fleet.data.from_arrow(whole, 3)) == expected
+    assert samples(fleet.data.from_parquet(str(tmp_path), 3)) == expected
+
+
+def _id(text: str) -> int:
+    return int(np.uint64(fleet.hash_string(text)).astype(np.int64))
+
+
+def test_a_null_string_is_an_error_or_the_id_that_fill_null_says() -> None:
+    whole = pa.table({"city": ["a", None]})
+    with pytest.raises(DataError, match=naming("city", "null")):
+        samples(fleet.data.from_arrow(whole, 2))
+    assert samples(fleet.data.from_arrow(whole, 2, fill_null=5)) == [([_id("a")],), ([5],)]
+
+
+def test_strings_in_a_slot_of_numbers_are_an_error() -> None:
+    with pytest.raises(DataError, match=naming("city", "float32")):
+        samples(fleet.data.from_arrow(pa.table({"city": ["a"]}), 1, use_var=[fleet.Slot("city", "float32", 1)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,30 @@ def test_files_have_the_columns_of_movielens_and_are_read_again(ratings: Ratings
     assert names == [ratings.genre_names[genre] for genre in ratings.genres]
     with pytest.raises(SystemExit, match=naming("ratings.csv", "MovieLens")):
         read(tmp_path / "nowhere")
+
+
+FILMS, RATED = ["Toy Story (1995)", "Amélie (2001)"], [("9", "1", 5, 10), ("7", "2", 3, 5), ("9", "2", 4, 7)]
+
+
+def as_dat(folder: Path, encoding: str) -> None:
+    (folder / "movies.dat").write_text(f"1::{FILMS[0]}::Animation|Comedy\n2::{FILMS[1]}::Comedy\n", encoding)
+    (folder / "ratings.dat").write_text("".join("::".join(map(str, row)) + "\n" for row in RATED))
+
+
+def as_u(folder: Path, encoding: str) -> None:
+    flags = ["0|0|0|1|0|1" + "|0" * 13, "0|0|0|0|0|1" + "|0" * 13]
+    films = [f"{i}|{title}|01-Jan-1995||http://x|{flags[i - 1]}\n" for i, title in enumerate(FILMS, 1)]
+    (folder / "u.item").write_text("".join(films), encoding)
+    (folder / "u.data").write_text("".join("\t".join(map(str, row)) + "\n" for row in RATED))
+
+
+@pytest.mark.parametrize(("write", "encoding"), [(as_dat, "latin-1"), (as_dat, "utf-8"), (as_u, "latin-1")])
+def test_older_downloads_of_movielens_are_read(
+    write: Callable[[Path, str], None], encoding: str, tmp_path: Path
+) -> None:
+    write(tmp_path, encoding)
+    found = read(tmp_path)
+    assert found.titles == ["", *FILMS]
+    assert [found.genre_names[genre] for genre in found.genres] == ["", "Animation", "Comedy"]
+    assert found.users.tolist() == [2, 1, 1]  # numbered as they come, in the order of time
+    assert (found.films.tolist(), found.stars.tolist(), found.times.tolist()) == ([2, 2, 1], [3, 4, 5], [5, 7, 10])

@@ -14,15 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support import logged_work, public_names
 from support.conversation import Exchange, Wire, answers, converse
 from support.extras import Late
 from support.jobs import clean_facade
 from support.paths import SUPPORT
+from support.recorded_log import rows_of
 from support.recorded_model import STEPS, Model, batch_of
 
 import torchfleet as fleet
 from torchfleet.observe.commands.command import main as fleet_command
 from torchfleet.ps.net import wire
+from torchfleet.ps.server.log.durable_server import Durability, go_on
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -177,3 +180,50 @@ def test_a_recorded_collective_save_is_read_to_the_bit(tmp_path: Path) -> None:
     assert found.keys() == before.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(found[name], tensor)
+
+
+@pytest.mark.slow
+def test_a_recorded_log_is_read(tmp_path: Path) -> None:
+    """The log of a server of this release: a server of a later one goes on from it."""
+    shutil.copytree(RECORDED / "log", tmp_path / "log")
+    (tmp_path / "log").chmod(0o700)
+    server = logged_work.make_server()
+    durable = go_on(server, Durability(tmp_path / "log"), lambda text: None)
+    assert durable is not None
+    durable.close()
+    expected, found = json.loads((RECORDED / "log.json").read_text()), rows_of(server)
+    assert found.keys() == expected.keys()
+    for table, rows in expected.items():
+        assert found[table]["step"] == rows["step"], table
+        np.testing.assert_allclose(found[table]["sums"], rows["sums"], rtol=CLOSE, atol=100 * CLOSE, err_msg=table)
+
+
+def kept(recorded: list[str], found: list[str]) -> bool:
+    """Whether calls with the recorded arguments still work: none is gone or out of its place, none is needed that was
+    not, and new ones may be left out and stand behind."""
+    old, new = ([one.rstrip("=") for one in given] for given in (recorded, found))
+    optional = {one[:-1] for one in found if one.endswith("=")}
+    was_optional = {one[:-1] for one in recorded if one.endswith("=")}
+    return new[: len(old)] == old and was_optional <= optional and set(new[len(old) :]) <= optional
+
+
+def test_names_that_were_public_are_there_with_their_arguments() -> None:
+    recorded = json.loads((RECORDED / "names.json").read_text())["names"]
+    found = public_names.names()
+    assert sorted(set(recorded) - set(found)) == [], "these are gone: a release that raises the middle number"
+    assert [name for name, arguments in recorded.items() if not kept(arguments, found[name])] == []
+
+
+def test_flags_of_the_commands_are_there() -> None:
+    recorded = json.loads((RECORDED / "names.json").read_text())["flags"]
+    found = public_names.flags()
+    assert {name: sorted(set(flags) - set(found.get(name, ()))) for name, flags in recorded.items()} == {
+        name: [] for name in recorded
+    }
+
+
+def test_arguments_may_be_added_and_not_changed() -> None:
+    assert kept(["a", "b="], ["a", "b=", "c="])
+    assert kept(["a"], ["a="])
+    for changed in (["b=", "a"], ["a"], ["a", "b"], ["a", "b=", "c"], ["a", "c=", "b="]):
+        assert not kept(["a", "b="], changed), changed

@@ -185,6 +185,54 @@ def test_the_errors_are_those_of_all_workers_samples(found: Found) -> None:
         assert isinstance(results[0], float)
 
 
+def all_users(num_workers: int) -> Any:
+    return np.concatenate([meeting.users(worker) for worker in range(num_workers)])
+
+
+@pytest.mark.parametrize(("case", "make"), [("hit rate", metrics.HitRate), ("ndcg", metrics.NDCG)])
+def test_rankings_are_those_of_all_workers_lists(found: Found, case: str, make: Any) -> None:
+    results = values(found, case)
+    lists = [np.concatenate(column) for column in zip(*map(meeting.rankings, range(len(results))), strict=True)]
+    assert results == [pytest.approx(make(5).update(*lists), abs=1e-12)] * len(results)
+    assert len(set(results)) == 1
+
+
+def test_loss_calibration_and_grouped_area_are_those_of_all_workers_samples(found: Found) -> None:
+    num = len(found) - 1
+    logits, labels, _ = everybodys(num)
+    likely = 1 / (1 + np.exp(-logits))
+    assert values(found, "log loss") == [pytest.approx(oracle.log_loss(labels, likely), rel=1e-9)] * num
+    for calibrated in values(found, "calibration"):
+        assert calibrated.ratio == pytest.approx(likely.sum() / labels.sum(), rel=1e-9)
+        assert calibrated.num.sum() == len(labels)
+    meter = metrics.GAUC()
+    meter.update(logits, labels, all_users(num))
+    results = values(found, "gauc")
+    assert results == [pytest.approx(meter.compute(), abs=1e-12)] * num
+    assert len(set(results)) == 1
+
+
+def test_popularity_counts_the_occurrences_on_all_workers(found: Found) -> None:
+    num = len(found) - 1
+    every = all_users(num)
+    expected = [np.log((every == item).sum() / len(every)) for item in (0, 1000, 1003)]
+    assert values(found, "popularity") == [pytest.approx(expected, abs=1e-5)] * num
+
+
+def test_in_batch_over_all_workers_has_the_gradients_of_one_process_with_all_samples(found: Found) -> None:
+    """The mean of the workers' losses is that of one process."""
+    results = values(found, "in_batch")
+    parts = [meeting.vectors(worker) for worker in range(len(results))]
+    users, items, ids, log_q = (torch.cat([part[column] for part in parts]) for column in range(4))
+    leaves = [users.detach().requires_grad_(), items.detach().requires_grad_()]
+    loss = torch.nn.functional.cross_entropy(*fleet.data.negatives.in_batch(*leaves, ids, log_q))
+    gradients = torch.autograd.grad(loss, leaves)
+    assert np.mean([result[0] for result in results]) == pytest.approx(loss.item())
+    for place, gradient in enumerate(gradients, 1):
+        whole = np.concatenate([result[place] for result in results]) / len(results)
+        np.testing.assert_allclose(whole, gradient.numpy(), rtol=1e-9, atol=1e-12)
+
+
 # Things that are gathered
 
 

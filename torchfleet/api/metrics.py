@@ -125,7 +125,7 @@ class AUC:
         return area(*total), area(*slide), [slide[0], slide[1], total[0], total[1]]
 
     def _probabilities(self, scores: Any) -> Counts:
-        values = _numbers("AUC: scores", scores)
+        values = as_numbers("AUC: scores", scores)
         with np.errstate(over="ignore", invalid="ignore"):  # NaN is found below
             if values.ndim == 2 and values.shape[1] == 2:
                 found = 1 / (1 + np.exp(values[:, 0] - values[:, 1])) if self._from_logits else values[:, 1]
@@ -154,7 +154,7 @@ def _ratio(name: str, numerator: Any, total: Any) -> float:
 
 def _reduced(name: str, value: Any) -> Any:
     """Combine `value` over all workers, in their order, so that the result is bitwise equal on all. Keeps its type."""
-    array = _numbers(f"fleet.metrics.{name}", value)
+    array = as_numbers(f"fleet.metrics.{name}", value)
     brought = process_role.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
     parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
     if any(part[:2] != parts[0][:2] for part in parts):
@@ -168,7 +168,7 @@ def _reduced(name: str, value: Any) -> Any:
     return total if isinstance(value, (np.ndarray, list, tuple)) else builtins.float(total)
 
 
-def _numbers(what: str, value: Any) -> Counts:
+def as_numbers(what: str, value: Any) -> Counts:
     """Convert to an array of the same shape, also for a single number."""
     try:
         array = as_array(value)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from torchfleet.ps.worker.batch.string_ids import with_hashed
+
 
 class SlotLayer(torch.nn.Module):
     """Maps ids of any shape to their rows; with offsets, a slot (values, offsets) or a list of slots, to one row per
@@ -25,6 +27,7 @@ class SlotLayer(torch.nn.Module):
     def forward(
         self, ids: Any, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
+        ids = ids if isinstance(ids, torch.Tensor) else with_hashed(ids)
         if offsets is not None:
             return self._ragged(ids, offsets, per_sample_weights)
         if isinstance(ids, torch.Tensor):

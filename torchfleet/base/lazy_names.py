@@ -30,7 +30,10 @@ def attach(
         if name not in places:
             raise missing(module, name, public, instead or {})
         found = import_module(places[name])
-        value = found if places[name] == f"{module}.{name}" else getattr(found, name)
+        if places[name] == f"{module}.{name}":
+            value: Any = found
+        else:  # a module of another folder is no attribute of it until it is imported
+            value = getattr(found, name) if hasattr(found, name) else import_module(f"{places[name]}.{name}")
         setattr(sys.modules[module], name, value)
         return value
 

@@ -1,4 +1,6 @@
-"""Arrow columns as slots. Values that already have the slot's dtype are not copied: tensors view Arrow's memory."""
+"""Arrow columns as slots. Strings become ids, by fleet.hash_strings. Values that already have the slot's dtype are not
+copied: tensors view Arrow's memory.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torchfleet.base.errors import DataError
 from torchfleet.base.extras import required
 from torchfleet.data.column_samples import Column, ColumnSamples, Lists
 from torchfleet.data.slots import DTYPES, Slot
+from torchfleet.ps.worker.batch.string_ids import are_strings, hash_strings, is_string_type
 
 _INTEGERS = {np.dtype(np.int64): "integers", np.dtype(np.float32): "numbers"}
 
@@ -105,10 +108,10 @@ def slots_of(schema: Any, where: str) -> list[Slot]:
         elif types.is_list(kind) or types.is_large_list(kind):
             kind, dim = kind.value_type, None
         kind = _stored(kind)
-        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or is_string_type(kind)):
             raise DataError(
-                f"{where}, column '{field.name}': expected numbers, or lists of them, found {field.type}. Name the "
-                "slots that you want in use_var, or leave the column out."
+                f"{where}, column '{field.name}': expected numbers or strings, or lists of them, found {field.type}. "
+                "Name the slots that you want in use_var, or leave the column out."
             )
         slots.append(Slot(field.name, "float32" if types.is_floating(kind) else "int64", dim))
     return slots
@@ -158,6 +161,8 @@ class _Column:
 
     def _values(self, array: Any) -> torch.Tensor:
         """Numbers in the slot's dtype: a view of Arrow's memory if they already have it."""
+        if self.dtype == np.int64 and are_strings(array):
+            return self._hashed(array)
         pa, array = pyarrow(), _decoded(array)
         kind, wanted = array.type, pa.int64() if self.dtype == np.int64 else pa.float32()
         is_number = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
@@ -173,6 +178,19 @@ class _Column:
         if self.dtype == np.float32 and not math.isfinite(float(values.sum(dtype=torch.float64))):
             raise self._error(f"expected finite numbers for slot '{self.slot.name}'", None, "nan or inf")
         return values
+
+    def _hashed(self, array: Any) -> torch.Tensor:
+        """Ids of strings; `fill_null` is the id of a null."""
+        if self._fill_null is None:
+            self._check_nulls(array, f"strings or integers for slot '{self.slot.name}'")
+        is_null = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+        try:
+            ids = hash_strings(array if is_null is None else array.fill_null(pyarrow().scalar("").cast(array.type)))
+        except DataError as error:
+            raise self._error(str(error)) from error
+        if is_null is not None:
+            ids[is_null] = int(self._fill_null or 0)
+        return torch.from_numpy(ids)
 
     def _check_nulls(self, array: Any, expected: str) -> None:
         if array.null_count:

@@ -18,9 +18,7 @@ from torchfleet.data.reading.criteo import NUM_SPARSE, CriteoFormat
 from torchfleet.data.reading.formats import LineSource, MultiSlotParser
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.slots import Batch, Ragged, RowSelection, SampleLayout, Slot
-from torchfleet.ps.kernels import text
-
-_PADDING = bytes(8)  # the hash reads whole words
+from torchfleet.ps.worker.batch.string_ids import hash_bytes
 
 
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,10 +52,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     def hashed(self, strings: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """The ids of these strings."""
-        ends = np.cumsum([len(string) for string in strings], dtype=np.int64)
-        data = np.frombuffer(b"".join((*strings, _PADDING)), np.uint8)
-        hashes = np.empty(len(strings), np.uint64)
-        text.hash_all(data, ends, np.uint64(self.hash_seed), hashes)
+        hashes = hash_bytes(strings, np.uint64(self.hash_seed))
         return (hashes % np.uint64(self.hash_size) if self.hash_size else hashes).view(np.int64)
 
 

@@ -11,12 +11,12 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.base.monitor.prometheus.metrics_port import HOST as METRICS_HOST
 from torchfleet.base.monitor.prometheus.metrics_port import PORT as METRICS_PORT
+from torchfleet.base.network_links import Link, parse_link
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.launch.simulate.conditions import Conditions, Job, Part, parse_straggler
-from torchfleet.launch.simulate.links import Link, parse_link
 from torchfleet.observe.watch.json_display import print_text
 
 if TYPE_CHECKING:

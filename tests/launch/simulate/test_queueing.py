@@ -7,8 +7,8 @@ import pytest
 from support.messages import naming
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.network_links import Link, Port, parse_link
 from torchfleet.launch.simulate.conditions import Conditions, parse_straggler
-from torchfleet.launch.simulate.links import Link, Port, parse_link
 from torchfleet.launch.simulate.queueing import Queues, Round, StepModel, predict
 
 FREE = Link(1e18, 1e-12)  # costs nothing

@@ -17,6 +17,7 @@ import torch
 
 import torchfleet as fleet
 from torchfleet import metrics, util
+from torchfleet.api import negatives
 from torchfleet.api.metrics import AUC
 
 SECONDS = 15.0  # that a worker waits for the others
@@ -105,6 +106,52 @@ def of_metrics(worker: int) -> Cases:
     }
 
 
+def rankings(worker: int) -> tuple[Any, Any]:
+    """(scores, places of relevant candidates) of a worker's lists."""
+    rng = np.random.default_rng(200 + worker)
+    return rng.integers(0, 9, (10 + 5 * worker, 20)).astype(float), rng.integers(0, 20, 10 + 5 * worker)
+
+
+def users(worker: int) -> Any:
+    """Of a worker's samples: most are this worker's own, some are on all."""
+    num = len(samples(worker)[0])
+    return np.where(np.arange(num) % 3 == 0, np.arange(num) % 5, 1000 * worker + np.arange(num) % 7)
+
+
+def vectors(worker: int) -> tuple[Any, Any, Any, Any]:
+    """(user vectors, item vectors, ids, log_q) of a worker's batch, all batches of one size."""
+    rng = torch.Generator().manual_seed(300 + worker)
+    made = (torch.randn(4, 3, generator=rng, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    return *made, torch.tensor([worker, 7, 10 + worker, 11]), torch.randn(4, generator=rng, dtype=torch.float64)
+
+
+def in_batch_gradients(worker: int) -> list[Any]:
+    """The loss over all workers' items, and its gradients for this worker's vectors."""
+    users, items, ids, log_q = vectors(worker)
+    loss = torch.nn.functional.cross_entropy(*negatives.in_batch(users, items, ids, log_q, across_workers=True))
+    loss.backward()
+    return [loss.item(), users.grad.numpy(), items.grad.numpy()]
+
+
+def of_meters(worker: int) -> Cases:
+    logits, labels, _ = samples(worker)
+    meters = {"hit rate": metrics.HitRate(5), "ndcg": metrics.NDCG(5)}
+    for meter in meters.values():
+        meter.update(*rankings(worker))
+    loss, calibration, grouped = metrics.LogLoss(), metrics.Calibration(), metrics.GAUC()
+    for part in range(3):
+        loss.update(logits[part::3], labels[part::3])
+        calibration.update(logits[part::3], labels[part::3])
+        grouped.update(logits[part::3], labels[part::3], users(worker)[part::3])
+    everything = {**meters, "log loss": loss, "calibration": calibration, "gauc": grouped}
+    ids = users(worker)
+    return {
+        **{name: lambda meter=meter: meter.compute(all_workers=True) for name, meter in everything.items()},
+        "popularity": lambda: negatives.Popularity.of(ids, 1.0, across_workers=True).log_q([0, 1000, 1003]).tolist(),
+        "in_batch": lambda: in_batch_gradients(worker),
+    }
+
+
 def mistakes(worker: int) -> Cases:
     first = worker == 0
     return {
@@ -138,6 +185,7 @@ def all_cases(worker: int) -> Cases:
     for kind, value in things(worker).items():
         cases[f"all_gather {kind}"] = lambda value=value: util.all_gather(value)
     cases.update(of_metrics(worker))
+    cases.update(of_meters(worker))
     cases.update(mistakes(worker))
     for rank in (0, 1, 99):
         cases[f"print_on_rank {rank}"] = lambda rank=rank: printed(lambda: util.print_on_rank("hello", rank))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
-from torchfleet.launch.simulate.links import Link
+from torchfleet.base.network_links import Link
 
 # With --step_ms nothing is measured: the service time of a request is then given, too.
 REQUEST_SECONDS = 50e-6

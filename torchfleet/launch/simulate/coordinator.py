@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.network_links import Link, Port
 from torchfleet.launch.simulate.conditions import Part
 from torchfleet.launch.simulate.inside.actors import NEVER
-from torchfleet.launch.simulate.links import Link, Port
 from torchfleet.launch.simulate.packets import (
     COORDINATOR,
     DESCRIBE,

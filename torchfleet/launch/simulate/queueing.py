@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.launch.simulate.links import Link
+from torchfleet.base.network_links import Link
 
 Times = npt.NDArray[np.float64]
 

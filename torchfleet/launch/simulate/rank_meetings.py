@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from torchfleet.base.errors import FleetError
-from torchfleet.launch.simulate.links import Link
+from torchfleet.base.network_links import Link
 from torchfleet.launch.simulate.packets import Packet, packet
 
 Tensors = list[torch.Tensor]

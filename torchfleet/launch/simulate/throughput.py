@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.network_links import Link
 from torchfleet.launch.simulate.conditions import Conditions, Job
 from torchfleet.launch.simulate.forecast import Figures
-from torchfleet.launch.simulate.links import Link
 from torchfleet.launch.simulate.queueing import Prediction, Round, StepModel, predict
 from torchfleet.launch.simulate.simulation import Simulation
 from torchfleet.launch.simulate.trace import Exchange, Trace

@@ -14,14 +14,25 @@ from torchfleet.observe.commands import (
     dashboard_command,
     doctor_command,
     model_commands,
+    nearest_command,
     rollback_command,
     serve_command,
 )
+from torchfleet.observe.plan import plan_command
 from torchfleet.observe.profile import profile_command
 
 # Files with commands: each has `add_commands(commands)`, which gives every command its options and sets its `run`, a
 # function that takes the options and returns the exit status.
-_COMMANDS = (model_commands, serve_command, rollback_command, dashboard_command, profile_command, doctor_command)
+_COMMANDS = (
+    model_commands,
+    nearest_command,
+    serve_command,
+    rollback_command,
+    dashboard_command,
+    profile_command,
+    doctor_command,
+    plan_command,
+)
 _EXAMPLES = """examples:
   fleet inspect model/                                    the chain of saves, tables, rows, bytes
   fleet inspect model/ --check                            read every file and compare its checksum
@@ -36,12 +47,15 @@ _EXAMPLES = """examples:
   fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
   fleet export model/ --triton repository/                the network as a model of Triton; --onnx, --torch_export
+  fleet export model/ --table embedding --index exact --out items      an index of its rows, for fleet nearest
+  fleet nearest items --id 42 --top 10                    the ten rows nearest to that of id 42
   fleet serve model/ --port 8000                          predictions over HTTP
   fleet rollback model/ --to 41                           go back to an older version of a model that is served
   fleet dashboard log                                     a web page of the newest run of fleetrun, and of those before
   fleet profile --steps 20 --server_num 2 --worker_num 2 train.py     a Chrome trace of 20 steps of all processes
   fleet profile --steps 20 log/                           the same of a job that is running
   fleet doctor                                            what of this machine will hurt a job
+  fleet plan --rows 1e11 --workers 1000 --servers 256     memory, network, saves, failures and money of such a job
   fleet doctor b:7100 c:7100                              and of the links to machines with fleet doctor --serve
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that

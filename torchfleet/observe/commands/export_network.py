@@ -37,7 +37,7 @@ def exports_network(options: argparse.Namespace) -> bool:
         if about_network:
             raise FleetError(f"{about_network[0]} is about the network: add --onnx, --torch_export or --triton")
         return False
-    others = ("table", "path", "named_table", "out", "format", "with_state", "with_statistics")
+    others = ("table", "path", "named_table", "out", "format", "with_state", "with_statistics", "index", "metric")
     other = next((name for name in others if getattr(options, name)), None)
     if other is not None or len(given) > 1:
         both = given[1] if len(given) > 1 else f"rows ({other})"

@@ -14,6 +14,7 @@ from torchfleet.observe.commands.diff import diff
 from torchfleet.observe.commands.export_network import add_network_options, export_network, exports_network
 from torchfleet.observe.commands.inspect_collective import export_collective, inspect_collective
 from torchfleet.observe.commands.inspect_saved import inspect_model
+from torchfleet.observe.commands.nearest_command import add_index_options, export_index, exports_index
 from torchfleet.ps.checkpoint.chain import statistics_of
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.export import FORMATS, export_table
@@ -93,7 +94,10 @@ def _what_to_export(options: argparse.Namespace) -> tuple[str, str]:
 def _export(options: argparse.Namespace) -> int:
     if exports_network(options):
         return export_network(options)
+    is_index = exports_index(options)
     table, path = _what_to_export(options)
+    if is_index:
+        return export_index(options, table, path)
     if is_collective(options.model):
         if table or options.format or options.with_state or options.with_statistics:
             raise FleetError(
@@ -226,6 +230,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="what the table keeps of seen, born, tick, show, click, slot, in this order: columns of these names, or "
         "numbers at the end of each line",
     )
+    add_index_options(made)
     add_network_options(made)
     made.set_defaults(run=_export, usage_error=made.error)
 

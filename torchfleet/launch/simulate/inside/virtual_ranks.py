@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.network_links import message_seconds
 from torchfleet.launch.simulate.inside.actors import NEVER, Mailbox, Schedule
-from torchfleet.launch.simulate.links import message_seconds
 from torchfleet.launch.simulate.packets import COORDINATOR
 from torchfleet.launch.simulate.rank_meetings import Question, Visit
 

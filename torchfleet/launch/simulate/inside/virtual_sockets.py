@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.network_links import message_seconds
 from torchfleet.launch.simulate.inside.actors import Mailbox, Schedule
-from torchfleet.launch.simulate.links import message_seconds
 from torchfleet.launch.simulate.packets import Address, Packet
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import TICK, Handler, LookAhead, Peer

@@ -13,6 +13,7 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
+from torchfleet.ps.worker.batch.string_ids import with_hashed
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
@@ -28,7 +29,7 @@ from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
-Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
+Ids = Any  # a tensor or strings, a slot (values, offsets), or a list of slots
 
 
 class Lookups(Protocol):
@@ -57,9 +58,10 @@ class SparseEmbedding(EmbeddingState):
 
     Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
     each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum", "mean" or
-    "max") of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one
-    table. Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0
-    up to it, and the servers need no map to find their rows.
+    "max") of its ids' rows; called with a list of n slots, (samples, n, dim). Strings (an array of numpy or pyarrow, or
+    a list) stand for the ids that fleet.hash_strings gives them. Modules with the same `name` share one table. Ids
+    equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it, and
+    the servers need no map to find their rows.
 
     `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
     which rows are dropped again (fleet.Shrink): docs/online.md.
@@ -179,6 +181,8 @@ class SparseEmbedding(EmbeddingState):
         engine: Lookups | None = self.table_rows.engine
         if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
+        if not isinstance(ids, torch.Tensor):
+            ids = self._hashed(ids)
         with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
             return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
@@ -201,7 +205,7 @@ class SparseEmbedding(EmbeddingState):
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
             raise WrongIds(
-                f"table '{table}' expects ids in a tensor, a slot of a batch or a list of slots, found "
+                f"table '{table}' expects ids in a tensor, strings, a slot of a batch or a list of slots, found "
                 f"{type(ids).__name__}: use torch.as_tensor(ids)"
             )
         self._check_weights(per_sample_weights, ids[0] if is_single else None)
@@ -209,6 +213,17 @@ class SparseEmbedding(EmbeddingState):
         bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
         out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
         return out.squeeze(1) if is_single else out
+
+    def _hashed(self, ids: Ids) -> Ids:
+        """Tensors in the place of strings."""
+        found = with_hashed(ids)
+        if found is not ids and self.num_embeddings is not None:
+            raise WrongIds(
+                f"table '{self.name}' has the ids from 0 up to {self.num_embeddings:,}, and was given strings, whose "
+                f"ids are 64-bit hashes: leave num_embeddings out, or give fleet.hash_strings(strings, "
+                f"size={self.num_embeddings})"
+            )
+        return found
 
     def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
         """As in torch.nn.EmbeddingBag: one number per id of a bag, and sums only."""
@@ -245,6 +260,7 @@ class SparseEmbeddingBag(SparseEmbedding):
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
+        ids = ids if isinstance(ids, torch.Tensor) else self._hashed(ids)
         if not isinstance(ids, torch.Tensor):
             return super().forward(ids, offsets, per_sample_weights)
         if ids.dim() == 2:

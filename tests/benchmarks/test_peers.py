@@ -1,0 +1,69 @@
+"""benchmarks/peers: the same data for all, quality against scikit-learn, pairs in turns, and rivals that cannot run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+import pytest
+from support.extras import Late
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import clicks, runs
+
+oracle = Late("sklearn.metrics")
+CHOSEN = argparse.Namespace(rows=400, batch=50, dim=4, largest=100, seed=0, threads=1, rounds=3, site={}, number=2)
+
+
+def test_workers_share_the_same_rows_and_ids_are_rows_of_one_table() -> None:
+    whole = clicks.generated(400 + clicks.WARM * 50 * 2, 100, 0)
+    parts = [clicks.share(argparse.Namespace(**{**vars(CHOSEN), "index": index})) for index in range(2)]
+    for column, halves in zip(whole, zip(*parts, strict=True), strict=True):
+        assert np.array_equal(np.stack(halves, 1).reshape(column.shape), column)
+    assert whole[0].max() < clicks.num_rows(CHOSEN)
+    assert 0.1 < whole[2].mean() < 0.6
+
+
+def test_quality_is_the_area_of_scikit_learn_with_ties() -> None:
+    rng = np.random.default_rng(0)
+    scores, labels = rng.integers(0, 9, 300), rng.integers(0, 2, 300)
+    assert clicks.auc(scores, labels) == pytest.approx(oracle.roc_auc_score(labels, scores))
+
+
+def report(samples: float, seconds: float, **more: float) -> dict[str, float]:
+    return {"samples": samples, "seconds": seconds, "cpu_s": seconds, "peak_mb": 100.0, **more}
+
+
+def test_a_run_is_all_of_its_processes() -> None:
+    found = runs.summary([report(0, 0), report(1000, 2.0, auc=0.75), report(1000, 4.0)])
+    assert found == {"samples_per_s": 500, "cpu_us": 3000, "peak_mb": 300, "auc": 0.75}
+
+
+def test_pairs_take_turns_and_ratios_are_medians_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds, order = iter([100, 200, 100, 100, 100, 400]), []
+
+    def run(contender: runs.Contender, chosen: argparse.Namespace) -> list[dict[str, float]]:
+        order.append(contender.module)
+        return [report(next(speeds), 1.0, auc=0.7)]
+
+    monkeypatch.setattr(peers, "run", run)
+    found = peers.measured("torch", CHOSEN)
+    assert order == ["torch_loader", "ours"] * 3
+    assert found["torch_ratio"] == 2
+    assert found["torch_samples_per_s"] == 100
+    assert "| 2.00 |" in peers.table(found, ["torch"])
+
+
+def test_a_rival_that_cannot_run_has_the_reason_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "run", lambda *_: (_ for _ in ()).throw(runs.Unable("no module named paddle")))
+    found: dict[str, Any] = peers.measured("paddle", CHOSEN)
+    assert list(found) == ["paddle_ratio"]
+    assert "no module named paddle" in peers.table(found, ["paddle"])
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_by_its_last_line() -> None:
+    chosen = argparse.Namespace(**{**vars(CHOSEN), "rows": -10_000})
+    with pytest.raises(runs.Unable, match="torch_loader failed"):
+        runs.run(runs.Contender("torch_loader"), chosen)
