@@ -191,7 +191,8 @@ class LastBlock(ParallelStyle):
             return gather(output)
 
         def gather(x: torch.Tensor) -> torch.Tensor:
-            return _as(x, device_mesh, _SEQUENCE).redistribute(placements=[Replicate()]).to_local()
+            whole = _as(x, device_mesh, _SEQUENCE).redistribute(placements=[Replicate()]).to_local()
+            return whole.clone()  # not a view: behind a unit of FSDP2 the next module might change it in place
 
         module.register_forward_hook(leave)
         return module
