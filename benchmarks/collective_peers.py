@@ -60,20 +60,33 @@ def measured(name: str, family: str, chosen: argparse.Namespace) -> dict[str, An
     torch.manual_seed(1 + dist.get_rank())
     batches = [task.batch(task.batch_size) for _ in range(chosen.checked)]
     for own, make in wanted(family, size, chosen).items():
-        free()
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        steps[own] = make(task, not chosen.cpu)
-        torch.manual_seed(2)  # for dropout
-        for batch in batches:
-            loss = steps[own](batch)
-        wait(device)
-        found[f"{own}_loss"] = float(loss.detach())
-        peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else _host_peak()
-        found |= {f"{own}_mib": peak / _MIB, f"{own}_lines": lines_of(make)}
+        try:
+            steps[own], numbers = _checked(own, make, task, batches)
+            found |= numbers
+        except Exception as error:  # of another library: the others are measured all the same
+            if own.startswith("fleet"):
+                raise
+            log(f"  {own} failed: {error}")
+            found[f"{own}_failed"] = f"{type(error).__name__}: {error}"[:200]
     if chosen.rounds and steps:
         found |= _speeds(task, steps, chosen)
-    fleet.stop_worker()
+    if any(own.startswith("fleet") for own in steps):
+        fleet.stop_worker()
     return found
+
+
+def _checked(own: str, make: Contender, task: TrainingTask, batches: list[Any]) -> tuple[Step, dict[str, Any]]:
+    """A contender after its first steps: the loss, the memory that it took, and its lines of code."""
+    free()
+    is_gpu = task.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if is_gpu else 0
+    step = make(task, is_gpu)
+    torch.manual_seed(2)  # for dropout
+    for batch in batches:
+        loss = step(batch)
+    wait(task.device)
+    peak = torch.cuda.max_memory_allocated() - before if is_gpu else _host_peak()
+    return step, {f"{own}_loss": float(loss.detach()), f"{own}_mib": peak / _MIB, f"{own}_lines": lines_of(make)}
 
 
 def wanted(family: str, size: int, chosen: argparse.Namespace) -> dict[str, Contender]:

@@ -35,10 +35,10 @@ class GPT2Task(TrainingTask):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
-        heads = max(1, self.width // 64)
+        heads, ends = max(1, self.width // 64), {"bos_token_id": 0, "eos_token_id": 0}
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": heads, "n_positions": self.length}
         with self.device:
-            return GPT2LMHeadModel(GPT2Config(vocab_size=self.vocabulary, use_cache=False, **sizes))
+            return GPT2LMHeadModel(GPT2Config(vocab_size=self.vocabulary, use_cache=False, **ends, **sizes))
 
     def batch(self, size: int) -> Batch:
         ids = torch.randint(0, self.vocabulary, (size, self.length), device=self.device)
@@ -162,7 +162,10 @@ def by_lightning(task: TrainingTask, is_amp: bool) -> Step:
 
     precision: Any = "bf16-mixed" if is_amp else "32-true"
     number = dist.get_world_size()
-    fabric = Fabric(task.device.type, "ddp", number, precision=precision, plugins=[TorchElasticEnvironment()])
+    environment = [TorchElasticEnvironment()]
+    fabric = Fabric(
+        accelerator=task.device.type, strategy="ddp", devices=number, precision=precision, plugins=environment
+    )
     fabric.launch()
     module = task.model()
     model, optimizer = fabric.setup(module, task.optimizer(module))
