@@ -8,6 +8,9 @@ For each model and number of ranks: samples per second of all ranks (medians of 
 rank 0 in MiB, lines of code, and the loss after some steps on the same batches. Ratios are of ours over the rival's:
 speed, and memory. Plain data parallelism is beside DDP, Accelerate and Lightning's Fabric; sharding (stage 3) beside
 FSDP2 and DeepSpeed. A library that is not installed is left out.
+
+On one rank torchfleet exchanges and shards nothing, while DDP and FSDP2 are in place: ratios to them show only that. The
+rival of one rank is `hand`, a plain loop.
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ def measured(name: str, family: str, chosen: argparse.Namespace) -> dict[str, An
             found[f"{own}_failed"] = f"{type(error).__name__}: {error}"[:200]
     if chosen.rounds and steps:
         found |= _speeds(task, steps, chosen)
+    if chosen.cpu and len(steps) == 1:  # the peak of the process: of one contender alone
+        found[f"{next(iter(steps))}_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
     if any(own.startswith("fleet") for own in steps):
         fleet.stop_worker()
     return found
@@ -85,8 +90,10 @@ def _checked(own: str, make: Contender, task: TrainingTask, batches: list[Any]) 
     for batch in batches:
         loss = step(batch)
     wait(task.device)
-    peak = torch.cuda.max_memory_allocated() - before if is_gpu else _host_peak()
-    return step, {f"{own}_loss": float(loss.detach()), f"{own}_mib": peak / _MIB, f"{own}_lines": lines_of(make)}
+    numbers = {f"{own}_loss": float(loss.detach()), f"{own}_lines": lines_of(make)}
+    if is_gpu:
+        numbers[f"{own}_mib"] = (torch.cuda.max_memory_allocated() - before) / _MIB
+    return step, numbers
 
 
 def wanted(family: str, size: int, chosen: argparse.Namespace) -> dict[str, Contender]:
@@ -139,10 +146,6 @@ def flops_of(task: TrainingTask) -> float:
 
 def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-
-
-def _host_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _join(chosen: argparse.Namespace) -> None:
@@ -261,6 +264,8 @@ def main() -> None:
         for cell, found in cells(chosen):
             table |= {f"{cell}.{key}": value for key, value in {**found, **ratios(found)}.items()}
     device = "cpu" if chosen.cpu else torch.cuda.get_device_name()
+    if any(cell.split(".")[1] == "1" for cell in table):
+        table["one_rank"] = "ours exchanges and shards nothing there; ratio_to_hand is the fair one"
     report({**table, "torch": torch.__version__, "device": device, "batch": chosen.batch}, chosen.json)
 
 
