@@ -9,8 +9,8 @@ rank 0 in MiB, lines of code, and the loss after some steps on the same batches.
 speed, and memory. Plain data parallelism is beside DDP, Accelerate and Lightning's Fabric; sharding (stage 3) beside
 FSDP2 and DeepSpeed. A library that is not installed is left out.
 
-On one rank torchfleet exchanges and shards nothing, while DDP and FSDP2 are in place: ratios to them show only that. The
-rival of one rank is `hand`, a plain loop.
+On one rank torchfleet exchanges and shards nothing, while DDP and FSDP2 are in place: ratios to them show only that.
+The rival of one rank is `hand`, a plain loop.
 """
 
 from __future__ import annotations

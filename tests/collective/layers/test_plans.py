@@ -113,6 +113,24 @@ def test_plans_compose_with_sharding_clipping_and_recomputation(ranks: Ranks) ->
             same({**found[str(number)], **losses}, expected[kind], f"{kind} {configs} {fields}")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_every_stage_with_and_without_sequences_and_recomputation(ranks: Ranks, kind: str) -> None:
+    layers = {"llama": "model.layers.*", "gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}[kind]
+    stages = [{}, *({"sharding": True, "sharding_configs": {"stage": stage}} for stage in (1, 2, 3))]
+    again = [{}, {"recompute": True, "recompute_configs": {"checkpoints": [layers]}}]
+    cases = [
+        [kind, {"tensor_parallel_degree": 2, "sequence_parallel": cut}, {**stage, **recomputed}]
+        for cut in (False, True)
+        for stage in stages
+        for recomputed in again
+    ]
+    expected = alone(kind, replicas=2, clip=0.5)
+    results = ranks.run(train_each, 4, cases=cases, clip=0.5)
+    for number, case in enumerate(cases):
+        same(results[0][str(number)], expected, str(case))
+
+
 def test_plans_compose_with_amp(ranks: Ranks) -> None:
     """Half precision: against one process in float32, to its digits; the gradients of float16 are scaled."""
     two = {"tensor_parallel_degree": 2, "sequence_parallel": True}

@@ -45,7 +45,7 @@ class TensorParallel(Strategy):
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the layers in place, before their parameters have values."""
         layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-        found = planned(model, self._plan(model), self._degree)
+        found = planned(model, self._plan(model, has_layers=bool(layers)), self._degree)
         if self._degree == 1:
             return model
         if not layers and not found:
@@ -64,15 +64,15 @@ class TensorParallel(Strategy):
         self._is_planned = bool(found)
         return model
 
-    def _plan(self, model: torch.nn.Module) -> Plan:
-        """The user's plan, or the preset of the model's class."""
+    def _plan(self, model: torch.nn.Module, has_layers: bool) -> Plan:
+        """The user's plan, or the preset of the model's class if it has no layers that are cut by themselves."""
         configs = self.settings.tensor_parallel_configs
         if configs.plan and configs.sequence_parallel:
             raise StrategyError(
                 "tensor_parallel_configs['sequence_parallel'] is for models whose class has a preset, and ['plan'] is "
                 "given: write 'blocks' and 'sequence' into the plan"
             )
-        preset = {} if configs.plan else preset_of(model, configs.sequence_parallel)
+        preset = {} if configs.plan or has_layers else preset_of(model, configs.sequence_parallel)
         if configs.sequence_parallel and not preset:
             raise StrategyError(
                 f"tensor_parallel_configs['sequence_parallel']=True: a {type(model).__name__} has no preset. Give a "

@@ -9,7 +9,9 @@ width is the attribute `head_dim` of the module around the layer; "divide:num_he
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +63,15 @@ def apply(found: list[Planned], mesh: DeviceMesh, random: CutRandom) -> None:
         for style in _styles(one, sequence, random):
             parallelize_module(one.module, mesh, style)
     if any(one.word == "vocab" and not isinstance(one.module, torch.nn.Embedding) for one in found):
-        loss_parallel().__enter__()  # from now on, since the backward pass of a loss needs it too
+        _enable_parallel_loss()
+
+
+@cache
+def _enable_parallel_loss() -> contextlib.ExitStack:
+    """From now on, in the whole process: the backward pass of a loss needs it too, and begins outside of the model."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(loss_parallel())
+    return stack  # kept by the cache: never left
 
 
 def _parsed(pattern: str, words: Any) -> list[tuple[str, tuple[str, ...]]]:
