@@ -141,7 +141,7 @@ def flops_of(task: TrainingTask) -> float:
     model, batch = task.model(), task.batch(1)
     with FlopCounterMode(display=False) as counter:
         task.loss(model, batch)
-    return 3.0 * counter.get_total_flops()
+    return 3.0 * float(counter.get_total_flops())
 
 
 def _gpu_name(device: torch.device) -> str:
@@ -250,7 +250,7 @@ def main() -> None:
     if chosen.torchrun:
         _join(chosen)
         for name in chosen.model:
-            found = {}
+            found: dict[str, Any] = {}
             for family in _families(chosen):
                 found |= measured(name, family, chosen)
             table |= {

@@ -38,7 +38,10 @@ class GPT2Task(TrainingTask):
         heads, ends = max(1, self.width // 64), {"bos_token_id": 0, "eos_token_id": 0}
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": heads, "n_positions": self.length}
         with self.device:
-            return GPT2LMHeadModel(GPT2Config(vocab_size=self.vocabulary, use_cache=False, **ends, **sizes))
+            made: torch.nn.Module = GPT2LMHeadModel(
+                GPT2Config(vocab_size=self.vocabulary, use_cache=False, **ends, **sizes)
+            )
+        return made
 
     def batch(self, size: int) -> Batch:
         ids = torch.randint(0, self.vocabulary, (size, self.length), device=self.device)
@@ -181,7 +184,7 @@ def by_lightning(task: TrainingTask, is_amp: bool) -> Step:
 
 
 def by_deepspeed(task: TrainingTask, is_amp: bool) -> Step:
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found]
 
     config = {"train_micro_batch_size_per_gpu": task.batch_size, "zero_optimization": {"stage": 3}, "bf16": {}}
     config["bf16"] = {"enabled": is_amp}

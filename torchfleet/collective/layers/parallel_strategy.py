@@ -97,7 +97,7 @@ class TensorParallel(Strategy):
         self._is_told = job.has_own_backward
         for parameter in job.model.parameters():
             if self._is_planned and isinstance(parameter, DTensor) and parameter.requires_grad:
-                parameter.register_hook(partial(_as_parameter, parameter.placements))
+                parameter.register_hook(partial(_as_parameter, parameter.placements))  # type: ignore[no-untyped-call]
         if self.owns_gradients and job.runner is None:  # a runner averages itself
             self._average.watch(job.model.parameters())
 

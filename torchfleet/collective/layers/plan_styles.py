@@ -62,7 +62,8 @@ class _Layer(ParallelStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         cut_parameters(module, device_mesh, self.placements(module))
-        return distribute_module(module, device_mesh, lambda *_: None, self.enter, self.leave)
+        leave: Any = self.leave  # torch's annotation leaves out that it returns something
+        return distribute_module(module, device_mesh, lambda *_: None, self.enter, leave)
 
 
 class Column(_Layer):
@@ -156,7 +157,7 @@ class Sequence(ParallelStyle):
         def enter(_: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             return (_as(inputs[0], mesh, _SEQUENCE), *inputs[1:])
 
-        def leave(_: torch.nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        def leave(_: torch.nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.redistribute(placements=[_SEQUENCE]).to_local()
 
         return distribute_module(module, device_mesh, lambda *_: None, enter, leave)

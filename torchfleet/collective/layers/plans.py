@@ -120,7 +120,7 @@ def _check(one: Planned, model: torch.nn.Module, degree: int) -> None:
         width = module.get_parameter("weight").shape[dims[0 if word == "row" else 1]]
         pieces = _piece(one, model) * (3 if word == "qkv" else 1)
         _check_divisible(f"'{name}' has {width} {'in' if word == 'row' else 'out'}puts", width, pieces, degree)
-    if word == "heads":
+    if isinstance(module, torch.nn.MultiheadAttention) and word == "heads":
         _check_divisible(f"'{name}' has {module.num_heads} heads", module.num_heads, 1, degree)
     if word == "divide":
         for attribute in one.attributes:
