@@ -61,7 +61,7 @@ def _attended(
 ) -> torch.Tensor:
     bias = None if module.in_proj_bias is None else own_shard(module.in_proj_bias)
     rows = F.linear(copied(x, group), own_shard(module.in_proj_weight), bias)
-    own = own_blocks(rows, 3, group).view(*x.shape[:-1], 3, module.num_heads // group.size(), module.head_dim)
+    own = own_blocks(rows, 3, group).reshape(*x.shape[:-1], 3, module.num_heads // group.size(), module.head_dim)
     query, key, value = (part.transpose(1, 2) for part in own.unbind(2))
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask  # True in MultiheadAttention: not attended to

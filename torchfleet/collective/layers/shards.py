@@ -148,7 +148,7 @@ def _block_moves(num: int, group: Group) -> tuple[list[int], list[int], list[int
 
 def _blocks(x: torch.Tensor, num: int) -> torch.Tensor:
     """(num, ..., width): the blocks of columns, one after the other."""
-    return x.view(*x.shape[:-1], num, -1).movedim(-2, 0).contiguous()
+    return x.reshape(*x.shape[:-1], num, -1).movedim(-2, 0).contiguous()
 
 
 def _joined(blocks: torch.Tensor) -> torch.Tensor:
