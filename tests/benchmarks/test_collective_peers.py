@@ -22,7 +22,7 @@ def measured() -> dict[str, Any]:
     return {name: value for family in found.values() for name, value in family.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_contenders_make_the_same_steps(ranks: Ranks) -> None:
     for found in ranks.run(measured, 2):
         assert found["fleet_loss"] == pytest.approx(found["ddp_loss"], rel=1e-5)

@@ -5,6 +5,7 @@ Sums are made in another order: float32 results agree to 1e-6 of numbers of abou
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from typing import Any
 
@@ -18,15 +19,18 @@ import torchfleet as fleet
 from torchfleet.base.errors import DataError, FleetError, ModelError, StrategyError
 from torchfleet.collective.layers.plan_presets import preset_of
 from torchfleet.collective.layers.plans import planned
+from torchfleet.collective.tensors.local_tensors import local
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
 KINDS = ["llama", "qwen2", "gpt2", "bert", "t5", "vit"]
 
 
 def prepare_ranks() -> None:
-    for kind in KINDS:
-        loss_of(made(kind), kind, 0)  # imports much of transformers
+    for kind in ("llama", "gpt2", "bert"):
+        loss_of(made(kind), kind, 0)  # imports much of transformers, which the process of the tests need not do
 
 
 def started(kind: str, configs: dict[str, Any], fields: dict[str, Any], dropout: float = 0.0) -> tuple[Any, Any]:
@@ -57,87 +61,83 @@ def steps_of(model: Any, optimizer: Any, kind: str, clip: float = 0.0, first: in
     return found
 
 
-def train_each(cases: list[list[Any]], clip: float = 0.0) -> dict[str, Any]:
-    """(model, tensor_parallel_configs, other fields) after each other, in the same processes."""
+def train_each(cases: list[list[Any]], replicas: int = 1, clip: float = 0.0) -> dict[str, Any]:
+    """(model, tensor_parallel_configs, other fields) after each other; rank 0 also trains each model by itself."""
     found: dict[str, Any] = {}
     for number, (kind, configs, fields) in enumerate(cases):
         model, optimizer = started(kind, configs, fields)
-        own = sum(
-            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
-            for parameter in model.parameters()
-        )
+        own = sum(local(parameter).numel() for parameter in model.parameters())
         found[str(number)] = {**steps_of(model, optimizer, kind, clip), **whole(model)}
-        found[f"{number} own"] = own
+        found[f"{number} share"] = own / sum(parameter.numel() for parameter in made(kind).parameters())
+        if fleet.is_first_worker():
+            found[f"{number} alone"] = alone(kind, replicas, clip)
         fleet.stop_worker()
     return found
 
 
-def test_known_models_are_cut_and_train_as_one_process_does(ranks: Ranks) -> None:
-    cases = [(kind, {"tensor_parallel_degree": 2}, {}) for kind in KINDS]
-    cases += [(kind, {"tensor_parallel_degree": 2, "sequence_parallel": True}, {}) for kind in KINDS if kind != "vit"]
+def check(results: list[dict[str, Any]], cases: list[list[Any]], tolerance: float = 1e-6) -> None:
+    """Every rank has the model of one process; other replicas than the first have other losses."""
+    for number, case in enumerate(cases):
+        expected = results[0][f"{number} alone"]
+        same(results[0][str(number)], expected, str(case), tolerance)
+        losses = {name: value for name, value in expected.items() if "loss" in name}
+        for found in results[1:]:
+            same({**found[str(number)], **losses}, expected, str(case), tolerance)
+
+
+def by(degree: int, sequence: bool = False) -> dict[str, Any]:
+    return {"tensor_parallel_degree": degree, "sequence_parallel": sequence}
+
+
+def stage(number: int) -> dict[str, Any]:
+    return {"sharding": True, "sharding_configs": {"stage": number}}
+
+
+def again(kind: str) -> dict[str, Any]:
+    layers = {"llama": "model.layers.*", "gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}[kind]
+    return {"recompute": True, "recompute_configs": {"checkpoints": [layers]}}
+
+
+SOME: list[list[Any]] = [["llama", by(2, True), {}], ["gpt2", by(2), {}], ["bert", by(2, True), {}], ["vit", by(2), {}]]
+EVERY: list[list[Any]] = [
+    *([kind, by(2), {}] for kind in KINDS),
+    *([kind, by(2, True), {}] for kind in KINDS if kind != "vit"),
+]
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param(EVERY, marks=pytest.mark.long)], ids=["some", "every"])
+def test_known_models_are_cut_and_train_as_one_process_does(ranks: Ranks, cases: list[list[Any]]) -> None:
     results = ranks.run(train_each, 2, cases=cases)
-    expected = {kind: alone(kind) for kind in KINDS}
-    for number, (kind, configs, _) in enumerate(cases):
-        for found in results:
-            same(found[str(number)], expected[kind], f"{kind} {configs}")
-        total = sum(parameter.numel() for parameter in made(kind).parameters())
-        assert results[0][f"{number} own"] < 0.65 * total
+    check(results, cases)
+    assert max(results[0][f"{number} share"] for number in range(len(cases))) < 0.65
 
 
+@pytest.mark.long
 def test_four_ranks_share_layers(ranks: Ranks) -> None:
-    kinds = ["qwen2", "gpt2", "bert"]
-    cases = [(kind, {"tensor_parallel_degree": 4, "sequence_parallel": kind != "bert"}, {}) for kind in kinds]
-    expected = [alone(kind) for kind in kinds]
-    for found in ranks.run(train_each, 4, cases=cases):
-        for number, (kind, configs, _) in enumerate(cases):
-            same(found[str(number)], expected[number], f"{kind} {configs}")
-
-
-def test_plans_compose_with_sharding_clipping_and_recomputation(ranks: Ranks) -> None:
-    two = {"tensor_parallel_degree": 2}
-    sequence = {**two, "sequence_parallel": True}
-    layers = {"llama": "model.layers.*", "gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}
-    cases: list[list[Any]] = []
-    for kind, pattern in layers.items():
-        recomputed = {"recompute": True, "recompute_configs": {"checkpoints": [pattern]}}
-        stage = {"llama": 3, "gpt2": 2, "bert": 1}[kind]
-        cases.append([kind, sequence, {**recomputed, "sharding": True, "sharding_configs": {"stage": stage}}])
-    cases.append(["llama", two, {}])
-    cases.append(["gpt2", two, {"sharding": True, "sharding_configs": {"stage": 3}}])
-    results = ranks.run(train_each, 4, cases=cases, clip=0.5)
-    expected = {kind: alone(kind, replicas=2, clip=0.5) for kind in layers}
-    for number, (kind, configs, fields) in enumerate(cases):
-        same(results[0][str(number)], expected[kind], f"{kind} {configs} {fields}")
-        for found in results:  # other replicas have other losses
-            losses = {name: value for name, value in expected[kind].items() if "loss" in name}
-            same({**found[str(number)], **losses}, expected[kind], f"{kind} {configs} {fields}")
+    cases: list[list[Any]] = [["qwen2", by(4, True), {}], ["gpt2", by(4, True), {}], ["bert", by(4), {}]]
+    check(ranks.run(train_each, 4, cases=cases), cases)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_every_stage_with_and_without_sequences_and_recomputation(ranks: Ranks, kind: str) -> None:
-    layers = {"llama": "model.layers.*", "gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}[kind]
-    stages = [{}, *({"sharding": True, "sharding_configs": {"stage": stage}} for stage in (1, 2, 3))]
-    again = [{}, {"recompute": True, "recompute_configs": {"checkpoints": [layers]}}]
+def test_plans_compose_with_sharding_clipping_and_recomputation(ranks: Ranks, kind: str) -> None:
     cases = [
-        [kind, {"tensor_parallel_degree": 2, "sequence_parallel": cut}, {**stage, **recomputed}]
-        for cut in (False, True)
-        for stage in stages
-        for recomputed in again
+        [kind, by(2, sequence), {**sharded, **recomputed}]
+        for sequence in (False, True)
+        for sharded in ({}, stage(1), stage(2), stage(3))
+        for recomputed in ({}, again(kind))
     ]
-    expected = alone(kind, replicas=2, clip=0.5)
-    results = ranks.run(train_each, 4, cases=cases, clip=0.5)
-    for number, case in enumerate(cases):
-        same(results[0][str(number)], expected, str(case))
+    check(ranks.run(train_each, 4, cases=cases, replicas=2, clip=0.5), cases)
 
 
+@pytest.mark.long
 def test_plans_compose_with_amp(ranks: Ranks) -> None:
     """Half precision: against one process in float32, to its digits; the gradients of float16 are scaled."""
-    two = {"tensor_parallel_degree": 2, "sequence_parallel": True}
-    cases = [("llama", two, {"amp": True, "amp_configs": {"dtype": "bfloat16"}}), ("gpt2", two, {"amp": True})]
-    for found in ranks.run(train_each, 2, cases=cases):
-        same(found["0"], alone("llama"), "llama bfloat16", 2e-3)
-        same(found["1"], alone("gpt2"), "gpt2 float16", 1e-3)
+    cases: list[list[Any]] = [
+        ["llama", by(2, True), {"amp": True, "amp_configs": {"dtype": "bfloat16"}}],
+        ["gpt2", by(2, True), {"amp": True, **again("gpt2")}],
+    ]
+    check(ranks.run(train_each, 2, cases=cases), cases, tolerance=2e-3)
 
 
 def save(folder: str, kind: str, configs: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -160,19 +160,19 @@ def load_and_go_on(folder: str, kind: str, fields: dict[str, Any]) -> dict[str, 
     return found
 
 
-def test_a_save_of_four_ranks_is_loaded_by_two_and_by_one(ranks: Ranks) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_save_is_loaded_by_fewer_ranks(ranks: Ranks, size: int) -> None:
     """GPT-2: its fused layer is cut into consecutive columns, and its embedding is tied to the last layer."""
     with tempfile.TemporaryDirectory() as folder:
-        two = {"tensor_parallel_degree": 2}
-        stage = {"sharding": True, "sharding_configs": {"stage": 3}}
-        saved = ranks.run(save, 4, folder=folder, kind="gpt2", configs=two, fields=stage)[0]
-        cut = {"tensor_parallel": True, "tensor_parallel_configs": {**two, "sequence_parallel": True}}
-        again = ranks.run(load_and_go_on, 2, folder=folder, kind="gpt2", fields=cut)
+        fields = stage(3) if size == 4 else {}
+        saved = ranks.run(save, size, folder=folder, kind="gpt2", configs=by(2), fields=fields)[0]
+        cut = {"tensor_parallel": True, "tensor_parallel_configs": by(2, True)}
+        less = ranks.run(load_and_go_on, 2, folder=folder, kind="gpt2", fields=cut) if size == 4 else []
         (plain,) = ranks.run(load_and_go_on, 1, folder=folder, kind="gpt2", fields={})
-    for found in (*again, plain):
+    for found in (*less, plain):
         for name, value in saved.items():
             assert torch.equal(found[f"loaded.{name}"], value), name
-    for found in again:
+    for found in less:
         same(found, plain, "after loading")
 
 
@@ -279,14 +279,19 @@ def test_plans_that_do_not_fit_are_named(
     assert all(word in str(found.value) for word in named), str(found.value)
 
 
-def test_presets_are_found_by_class_in_larger_models_too() -> None:
-    bert = made("bert")
+def presets() -> dict[str, Any]:
+    bert, llama = made("bert"), made("llama")
     assert preset_of(Net(), sequence=False) == {}
     inside = preset_of(nn.ModuleDict({"text": bert.bert}), sequence=False)
     assert inside["text.encoder.layer.*.output.dense"] == "row"
     assert "bert.encoder.layer.*" in preset_of(bert, sequence=True)
     with pytest.raises(ModelError, match=r"k_proj.*8 outputs.*pieces of 4"):  # two heads of keys for four ranks
-        planned(llama := made("llama"), preset_of(llama, sequence=False), 4)
+        planned(llama, preset_of(llama, sequence=False), 4)
+    return {}
+
+
+def test_presets_are_found_by_class_in_larger_models_too(ranks: Ranks) -> None:
+    ranks.run(presets, 1)  # where transformers is imported already
 
 
 def refusals() -> dict[str, Any]:

@@ -84,7 +84,7 @@ def configs(**more: Any) -> dict[str, Any]:
 
 def test_an_ordinary_loop_trains_a_pipeline(ranks: Ranks) -> None:
     again = {"recompute": True, "recompute_configs": {"checkpoints": ["second"]}}
-    cases = [[False, configs()], [True, configs(schedule_mode="F-then-B")], [False, {**configs(), **again}]]
+    cases = [[False, configs()], [True, {**configs(schedule_mode="F-then-B"), **again}]]
     expected = alone()
     results = ranks.run(train_each, 2, cases=cases)
     for number in range(len(cases)):
