@@ -77,7 +77,13 @@ def measured(name: str, family: str, chosen: argparse.Namespace) -> dict[str, An
         found[f"{next(iter(steps))}_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
     if any(own.startswith("fleet") for own in steps):
         fleet.stop_worker()
+    if dist.get_rank() == 0:  # what is measured is told at once, in case that time runs out
+        log(f"{name}, {family}: {json.dumps({key: round(value, 4) for key, value in _numbers(found).items()})}")
     return found
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in {**found, **ratios(found)}.items() if isinstance(value, (int, float))}
 
 
 def _checked(own: str, make: Contender, task: TrainingTask, batches: list[Any]) -> tuple[Step, dict[str, Any]]:
