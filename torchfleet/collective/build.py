@@ -25,7 +25,7 @@ class Listed(NamedTuple):
 _HERE = "torchfleet.collective"
 ORDER: Mapping[str, Listed] = {
     "sync_batch_norm": Listed(f"{_HERE}.strategies.batch_norm.SyncBatchNorm"),
-    "tensor_parallel": Listed(f"{_HERE}.layers.tensor_parallel.TensorParallel"),
+    "tensor_parallel": Listed(f"{_HERE}.layers.parallel_strategy.TensorParallel"),
     "recompute": Listed(f"{_HERE}.strategies.recomputation.recompute.Recompute"),
     "build_strategy": Listed(
         f"{_HERE}.strategies.fusion.Fusion", is_on=lambda settings: not settings.is_default("build_strategy")

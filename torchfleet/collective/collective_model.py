@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.base.errors import ModelError
 from torchfleet.collective.data_parallel import WrappedModel
-from torchfleet.collective.strategy import Forward, LossFn, Runner, Strategy
+from torchfleet.collective.strategy import CallArguments, Forward, LossFn, Runner, Strategy
 from torchfleet.collective.tensors.outputs import tensors
 
 
@@ -21,7 +21,7 @@ class CollectiveModel(torch.nn.Module):
     """The model, run by all ranks together. `module` is the user's own, and names of parameters and states are its
     names.
 
-    `train_batch` and `eval_batch` work under every strategy; under `pipeline` they are the only way to run the model.
+    `train_batch` and `eval_batch` work under every strategy. Under `pipeline` a model that is called returns its loss.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CollectiveModel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is not None:
-            raise RuntimeError(self._runner.refusal)
+            return self._run(self._runner, CallArguments(args, kwargs))
         if not torch.is_grad_enabled():
             return self._called(*args, **kwargs)
         self._begin()
@@ -70,6 +70,21 @@ class CollectiveModel(torch.nn.Module):
         if not self.training:
             self._watch_backward(outputs, self.on_begin)
         return outputs
+
+    def _run(self, runner: Runner, inputs: CallArguments) -> torch.Tensor:
+        """A call of a model whose layers are on several ranks: its loss, the same on all of them.
+
+        With gradients, backward of all micro-batches runs here too; `loss.backward()` then has nothing left to do.
+        """
+        if runner.refusal:
+            raise RuntimeError(runner.refusal)
+        if not torch.is_grad_enabled():
+            if self._is_trained:
+                self.sync_buffers()
+            return runner.shared(runner.eval_loss(inputs))
+        loss = runner.shared(self.train_batch(inputs, None, runner.own_loss))
+        anchor = torch.empty(0, requires_grad=True)  # makes the loss need gradients
+        return _TrainedLoss.apply(anchor, loss)  # type: ignore[no-any-return,no-untyped-call]
 
     def _watch_backward(self, outputs: Any, call: Callable[[], object]) -> None:
         """Call `call` in backward: in evaluation mode, only a backward pass shows that the model is trained."""
@@ -189,6 +204,24 @@ class CollectiveModel(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+class _TrainedLoss(torch.autograd.Function):
+    """A loss whose gradients are in .grad already."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if float(gradients[0]) != 1.0:
+            raise ModelError(
+                f"under pipeline=True gradients are computed while the model is called: call backward() on the loss as "
+                f"it is, found it multiplied by {float(gradients[0]):g}. Scale it in the model's forward; "
+                "gradient_merge=True takes the mean over several batches."
+            )
+        return None, None
 
 
 def _done(call: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -180,13 +181,17 @@ class ModelAndOptimizer(JobSettings):
             shown = {
                 key: world.degrees[_AXES[key]] if key in _AXES else value for key, value in strategy.configs.items()
             }
-            keys = ", ".join(f"{key} {value}" for key, value in shown.items())
+            keys = ", ".join(f"{key} {_short(value)}" for key, value in shown.items() if value != {})
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
         return "\n".join(lines)
 
     def _note_loss(self, loss: float | torch.Tensor) -> None:
         for strategy in self.strategies:
             strategy.note_loss(loss)
+
+
+def _short(value: Any) -> Any:
+    return f"of {len(value)} patterns" if isinstance(value, dict) else value
 
 
 def _own_model(model: torch.nn.Module) -> torch.nn.Module:

@@ -15,12 +15,19 @@ Forward = Callable[..., Any]
 LossFn = Callable[[Any, Any], torch.Tensor]  # of (output, target): a mean over samples
 
 
+class CallArguments(NamedTuple):
+    """The arguments of a call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Runner(Protocol):
-    """Runs whole batches when the model cannot be called itself, because its layers are on several ranks."""
+    """Runs whole batches, because the layers of the model are on several ranks."""
 
     @property
     def refusal(self) -> str:
-        """The error message for calling the model directly."""
+        """Why the model cannot be called; "": it can, if it returns its loss."""
 
     @property
     def is_last(self) -> bool:
@@ -31,6 +38,15 @@ class Runner(Protocol):
 
     def eval_batch(self, inputs: Any) -> Any:
         """The outputs for one batch where `is_last`, None elsewhere."""
+
+    def eval_loss(self, inputs: Any) -> torch.Tensor | None:
+        """The loss that the model returns for one batch where `is_last`, None elsewhere."""
+
+    def own_loss(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss in what the model has returned."""
+
+    def shared(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The loss of where `is_last`, on every rank. All ranks of the pipeline call it together."""
 
 
 class JobView(NamedTuple):

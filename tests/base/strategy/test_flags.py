@@ -53,6 +53,15 @@ class TestFlags:
         for name, key in FIELDS.items():
             assert name in options.HELP or key.only, name
 
+    def test_a_dictionary_in_a_dictionary_is_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        plan = '{"plan": {"layers.*.up": "column"}, "tensor_parallel_degree": 2}'
+        found = strategy("--tensor_parallel", "--tensor_parallel_configs", plan)
+        assert found.tensor_parallel_configs.plan == {"layers.*.up": "column"}
+        text = refused(capsys, "--tensor_parallel_configs", "plan=up")
+        assert "plan" in text
+        assert "JSON" in text
+        assert "dictionary" in refused(capsys, "--tensor_parallel_configs", '{"plan": ["up"]}')
+
     def test_numbers_and_what_is_on_by_default(self) -> None:
         found = strategy("--fuse_grad_size_in_MB", 8, "--nccl_comm_num", 2, "--no-fuse_all_reduce_ops")
         assert found == DistributedStrategy(fuse_grad_size_in_MB=8, nccl_comm_num=2, fuse_all_reduce_ops=False)

@@ -375,3 +375,9 @@ class TestRefusals:
         assert not set(FIELDS) & set(ABSENT[""])
         for name, keys in CONFIGS.items():
             assert not set(keys) & set(ABSENT.get(f"{name}_configs", {}))
+
+
+def test_a_plan_is_no_field_of_paddles(tmp_path: Path) -> None:
+    (tmp_path / "own.prototxt").write_text('tensor_parallel: true\ntensor_parallel_configs { plan: "up" }\n')
+    with pytest.raises(StrategyError, match=naming("tensor_parallel_configs.plan", "YAML")):
+        load(tmp_path / "own.prototxt")

@@ -11,7 +11,7 @@ from typing import Any
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.configs import Configs, ConfigsField, aliases_of
 from torchfleet.base.strategy.execution import BuildStrategy, ExecutionStrategy, ObjectField
-from torchfleet.base.strategy.fields import Field, Fields, Key, ListKey, Switch, fields_of
+from torchfleet.base.strategy.fields import DictKey, Field, Fields, Key, ListKey, Switch, fields_of
 
 _COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
 _WHOLE = "in hybrid mode every worker holds the whole network, so that the servers can keep it"
@@ -94,6 +94,8 @@ class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": 
 
 class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):
     tensor_parallel_degree = Key(1, at_least=1)
+    plan = DictKey()  # pattern of module names → how these modules are cut; {}: by the class of the model
+    sequence_parallel = Key(False)  # presets: norms and dropout work on parts of the sequence
 
 
 class HybridConfigs(Configs, name="hybrid_configs"):

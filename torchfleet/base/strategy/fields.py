@@ -108,6 +108,21 @@ class ListKey(Key[list[Element]]):
         return list(value)
 
 
+class DictKey(Key[dict[str, Any]]):
+    """A key whose value is a dictionary with text as keys. The strategy that uses it checks its values."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def initial(self) -> dict[str, Any]:
+        return {}
+
+    def _of_type(self, where: str, value: Any) -> Any:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise StrategyError(f"{where} expects a dictionary with text as keys, found {value!r}")
+        return dict(value)
+
+
 class Field(Key[Value]):
     """A field that can be set. Values are checked on assignment."""
 

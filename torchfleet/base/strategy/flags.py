@@ -19,7 +19,7 @@ from typing import Any
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS, SWITCHES, CollectiveFields
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.base.strategy.fields import Key, ListKey, fields_of, unknown
+from torchfleet.base.strategy.fields import DictKey, Key, ListKey, fields_of, unknown
 
 _DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
@@ -147,6 +147,11 @@ def _pairs(name: str, text: str) -> dict[str, Any]:
         key, last = _key(name, word), word
         if word in given or not (equals or isinstance(key.default, bool)):
             raise argparse.ArgumentTypeError(f"{name} expects every key once, as key=value, found '{item}' in '{text}'")
+        if isinstance(key, DictKey):
+            raise argparse.ArgumentTypeError(
+                f"{name}['{word}'] is a dictionary: write all of {name} as a JSON object, "
+                f'\'{{"{word}": {{"key": "value"}}}}\''
+            )
         if isinstance(key, ListKey):
             given[word] = [_converted(f"{name}['{word}']", key.element, value)] if value else []
         else:

@@ -21,7 +21,7 @@ import numpy as np
 
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS
-from torchfleet.base.strategy.fields import Key, ListKey, fields_of
+from torchfleet.base.strategy.fields import DictKey, Key, ListKey, fields_of
 from torchfleet.base.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENAMED, WITHOUT_SWITCH
 from torchfleet.base.strategy.server_fields import AsyncConfigs
 from torchfleet.base.strategy.textformat import Message, Word, parse
@@ -136,6 +136,8 @@ def _value(name: str, key: Key[Any], values: list[Any]) -> Any:
     """Convert the value to the type of the key. The text alone does not distinguish 1 from true, or a list of one."""
     if isinstance(key, ListKey):
         return [_scalar(name, key.element, value) for value in values]
+    if isinstance(key, DictKey):
+        raise StrategyError(f"{name} is no field of Paddle's: give it in Python, or in a YAML file")
     return _scalar(name, type(key.default), _single(name, values))
 
 

@@ -50,6 +50,27 @@ def _at(place: Place) -> Iterator[None]:
         generator.set_state(state)
 
 
+class CutRandom:
+    """parallel_random() from a layer that cuts its outputs to the layer that sums them up, within a call of the model.
+
+    Functions between the two, as dropout inside of an attention, then draw other numbers on each rank.
+    """
+
+    def __init__(self) -> None:
+        self._open: contextlib.AbstractContextManager[None] | None = None
+
+    def enter(self) -> None:
+        if self._open is None:
+            self._open = parallel_random()
+            self._open.__enter__()
+
+    def leave(self) -> None:
+        """Restore the random state. Does nothing outside of such a part of the model."""
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.__exit__(None, None, None)
+
+
 class ParallelRandom(torch.nn.Module):
     """Calls `inner` with tensors under parallel_random(). A pipeline that traces the model does not trace into it."""
 

@@ -1,7 +1,8 @@
 """Differentiable conversions between replicated and sharded tensors.
 
 They come in pairs, each the backward of the other: `copied` (identity forward, a sum backward) and `summed`; `split`
-and `gathered`. Shards are those of torch.chunk along the last dimension: the last ones may be shorter or empty.
+and `gathered`. `own_blocks` has a backward of its own. Shards are those of torch.chunk along the last dimension: the
+last ones may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def split(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gathered(shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
     """The whole last dimension, of length `size`, from the ranks' shards; backward takes this rank's shard."""
     return _GatheredShards.apply(shard, size, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def own_blocks(shard: torch.Tensor, num: int, group: Group) -> torch.Tensor:
+    """This rank's columns of each of `num` matrices side by side, from its shard of all columns; backward returns them.
+
+    With t ranks the columns are num·t blocks. Rank r has blocks num·r … num·r + num - 1, and gets r, t + r, 2t + r, ...
+    """
+    return _OwnBlocks.apply(shard, num, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _OwnShard(torch.autograd.Function):
@@ -109,6 +118,47 @@ class _GatheredShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         return _own(gradient, ctx.group), None, None
+
+
+class _OwnBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, num: int, group: Group) -> torch.Tensor:
+        ctx.num, ctx.group = num, group
+        order, sent, received = _block_moves(num, group)
+        return _joined(_exchange(_blocks(shard, num)[order], sent, received, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        order, sent, received = _block_moves(ctx.num, ctx.group)
+        ordered = _exchange(_blocks(gradient, ctx.num), received, sent, ctx.group)
+        blocks = torch.empty_like(ordered)
+        blocks[order] = ordered
+        return _joined(blocks), None, None
+
+
+def _block_moves(num: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """The order in which this rank sends its blocks, and how many it sends to and receives from each rank."""
+    rank, size = group.rank(), group.size()
+    targets = [(num * rank + place) % size for place in range(num)]
+    sources = [(place * size + rank) // num for place in range(num)]
+    order = sorted(range(num), key=targets.__getitem__)
+    return order, [targets.count(other) for other in range(size)], [sources.count(other) for other in range(size)]
+
+
+def _blocks(x: torch.Tensor, num: int) -> torch.Tensor:
+    """(num, ..., width): the blocks of columns, one after the other."""
+    return x.reshape(*x.shape[:-1], num, -1).movedim(-2, 0).contiguous()
+
+
+def _joined(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.movedim(0, -2).flatten(-2)
+
+
+def _exchange(blocks: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    arrived = torch.empty_like(blocks)
+    dist.all_to_all_single(arrived, blocks, received, sent, group=group)
+    return arrived
 
 
 def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:

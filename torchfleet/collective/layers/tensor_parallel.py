@@ -11,7 +11,8 @@ backward. An embedding is sharded by rows, and the ranks' outputs (zeros for ids
 
 Before fleet.distributed_model the layers behave like torch's own, with the same initial values, and a model runs in one
 process. Then their parameters become DTensors, so that checkpoints, clipping and sharding see the size of the whole.
-Sizes that are not divisible by the degree are split as by torch.chunk.
+Sizes that are not divisible by the degree are split as by torch.chunk. Models without such layers are cut by a plan
+(plans.py).
 
 All ranks of the model axis read the same batch; ranks along the data and sharding axes read different ones:
 
@@ -26,21 +27,16 @@ optimizer.clip_grad_norm_. For dropout of sharded tensors see parallel_random.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from torchfleet.base.errors import ModelError
-from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.collective.gradient_average import GradientAverage
+from torchfleet.collective.layers.cutting import cut_parameters
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
-from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.tensors.local_tensors import local
-from torchfleet.collective.tensors.one_kind import OneKindGroups
-from torchfleet.collective.world import World
 
 
 class ColumnParallelLinear(torch.nn.Linear):
@@ -53,7 +49,7 @@ class ColumnParallelLinear(torch.nn.Linear):
 
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        _cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
+        cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
 
     def stand_in(self) -> torch.nn.Module | None:
         """A replacement for tracing that returns tensors of the same shapes on this rank; None if the layer is not
@@ -81,7 +77,7 @@ class RowParallelLinear(torch.nn.Linear):
 
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        _cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
+        cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
 
     def stand_in(self) -> torch.nn.Module | None:
         """A replacement for tracing that takes tensors of the same shapes on this rank; None if the layer is not
@@ -117,7 +113,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
                 f"VocabParallelEmbedding: {self.num_embeddings} rows over {mesh.size()} ranks leave a rank without any"
             )
         self._mesh = mesh
-        _cut_parameters(self, mesh, {"weight": Shard(0)})
+        cut_parameters(self, mesh, {"weight": Shard(0)})
 
     def stand_in(self) -> torch.nn.Module | None:
         """A replacement for tracing that returns tensors of the same shapes; None if the layer is not sharded."""
@@ -139,102 +135,6 @@ class VocabParallelEmbedding(torch.nn.Embedding):
 
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-
-
-class TensorParallel(Strategy):
-    field = "tensor_parallel"
-    accepts_local_parameters = False
-
-    def __init__(self, settings: DistributedStrategy, world: World) -> None:
-        super().__init__(settings, world)
-        self._degree = world.axis("model").size
-        self.owns_gradients = self.replaces_parameters = self._degree > 1
-        self._average = GradientAverage(settings, world, ends_itself=True)
-        self._is_told = self._is_to_exchange = (
-            False  # when the model's own backward pass begins; whether that exchanges
-        )
-
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Shard the layers in place, before their parameters have values."""
-        layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-        if self._degree == 1:
-            return model
-        if not layers:
-            raise ModelError(
-                f"tensor_parallel=True with degree {self._degree}, but the model has no layer that can be cut: use "
-                f"{', '.join('fleet.nn.' + layer.__name__ for layer in LAYERS)} in it, or leave tensor_parallel out"
-            )
-        tied = _uses(model)
-        for layer in layers:
-            layer.cut(self.world.mesh["model"])
-        _tie_again(model, tied)
-        return model
-
-    def joined(self, job: JobView) -> None:
-        self._is_told = job.has_own_backward
-        if self.owns_gradients and job.runner is None:  # a runner averages itself
-            self._average.watch(job.model.parameters())
-
-    def begin_forward(self, exchanging: bool) -> None:
-        self._is_to_exchange = exchanging
-        self._average.begin(exchanging and not self._is_told)
-
-    def begin_backward(self) -> None:
-        if self._is_told:
-            self._average.begin(self._is_to_exchange)
-
-    def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
-        self._groups = OneKindGroups(inner)
-        return inner
-
-    def before_step(self) -> bool:
-        self._groups.split()
-        return True
-
-    def after_step(self) -> None:
-        self._groups.join()
-
-
-def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    for name, placement in placements.items():
-        whole = layer._parameters[name]
-        if whole is not None:
-            layer._parameters[name] = torch.nn.Parameter(_cut(whole.detach(), mesh, placement), whole.requires_grad)
-
-
-def _uses(model: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several names."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [found for found in names.values() if len(found) > 1]
-
-
-def _tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
-    """Tie parameters that were tied before; their layers must be sharded alike."""
-    for first, *others in tied:
-        one = model.get_parameter(first)
-        for name in others:
-            other = model.get_parameter(name)
-            if getattr(one, "placements", None) != getattr(other, "placements", None):
-                raise ModelError(
-                    f"tensor_parallel: '{first}' and '{name}' are one parameter, and the two layers are cut in "
-                    "different ways. A VocabParallelEmbedding goes with a ColumnParallelLinear; or make them two."
-                )
-            parent, _, own = name.rpartition(".")
-            model.get_submodule(parent)._parameters[own] = one
-
-
-def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Shard a tensor. `whole` has no values yet (first_values.py), so nothing is sent."""
-    assert whole.is_meta
-    own = whole
-    if isinstance(placement, Shard):
-        width = math.ceil(whole.shape[placement.dim] / mesh.size())
-        start = min(width * mesh.get_local_rank(), whole.shape[placement.dim])
-        length = min(width, whole.shape[placement.dim] - start)
-        own = whole.narrow(placement.dim, start, length).contiguous()
-    return DTensor.from_local(own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _bare_linear(layer: torch.nn.Linear, into: int, out: int) -> torch.nn.Module:

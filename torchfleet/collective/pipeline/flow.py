@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which a stage computes its micro-batches, and the tensors it sends and receives.
 
 The schedules of torch.distributed.pipelining are not used: over gloo those of torch 2.6 and 2.7 lose tensors, those of
-2.9 to 2.11 cannot start, and they learn shapes from pickles.
+2.9 to 2.11 cannot start (those of 2.13 do), and they learn shapes from pickles.
 """
 
 from __future__ import annotations

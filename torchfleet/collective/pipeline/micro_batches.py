@@ -8,13 +8,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from torchfleet.base.errors import ModelError, StrategyError
-from torchfleet.collective.strategy import LossFn
+from torchfleet.collective.strategy import CallArguments, LossFn
 
 
 class MicroBatches:
     """`num` micro-batches of equal size, taken in order, on the device; collects their losses or outputs.
 
-    `inputs`: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+    `inputs`: a tensor, a tuple or list of arguments, a dict of keyword arguments, or CallArguments.
     """
 
     def __init__(self, inputs: Any, target: Any, num: int, loss_fn: LossFn | None, device: torch.device) -> None:
@@ -53,6 +53,21 @@ class MicroBatches:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), micro_batch)
 
 
+def own_loss(output: Any, _: Any = None) -> torch.Tensor:
+    """The loss that a model returns: its output, the first of its outputs, or the one with the name `loss`."""
+    found = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(found, dict):
+        found = found.get("loss")
+    found = getattr(found, "loss", found)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        kind = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ModelError(
+            f"under pipeline=True a model that is called must return its loss, one number; found {kind}. Compute the "
+            "loss in its forward, or use model.train_batch(inputs, target, loss_fn) and model.eval_batch(inputs)."
+        )
+    return found
+
+
 def _join(leaves: tuple[Any, ...]) -> Any:
     if not isinstance(leaves[0], torch.Tensor):
         return leaves[0]
@@ -60,6 +75,8 @@ def _join(leaves: tuple[Any, ...]) -> Any:
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, CallArguments):
+        return inputs.args, inputs.kwargs
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})

@@ -2,6 +2,7 @@
 
     strategy = fleet.DistributedStrategy(pipeline=True, pipeline_configs={"accumulate_steps": 8})
     loss = model.train_batch(inputs, target, loss_fn)      # the mean over the batch on the last stage, None elsewhere
+    loss = model(inputs, target); loss.backward()          # a model that returns its loss: the mean, on every rank
 
 A batch is cut into n = accumulate_steps equal micro-batches (or those of `micro_batch_size`). Stage s computes forward
 and backward of one micro-batch while its neighbours compute others; gradients are those of the mean loss over the
@@ -40,11 +41,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.pipeline import stages
-from torchfleet.collective.pipeline.flow import Schedule, Shape, as_tuple, recv_described, send_described, shape_of
+from torchfleet.collective.pipeline.flow import (
+    Schedule,
+    Shape,
+    as_tuple,
+    recv_described,
+    send_described,
+    shape_of,
+    wire_device,
+)
 from torchfleet.collective.pipeline.micro_batches import (
     MicroBatches,
     batch_size_of,
     num_micro_batches,
+    own_loss,
     signature,
 )
 from torchfleet.collective.pipeline.stage_ties import StageTies, ties
@@ -61,10 +71,6 @@ class Pipeline(Strategy):
     field = "pipeline"
     owns_gradients = True
     accepts_local_parameters = False
-    refusal = (
-        "under pipeline=True the stages run together: use model.train_batch(inputs, target, loss_fn) to train "
-        "and model.eval_batch(inputs) to predict"
-    )
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
@@ -82,6 +88,15 @@ class Pipeline(Strategy):
     def is_last(self) -> bool:
         """Whether this rank's stage computes the model's outputs."""
         return self._axis.rank == self._axis.size - 1
+
+    @property
+    def refusal(self) -> str:
+        if self._axis.size == 1 or self._tracer is not None:
+            return ""
+        return (
+            "under pipeline=True the stages of a Sequential run together, and it does not return a loss: use "
+            "model.train_batch(inputs, target, loss_fn) to train and model.eval_batch(inputs) to predict"
+        )
 
     # The model
 
@@ -148,6 +163,32 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
         """The model's outputs for a batch, on the last stage; None elsewhere. A batch may have any size."""
+        batches = self._outputs(inputs)
+        return batches.joined() if self.is_last else None
+
+    @torch.no_grad()
+    def eval_loss(self, inputs: Any) -> torch.Tensor | None:
+        """The loss that the model returns for a batch, the mean over micro-batches, on the last stage."""
+        batches = self._outputs(inputs)
+        return (
+            torch.stack([own_loss(output).reshape(()) for output in batches.outputs]).mean() if self.is_last else None
+        )
+
+    own_loss = staticmethod(own_loss)
+
+    def shared(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The loss of the last stage on every rank of the pipeline."""
+        if self._axis.size == 1:
+            assert loss is not None
+            return loss
+        assert self._axis.group is not None
+        wire = wire_device(self._axis, self.world.device)
+        number = torch.zeros((), dtype=torch.float64, device=wire) if loss is None else loss.detach().double().to(wire)
+        dist.broadcast(number, dist.get_global_rank(self._axis.group, self._axis.size - 1), self._axis.group)
+        return number.float().to(self.world.device)
+
+    def _outputs(self, inputs: Any) -> MicroBatches:
+        """Run a batch forward; the outputs of its micro-batches are on the last stage."""
         size, configs = batch_size_of(inputs), self.settings.pipeline_configs
         most = min(size, max(size // (configs.micro_batch_size or size), configs.accumulate_steps))
         num = next(num for num in range(most, 0, -1) if size % num == 0)
@@ -156,7 +197,7 @@ class Pipeline(Strategy):
             batches.outputs = [self._call(None, (), batches.next_inputs()) for _ in range(num)]
         else:
             self._schedule(batches).run(batches)
-        return batches.joined() if self.is_last else None
+        return batches
 
     def _call(self, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
         """Run this rank's stage on one micro-batch; returns the tensors for the next stage, or the model's outputs."""

@@ -20,8 +20,6 @@ changes other state of its own (a counter, a cache) changes it twice.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
@@ -37,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.module_names import matching
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.slices import check_sliceable, in_slices
 from torchfleet.collective.strategy import Strategy
@@ -179,9 +178,7 @@ def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Mod
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     matched: set[str] = set()
     for pattern in patterns:
-        names = [name for name in modules if _regex(pattern).fullmatch("." + name)]
-        if not names:
-            raise ModelError(_nothing(pattern, list(modules)))
+        names = matching(pattern, modules, "recompute_configs['checkpoints']")
         runs = [name for name in names if _has_forward(modules[name])]
         if not runs:
             raise ModelError(
@@ -196,16 +193,6 @@ def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Mod
     )  # a module may have several names
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
-    """Matches a name with a leading dot, so that every component has one."""
-    regexes = (r"(?:\.[^.]+)*" if name == "**" else r"\." + _component(name) for name in pattern.split("."))
-    return re.compile("".join(regexes))
-
-
-def _component(name: str) -> str:
-    return "[^.]+" if name == "*" else re.escape(name).replace(r"\*", "[^.]*")
-
-
 def _has_forward(module: torch.nn.Module) -> bool:
     """Whether it can be called; lists of modules cannot."""
     return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward and not isinstance(
@@ -216,13 +203,3 @@ def _has_forward(module: torch.nn.Module) -> bool:
 def _is_inside(name: str, matched: set[str]) -> bool:
     components = name.split(".")
     return any(".".join(components[:length]) in matched for length in range(1, len(components)))
-
-
-def _nothing(pattern: str, names: list[str]) -> str:
-    """The error for a pattern without a match. Names that differ only in numbers are listed as one pattern."""
-    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
-    near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5) or patterns[:5]
-    return (
-        f"recompute_configs['checkpoints']: no module of the model matches {pattern!r}. "
-        f"Near names: {', '.join(map(repr, near)) or 'the model has no modules in it'}."
-    )
