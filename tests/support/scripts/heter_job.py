@@ -23,9 +23,7 @@ class Model(torch.nn.Module):
         self.rows = fleet.nn.SparseEmbedding(DIM, name="rows")
         self.scale = torch.nn.Linear(DIM, DIM)
         with fleet.device_guard("gpu" if is_guarded else "cpu"):
-            self.tower = torch.nn.Sequential(
-                torch.nn.Linear(DIM, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-            )
+            self.tower = torch.nn.Sequential(torch.nn.Linear(DIM, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.tower(self.scale(self.rows(ids))).squeeze(1)
@@ -47,11 +45,11 @@ def train(options: argparse.Namespace) -> dict[str, np.ndarray]:
     model = fleet.distributed_model(Model(not options.unguarded))
     configs = {"hybrid": True} if options.mode == "hybrid" else {}
     strategy = fleet.DistributedStrategy(a_sync=options.mode != "sync", a_sync_configs=configs)
-    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), strategy)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
-        return {}
+        raise SystemExit(0)
     fleet.init_worker()
     workers = range(options.combined) if options.combined else [fleet.worker_index()]
     for step in range(options.steps):
@@ -71,7 +69,7 @@ def train(options: argparse.Namespace) -> dict[str, np.ndarray]:
         found["updates"] = np.array(max(server["tables"]["rows"]["step"] for server in stats["servers"]))
         with torch.no_grad():
             found["rows"] = model.rows(torch.arange(NUM_IDS)).numpy()
-            found["eval"] = model.eval()(torch.arange(NUM_IDS)).numpy()
+            found["predicted"] = model(torch.arange(NUM_IDS)).numpy()
         found |= {name: value.detach().numpy().copy() for name, value in model.named_parameters() if value.numel()}
     fleet.barrier_worker()
     fleet.stop_worker()
