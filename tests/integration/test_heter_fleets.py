@@ -41,8 +41,8 @@ def in_one_process(*arguments: str) -> dict[str, np.ndarray]:
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_one_worker_and_a_heter_worker_equal_one_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ from contextlib import contextmanager
 import torch
 
 from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.sockets import Listener, SocketChannel
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.worker.heter.block_runner import BlockRunner
 from torchfleet.ps.worker.heter.block_server import BlockServer
 from torchfleet.ps.worker.heter.blocks import blocks_of
-from torchfleet.ps.worker.heter.heter_links import HeterLinks
+from torchfleet.ps.worker.heter.heter_links import HeterLinks, Place
 from torchfleet.ps.worker.heter.remote_block import RemoteBlocks
 
 CPU = torch.device("cpu")
@@ -66,9 +68,11 @@ def heter_workers(make: Callable[[], torch.nn.Module], num: int, num_workers: in
 def links_to(
     model: torch.nn.Module, endpoints: Sequence[str], worker: int = 0, keys: KeyFolder | None = None
 ) -> HeterLinks:
-    connects = [lambda end=end: SocketChannel(end, keys, Role.WORKER) for end in endpoints]
-    specs = [block.spec() for block in blocks_of(model)]
-    return HeterLinks(connects, list(endpoints), specs, worker, Role.WORKER, WAIT)
+    places = [
+        Place(end, functools.partial(SocketChannel, end, keys, Role.WORKER), functools.partial(is_refused, end))
+        for end in endpoints
+    ]
+    return HeterLinks(places, [block.spec() for block in blocks_of(model)], worker, Role.WORKER, WAIT)
 
 
 @contextmanager

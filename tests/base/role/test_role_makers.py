@@ -289,6 +289,16 @@ class TestHeterWorkers:
         found = read(changed("fleet worker", FLEET_HETER_ENDPOINTS="h:7100"))
         assert (found.role, found.heter_endpoints) == (WORKER, ("h:7100",))
 
+    def test_a_heter_worker_is_set_in_code(self) -> None:
+        places = {"server_endpoints": ["s:7000"], "heter_worker_endpoints": ["h:7100", "h:7101"]}
+        maker = UserDefinedRoleMaker(1, HETER_WORKER, 3, **places)  # type: ignore[arg-type]
+        assert (maker.is_heter_worker(), maker.is_worker(), maker.is_server()) == (True, False, False)
+        assert (maker.heter_worker_num(), maker.worker_num(), maker.read().heter_index) == (2, 3, 1)
+        with pytest.raises(RoleError, match=naming("current_id", 2)):
+            UserDefinedRoleMaker(2, HETER_WORKER, 3, **places)  # type: ignore[arg-type]
+        with pytest.raises(RoleError, match=naming("server_endpoints")):
+            UserDefinedRoleMaker(0, heter_worker_endpoints=["h:7100"])
+
     def test_a_heter_worker_without_a_place_is_refused(self) -> None:
         with pytest.raises(RoleError, match=naming("FLEET_HETER_ENDPOINTS")):
             read(changed("fleet worker", FLEET_ROLE="HETER_WORKER"))

@@ -19,11 +19,12 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net import addresses
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import Way
+from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.worker.heter.block_runner import BlockRunner
 from torchfleet.ps.worker.heter.block_server import BlockServer
 from torchfleet.ps.worker.heter.blocks import Block, blocks_of
-from torchfleet.ps.worker.heter.heter_links import HeterLinks
+from torchfleet.ps.worker.heter.heter_links import HeterLinks, Place
 from torchfleet.ps.worker.heter.placed_block import place
 from torchfleet.ps.worker.heter.remote_block import RemoteBlocks
 
@@ -61,10 +62,13 @@ def remote_blocks(model: torch.nn.Module, info: RoleInfo, strategy: DistributedS
     blocks = heter_blocks(model, info, strategy)
     keys, way = KeyFolder(info.key_dir) if info.key_dir else None, Way(info.key_dir, info.socket_dir)
     role = Role.FIRST_WORKER if info.worker_index == 0 else Role.WORKER
-    ends = [way.endpoint(place) for place in info.heter_endpoints]
-    connects = [functools.partial(addresses.connect, end, keys, role) for end in ends]
+    places = []
+    for name in info.heter_endpoints:
+        end = way.endpoint(name)
+        connect = functools.partial(addresses.connect, end, keys, role)
+        places.append(Place(name, connect, functools.partial(is_refused, end)))
     specs = [block.spec() for block in blocks]
-    links = HeterLinks(connects, info.heter_endpoints, specs, info.worker_index, role, info.start_timeout)
+    links = HeterLinks(places, specs, info.worker_index, role, info.start_timeout)
     return RemoteBlocks(blocks, links, info.worker_index, strategy.sync_timeout)
 
 

@@ -6,25 +6,27 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
-from support.heters import HeterThread, heter_workers, remote
+from support.heters import WAIT, HeterThread, heter_workers, remote
 from support.messages import naming
 from torch import nn
 
 import torchfleet as fleet
-from torchfleet.base.errors import ModelError, RoleError
+from torchfleet.base.errors import ModelError, RoleError, WireError
+from torchfleet.ps.net.wire import Array, pack
+from torchfleet.ps.worker.client.connection import Patience
 from torchfleet.ps.worker.heter import heter_links, load_watch
-from torchfleet.ps.worker.heter.heter_links import Patience
-from torchfleet.ps.worker.heter.messages import MAX_KEPT
+from torchfleet.ps.worker.heter.messages import MAX_KEPT, Forwarded, TensorSpec
 
-pytestmark = pytest.mark.usefixtures("impatience")
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heter worker that does not answer is given up after a second."""
-    monkeypatch.setattr(heter_links, "ALIVE", Patience(timeout=1.0, retries=3))
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no lost heter worker: one is lost here if no process listens at its address."""
+    monkeypatch.setattr(heter_links, "ALIVE", Patience(timeout=WAIT, retries=3))
 
 
 class Tower(nn.Module):
@@ -263,6 +265,26 @@ def test_autocast_of_the_caller_acts_on_the_heter_worker() -> None:
         found, expected = (each.tower(torch.ones(1, 3)) for each in (model, plain))
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        [pack({"a": 1})],
+        [pack(Forwarded([], "tensor", [], [], []))],
+        [pack(Forwarded([], "dict", ["a"], [], []))],
+        [pack(Forwarded([], "tuple", [], [], [9]))],
+        [pack(Forwarded([TensorSpec("float32", (2,))], "tensor", [], [True], [])), Array(0, np.zeros(3, np.uint8))],
+    ],
+)
+def test_an_answer_that_does_not_fit_is_an_error_of_the_call(
+    heter: HeterThread, monkeypatch: pytest.MonkeyPatch, answer: list[Array]
+) -> None:
+    monkeypatch.setattr(heter.server._runner, "forward", lambda *_: answer)
+    model = Model()
+    with remote(model, [heter.endpoint]), pytest.raises(WireError):
+        model.tower(torch.ones(2, 3), bias=torch.zeros(4))
 
 
 def test_a_second_derivative_is_refused(heter: HeterThread) -> None:

@@ -208,7 +208,8 @@ class BlockServer:
             return last.result
         if session.is_busy:
             raise ServerBusy("the last request of this worker is being computed")
-        body = unpack(_first(message), Forward if message.command == Command.FORWARD else Backward, MAX_BODY)
+        kind: type[Forward | Backward] = Forward if message.command == Command.FORWARD else Backward
+        body = unpack(_first(message), kind, MAX_BODY)
         num_bytes = _num_bytes(message)
         if self._queued and self._queued + num_bytes > MAX_QUEUED:
             raise ServerBusy(f"{self._queued:,} bytes of requests wait to be computed, at most {MAX_QUEUED:,}")

@@ -30,6 +30,15 @@ _TELL_EVERY = 10.0
 _ANY = 1 << 62  # a worker without a heter worker goes anywhere
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a heter worker listens. `is_gone`: whether no process listens there, as far as this machine can see."""
+
+    name: str
+    connect: Callable[[], Channel]
+    is_gone: Callable[[], bool] = lambda: False
+
+
 @dataclass
 class Link:
     """A session at one heter worker. `sent`: by block, the values that it has of this worker."""
@@ -48,15 +57,14 @@ class HeterLinks:
 
     def __init__(
         self,
-        connects: Sequence[Callable[[], Channel]],
-        places: Sequence[str],
+        places: Sequence[Place],
         specs: list[BlockSpec],
         worker: int,
         role: Role,
         start_timeout: float,
     ) -> None:
-        """`connects`: makes a channel to each heter worker; `places`: their addresses, for messages."""
-        self._connects, self._places, self._specs = list(connects), list(places), specs
+        self._places, self._specs = list(places), specs
+        self._names = ", ".join(place.name for place in places)
         self._worker, self._role, self._start_timeout = worker, role, start_timeout
         self._open: dict[int, Connection] = {}
         self._lost: dict[int, float] = {}  # when a heter worker was lost, by its index
@@ -83,11 +91,12 @@ class HeterLinks:
         self._close(link.index)
         if not isinstance(error, SessionLost):
             self._lost[link.index] = time.monotonic()
-            tell(f"fleet: heter worker {link.index} ({self._places[link.index]}) is lost, another one goes on: {error}")
+            tell(f"fleet: heter worker {link.index} is lost, another one goes on: {error}")
 
     def leave(self) -> None:
         """Tell all heter workers that this worker needs them no more, and close. Those that do not answer are left."""
-        calls = [(each, each.submit(Command.LEAVE, [], flags=1)) for each in map(self._connection, self._all)]
+        there = [self._connection(index) for index in self._all if not self._places[index].is_gone()]
+        calls = [(each, each.submit(Command.LEAVE, [], flags=1)) for each in there]
         for connection, call in calls:
             with contextlib.suppress(*GONE):
                 connection.wait(call)
@@ -116,10 +125,10 @@ class HeterLinks:
             if now - started > self._start_timeout:
                 raise FleetError(
                     f"no heter worker has answered for {self._start_timeout:g} s (FLEET_START_TIMEOUT): "
-                    f"{', '.join(self._places)}. Look at their logs (heterlog.N)."
+                    f"{self._names}. Look at their logs (heterlog.N)."
                 )
             if now >= next_told:
-                print(f"waiting for a heter worker of {', '.join(self._places)}, {now - started:.0f} s", flush=True)
+                print(f"waiting for a heter worker of {self._names}, {now - started:.0f} s", flush=True)
                 next_told = now + _TELL_EVERY
             time.sleep(_AGAIN)
 
@@ -151,7 +160,8 @@ class HeterLinks:
 
     def _loads(self, indexes: Sequence[int]) -> dict[int, int]:
         """The number of workers of each of these heter workers that answers."""
-        asked = [(index, self._connection(index).submit(Command.STATS, [])) for index in indexes]
+        there = [index for index in indexes if not self._places[index].is_gone()]
+        asked = [(index, self._connection(index).submit(Command.STATS, [])) for index in there]
         found = {i: load_in(self._open[i], call, functools.partial(self._close, i)) for i, call in asked}
         return {index: load for index, load in found.items() if load is not None}
 
@@ -172,8 +182,10 @@ class HeterLinks:
         return self._open[index]
 
     def _connect(self, index: int) -> Connection:
-        name = f"heter worker {index} ({self._places[index]})"
-        return Connection(name, self._connects[index](), self._worker, self._role, ALIVE, window=4)
+        place = self._places[index]
+        name = f"heter worker {index} ({place.name})"
+        channel = place.connect()
+        return Connection(name, channel, self._worker, self._role, ALIVE, window=4, is_gone=place.is_gone)
 
     def _close(self, index: int) -> None:
         connection = self._open.pop(index, None)

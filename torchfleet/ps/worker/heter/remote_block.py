@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchfleet.base.errors import FleetError, ModelError
-from torchfleet.ps.net.wire import Command, pack, unpack
+from torchfleet.base.errors import FleetError, ModelError, WireError
+from torchfleet.ps.net.wire import Array, Command, pack, unpack
 from torchfleet.ps.worker.heter.blocks import Block
 from torchfleet.ps.worker.heter.heter_links import GONE, HeterLinks, Link
-from torchfleet.ps.worker.heter.messages import MAX_KEPT, Backward, Forward, Forwarded, Gradients
+from torchfleet.ps.worker.heter.messages import MAX_BODY, MAX_KEPT, Backward, Forward, Forwarded, Gradients
 from torchfleet.ps.worker.heter.tensors import from_arrays, spec_of, to_array
 
 MAX_LOST = 64  # heter workers that may be lost during one call
@@ -97,8 +97,9 @@ class RemoteBlocks:
         tensors = [*inputs, *block.parameters()]
         is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         made = self._pass(number, tensors, list(kwargs), len(inputs), is_trained)
-        outputs = _RemoteCall.apply(self, made, *tensors) if is_trained else self.forward(made, tensors)[0]
-        return _unflat(made, list(outputs))
+        if not is_trained:
+            return _unflat(made, self.forward(made, tensors)[0])
+        return _unflat(made, list(_RemoteCall.apply(self, made, *tensors)))  # type: ignore[no-untyped-call]
 
     def _pass(
         self, number: int, tensors: Sequence[torch.Tensor], keywords: list[str], num_inputs: int, is_trained: bool
@@ -145,10 +146,13 @@ class RemoteBlocks:
         answer = link.ask(Command.FORWARD, arrays, self._timeout)
         link.sent[made.block] = _updated(link.sent.get(made.block, []), changed, values)
         made.link = link
-        reply, specs = unpack(answer[0], Forwarded), self._specs[made.block].values
-        num, first = len(reply.outputs), len(block.parameters())
+        reply, specs = _body(answer, Forwarded), self._specs[made.block].values[len(block.parameters()) :]
+        num = len(reply.outputs)
+        num_named = {"tensor": 1, "dict": len(reply.keys)}.get(reply.kind, num)
+        if num_named != num or len(reply.differentiable) != num or any(i >= len(specs) for i in reply.buffers):
+            raise WireError(f"the answer of heter worker {link.index} does not fit block '{block.name}'")
         outputs = from_arrays(reply.outputs, answer[1 : 1 + num], _CPU)
-        return reply, outputs, from_arrays([specs[first + i] for i in reply.buffers], answer[1 + num :], _CPU)
+        return reply, outputs, from_arrays([specs[i] for i in reply.buffers], answer[1 + num :], _CPU)
 
     def backward(
         self, made: Pass, tensors: Sequence[torch.Tensor], given: dict[int, torch.Tensor]
@@ -180,8 +184,10 @@ class RemoteBlocks:
         what = f"a gradient of an output of '{self._blocks[made.block].name}'"
         body = Backward(made.number, list(given), [spec_of(grad, what) for grad in given.values()])
         answer = link.ask(Command.BACKWARD, [pack(body), *map(to_array, given.values())], self._timeout)
-        reply = unpack(answer[0], Gradients)
+        reply = _body(answer, Gradients)
         grads = from_arrays(reply.grads, answer[1:], _CPU)
+        if len(reply.found) != len(grads) or any(place >= len(made.wanted) for place in reply.found):
+            raise WireError(f"the answer of heter worker {link.index} has other gradients than were asked for")
         return {made.wanted[place]: grad for place, grad in zip(reply.found, grads, strict=True)}
 
     def _kept(self, made: Pass) -> list[int]:
@@ -203,7 +209,7 @@ class RemoteForward:
         self._call = torch.compiler.disable(blocks.call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_exporting() or torch.jit.is_tracing():  # a saved network has all of its layers
+        if _is_exporting() or torch._C._get_tracing_state():  # a saved network has all of its layers
             return self._own(*args, **kwargs)
         return self._call(self._number, args, kwargs)
 
@@ -255,6 +261,12 @@ class _RemoteCall(torch.autograd.Function):
         return (None, None, *own)
 
 
+def _body(answer: Sequence[Array], kind: type[Result]) -> Result:
+    if not answer:
+        raise WireError("the answer of a heter worker has no body")
+    return unpack(answer[0], kind, MAX_BODY)
+
+
 def _changed(link: Link, made: Pass, parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
     """The values that the heter worker does not have, as copies: the worker may change its own while they travel."""
     values, sent = [*parameters, *made.buffers], link.sent.get(made.block)
@@ -276,7 +288,9 @@ def _updated(
 def _unflat(made: Pass, outputs: list[torch.Tensor]) -> Any:
     if made.kind == "dict":
         return dict(zip(made.keys, outputs, strict=True))
-    return {"tensor": lambda: outputs[0], "tuple": lambda: tuple(outputs), "list": lambda: outputs}[made.kind]()
+    if made.kind == "tensor":
+        return outputs[0]
+    return tuple(outputs) if made.kind == "tuple" else outputs
 
 
 def _autocast() -> str:

@@ -30,7 +30,7 @@ def spec_of(tensor: torch.Tensor, what: str) -> TensorSpec:
             f"{what} is a tensor of {kind}, and between CPU workers and heter workers travel plain tensors of "
             f"{', '.join(DTYPES)}: convert it, or move the layer out of device_guard('gpu')"
         )
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         raise ModelError(f"{what} has no shape yet: call the model once, or give the layer its sizes, before this")
     if tensor.nbytes > MAX_FRAME:
         raise ModelError(f"{what} has {tensor.nbytes:,} bytes, and a message takes tensors of at most {MAX_FRAME:,}")
