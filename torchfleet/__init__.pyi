@@ -30,6 +30,7 @@ from torchfleet.api.job_life import (
     init_server as init_server,
     init_worker as init_worker,
     reset as reset,
+    run_heter_worker as run_heter_worker,
     run_server as run_server,
     stop_worker as stop_worker,
 )
@@ -39,7 +40,9 @@ from torchfleet.api.process_role import (
     data_shard as data_shard,
     device as device,
     first_step as first_step,
+    heter_worker_num as heter_worker_num,
     is_first_worker as is_first_worker,
+    is_heter_worker as is_heter_worker,
     is_server as is_server,
     is_worker as is_worker,
     server_endpoints as server_endpoints,
@@ -75,6 +78,7 @@ from torchfleet.api.training_passes import (
     train_from_dataset as train_from_dataset,
 )
 from torchfleet.apps.nearest_items import build_index as build_index, load_index as load_index
+from torchfleet.base.device_guard import device_guard as device_guard
 from torchfleet.base.errors import FleetError as FleetError
 from torchfleet.base.fetch import FetchHandler as FetchHandler
 from torchfleet.base.role.role_makers import (
@@ -84,7 +88,6 @@ from torchfleet.base.role.role_makers import (
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy as DistributedStrategy
 from torchfleet.base.strategy.execution import BuildStrategy as BuildStrategy, ExecutionStrategy as ExecutionStrategy
 from torchfleet.base.strategy.transpiler_config import DistributeTranspilerConfig as DistributeTranspilerConfig
-from torchfleet.collective.pipeline.stages import device_guard as device_guard
 from torchfleet.data.features import Feature as Feature
 from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
 from torchfleet.data.reading.generator import (

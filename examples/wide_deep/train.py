@@ -3,6 +3,7 @@
 python examples/wide_deep/train.py                                              one process
 fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py              servers and workers on this machine
 fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --mode geo   another mode
+fleetrun --server_num 1 --worker_num 2 --heter_worker_num 1 examples/wide_deep/train.py   the tower on a heter worker
 
 train_dataset.py is the same model with a dataset in the place of DataLoader and loop.
 """
@@ -51,7 +52,9 @@ def main() -> None:
         strategy.a_sync_configs = {"k_steps": options.k_steps}
     elif options.mode in ("half_async", "hybrid"):
         strategy.a_sync_configs = {options.mode: True}
-    model = fleet.distributed_model(WideDeep())
+    network = WideDeep()
+    fleet.device_guard("gpu")(network.tower)  # computed by heter workers, if there are any: docs/heter.md
+    model = fleet.distributed_model(network)
     if options.mode == "geo":
         inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=options.lr or 0.5)
     else:

@@ -321,3 +321,4 @@ def test_the_example_gives_the_same_numbers_in_one_process_and_under_fleetrun(tm
     launched = jobs.command([*launcher, *script], 60)
     assert results(launched) == results(alone)
     assert results((tmp_path / "latest" / "workerlog.0").read_text()) == results(alone)
+    assert results(jobs.command([*launcher, "--heter_worker_num", "1", *script], 60)) == results(alone)

@@ -86,11 +86,27 @@ class TestRefusedCommandLines:
         assert status_of("--dry_run", *arguments, script) == 2
         assert message in capsys.readouterr().err
 
-    def test_an_option_without_its_feature_says_not_available_yet(
-        self, capsys: pytest.CaptureFixture[str], script: str
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("--heter_worker_num", "0"),
+            ("--heter_worker_num", "1", "--worker_num", "1:2"),
+            ("--heter_worker_num", "1", "--nproc_per_node", "2"),
+            ("--heter_worker_num", "1", "--simulate"),
+            ("--heter_worker_num", "1", "--cluster", "ray"),
+            ("--heter_worker_num", "1", *LISTS),
+            ("--heter_workers", "127.0.0.1:7100"),
+            ("--heter_workers", "127.0.0.1:0", *LISTS),
+            ("--heter_workers", "127.0.0.1:7100,127.0.0.1:7100", *LISTS),
+            ("--heter_workers", LISTS[1].split(",")[0], *LISTS),
+            ("--heter_workers", "192.0.2.1:7100,127.0.0.1:7101", "--private", "ipc", *LISTS),
+        ],
+    )
+    def test_heter_workers_where_there_can_be_none_are_refused(
+        self, capsys: pytest.CaptureFixture[str], script: str, arguments: tuple[str, ...]
     ) -> None:
-        assert status_of("--heter_worker_num", "2", "--dry_run", script) == 2
-        assert "--heter_worker_num" in capsys.readouterr().err
+        assert status_of("--dry_run", *arguments, script) == 2
+        assert lines_naming(capsys.readouterr().err, "fleetrun")
 
     @pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.1:", ":7000", "127.0.0.1:http", "7000"])
     @pytest.mark.parametrize("option", ["--servers", "--workers"])
@@ -210,10 +226,22 @@ class TestRefusedCommandLines:
             assert f"--{name}" in told
         for name in ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips"):
             assert f"--{name}" in told
-        assert "--heter_worker_num" not in told
+        assert "--heter_worker_num" in told
+        assert "--heter_devices" not in told
 
 
 class TestDryRun:
+    def test_it_prints_heter_workers(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        assert status_of("--dry_run", "--worker_num", "2", "--heter_worker_num", "2", script) == 0
+        told = capsys.readouterr().out
+        assert lines_naming(told, "heter_worker 1:", "heterlog.1")
+        assert told.count("FLEET_ROLE=HETER_WORKER") == 2
+        assert told.count("FLEET_HETER_ENDPOINTS=127.0.0.1:") == 5
+        assert "FLEET_HETER_INDEX=1" in told
+        lists = ("--servers", "127.0.0.1:7000", "--workers", "192.0.2.1:0*3", "--heter_workers", "127.0.0.1:7100*2")
+        assert status_of("--dry_run", "--insecure", *lists, script) == 0
+        assert "FLEET_HETER_ENDPOINTS=127.0.0.1:7100,127.0.0.1:7101" in capsys.readouterr().out
+
     def test_it_prints_every_task_with_its_environment_and_starts_nothing(
         self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
     ) -> None:

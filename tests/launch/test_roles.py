@@ -121,16 +121,19 @@ class TestTasks:
         "layout",
         [
             one_machine(2, 3),
+            one_machine(1, 3, num_heters=2),
             JobLayout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
             JobLayout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
         ],
-        ids=["one machine", "several", "workers only"],
+        ids=["one machine", "heter workers", "several", "workers only"],
     )
     def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: JobLayout) -> None:
         for task in tasks(layout, 3, {}):
             info = PaddleCloudRoleMaker(environment=task.environment).read()
             assert info.role == task.role
-            assert task.index == (info.server_index if task.role == "server" else info.worker_index)
+            indexes = {"server": info.server_index, "worker": info.worker_index, "heter_worker": info.heter_index}
+            assert task.index == indexes[task.role]
+            assert info.heter_endpoints == layout.heters
             assert info.server_endpoints == layout.servers
             assert info.num_workers == 3
             assert len(info.worker_endpoints) == len(layout.workers)

@@ -15,7 +15,7 @@ from torchfleet.api.process_role import is_under_way
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.paddle_names import ignored_flags
-from torchfleet.base.role.role_info import SERVER, RoleInfo
+from torchfleet.base.role.role_info import HETER_WORKER, WORKER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
@@ -90,14 +90,28 @@ def run_server() -> None:
     current.job = None
 
 
+def run_heter_worker() -> None:
+    """Compute the blocks under fleet.device_guard("gpu") for the workers, until all workers have stopped.
+
+    For scripts with a branch for heter workers (is_heter_worker). In others init_worker does the same.
+    """
+    get_job().run_heter_worker()
+    current.job = None
+
+
 def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:
     """Connect to the servers. All workers start from worker 0's parameters.
+
+    A heter worker serves here, as run_heter_worker does, and then ends the script (SystemExit).
 
     `dirname` is for scripts that also run in one process, where the saved model is loaded here. With servers, the
     servers load it (init_server), and this call checks that they did. `var_names`: the part of it to load, as in
     init_server.
     """
     job = get_job()
+    if job.info.role == HETER_WORKER:
+        run_heter_worker()
+        raise SystemExit(0)
     job.init_worker(dirname, var_names)
     current.callbacks.start(run_info(job))
 
@@ -114,7 +128,7 @@ def add_callback(callback: object, every_worker: bool = False) -> None:
     `every_worker`, servers never. An error in it is printed and training continues; an error in on_start is raised.
     """
     job = any_job()
-    if job.info.role != SERVER and (every_worker or job.info.worker_index == 0):
+    if job.info.role == WORKER and (every_worker or job.info.worker_index == 0):
         current.callbacks.add(callback)
 
 

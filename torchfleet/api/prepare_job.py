@@ -72,9 +72,9 @@ def prepare(
     parameters, DataLoaders, schedulers.
 
     Calls fleet.init unless it was called, distributed_model, distributed_optimizer and init_worker. Every worker gets
-    its share of each loader's samples. A server serves here until all workers have stopped, and then ends the script
-    (SystemExit). When a script ends without an error, its worker is stopped; a script that continues must call
-    fleet.stop_worker.
+    its share of each loader's samples. A server, or heter worker, serves here until all workers have stopped, and then
+    ends the script (SystemExit). When a script ends without an error, its worker is stopped; a script that continues
+    must call fleet.stop_worker.
 
     `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None to follow the environment.
     `sparse`: as in distributed_model; with a loader, "auto" selects the tables of which a batch leaves most rows

@@ -7,7 +7,7 @@ import torch
 from torchfleet.api.current_job import any_job, current, get_worker
 from torchfleet.api.job.ps_job import NO_WORKER
 from torchfleet.base.own_device import device_of
-from torchfleet.base.role.role_info import SERVER
+from torchfleet.base.role.role_info import HETER_WORKER, SERVER, WORKER
 from torchfleet.ps.worker.peers import Workers
 
 
@@ -32,8 +32,18 @@ def is_server() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether this process trains: a worker, or a rank of a collective job."""
-    return not is_server()
+    """Whether this process trains: a worker, or a rank of a collective job. False on heter workers."""
+    return any_job().info.role == WORKER
+
+
+def is_heter_worker() -> bool:
+    """Whether this process computes blocks for the workers: docs/heter.md."""
+    return any_job().info.role == HETER_WORKER
+
+
+def heter_worker_num() -> int:
+    """Heter workers of the job; 0 in a job without them."""
+    return len(any_job().info.heter_endpoints)
 
 
 def is_first_worker() -> bool:
@@ -42,7 +52,7 @@ def is_first_worker() -> bool:
 
 
 def worker_index() -> int:
-    """The index of this worker or rank, from 0. On a server, 0."""
+    """The index of this worker or rank, from 0. On a server or heter worker, 0."""
     return any_job().info.worker_index
 
 

@@ -97,6 +97,10 @@ class ServerRestarted(FleetError):
     """A server was restarted as a new process and has lost its state."""
 
 
+class SessionLost(FleetError):
+    """A heter worker does not have what this worker sent it before. The worker sends it again."""
+
+
 class DataError(FleetError):
     """Data cannot be read. The message says where, what was expected and what was found."""
 

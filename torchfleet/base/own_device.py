@@ -11,10 +11,10 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 
 
 def device_of(info: RoleInfo) -> torch.device:
-    """The GPU of a worker or rank, by its index on its machine; the CPU without GPUs, for servers, and with
-    FLEET_DEVICE=cpu.
+    """The GPU of a worker, heter worker or rank, by its index on its machine; the CPU without GPUs, for servers, and
+    with FLEET_DEVICE=cpu.
 
-    Workers share GPUs if there are too few. Ranks cannot: one without a GPU raises FleetError.
+    Workers, and heter workers, share GPUs if there are too few. Ranks cannot: one without a GPU raises FleetError.
     """
     if info.role == SERVER or os.environ.get("FLEET_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

@@ -115,15 +115,12 @@ INFERRING_ENV = {
 }
 
 # Options of fleetrun, paddle.distributed.launch and paddle.distributed.launch_ps.
-_HETER = "torchfleet has no heter workers: workers compute on GPUs in hybrid mode (docs/modes/hybrid.md)"
 OPTIONS: Mapping[str, str] = {
     "trainer_num": "use --worker_num",
     "trainers": "use --workers",
     "selected_gpus": "use --gpus",
     "devices": "use --gpus",
-    "heter_worker_num": _HETER,
-    "heter_workers": _HETER,
-    "heter_devices": _HETER,
+    "heter_devices": "a heter worker takes the GPU with its index on its machine; CUDA_VISIBLE_DEVICES names others",
     "coordinator_num": "torchfleet has no coordinators",
     "endpoints": "use --servers with the addresses of all servers and --workers with those of all workers",
     "start_port": "fleetrun chooses free ports; --servers host:port,... names them",

@@ -14,6 +14,7 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES
 from torchfleet.base.monitor.snapshot import name_for_people, number_in_files
 from torchfleet.base.role.process_settings import DURABILITY
+from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.observe.watch.watchers import Watching
 from torchfleet.ps.net.private_jobs import Way
 
@@ -113,7 +114,7 @@ class JobSpec:
 class Task:
     """One process of a job."""
 
-    role: str  # "server", "worker" or "rank"
+    role: str  # "server", "worker", "heter_worker" or "rank"
     index: int
     environment: dict[str, str] = field(default_factory=dict)
     replica: int = 0  # of a server: 1 is the process that starts as the backup
@@ -129,7 +130,8 @@ class Task:
 
     @property
     def log_name(self) -> str:
-        return f"{'server' if self.role == 'server' else 'worker'}log.{self.file_name}"
+        kind = {"server": "server", HETER_WORKER: "heter"}.get(self.role, "worker")
+        return f"{kind}log.{self.file_name}"
 
 
 Report = Callable[[str], None]  # shows a line to the user

@@ -50,7 +50,7 @@ def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterato
     if kind is None:
         yield job
         return
-    made = PrivateJob(layout.places, kind)
+    made = PrivateJob(layout.listening, kind)
     try:
         yield dataclasses.replace(job, **dataclasses.asdict(made.way))
     finally:
@@ -59,4 +59,4 @@ def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterato
 
 def _is_all_here(layout: JobLayout) -> bool:
     """Whether this launcher starts every process, and no other machine can reach a server."""
-    return layout.is_all_here and all(is_private(f"tcp://{place}") for place in layout.places)
+    return layout.is_all_here and all(is_private(f"tcp://{place}") for place in layout.listening)

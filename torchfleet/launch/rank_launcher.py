@@ -15,6 +15,7 @@ from torchfleet.observe.watch.metrics_ports import check_free, port_variables, t
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
 _OPTIONS_OF_SERVERS = (
+    "heter_worker_num", "heter_workers",
     "server_num", "worker_num", "servers", "workers", "max_table_bytes", "table_memory",
     "table_path", "save_root", "orphan_timeout", "private",
     "log_max_bytes",

@@ -1,4 +1,4 @@
-"""The servers and workers of a job: their addresses, which of them this machine starts, and their environments."""
+"""The processes of a job with servers: their addresses, which of them this machine starts, and their environments."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError, SecurityError
 from torchfleet.base.ownership import check_own
+from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.launch.job_spec import Task
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
@@ -25,13 +26,15 @@ _CLAIMED = 120.0  # seconds that a port stays reserved among jobs of this user: 
 
 @dataclass(frozen=True)
 class JobLayout:
-    """The addresses of all servers and workers of a job, and the indexes of those on this machine."""
+    """The addresses of all processes of a job with servers, and the indexes of those on this machine."""
 
     servers: tuple[str, ...]
     workers: tuple[str, ...]
     local_servers: tuple[int, ...]
     local_workers: tuple[int, ...]
     local_backups: tuple[int, ...] = ()  # of servers with replicas, which have joined addresses: "a:1|b:1"
+    heters: tuple[str, ...] = ()
+    local_heters: tuple[int, ...] = ()
 
     @property
     def places(self) -> list[str]:
@@ -39,24 +42,31 @@ class JobLayout:
         return [place for server in self.servers for place in server.split(SEPARATOR)]
 
     @property
+    def listening(self) -> list[str]:
+        """The addresses at which processes of this job listen: servers, backups and heter workers."""
+        return [*self.places, *self.heters]
+
+    @property
     def is_all_here(self) -> bool:
         """Whether this launcher starts every process."""
-        num_here = len(self.local_servers) + len(self.local_backups)
-        return num_here == len(self.places) and len(self.local_workers) == len(self.workers)
+        num_here = len(self.local_servers) + len(self.local_backups) + len(self.local_heters)
+        return num_here == len(self.listening) and len(self.local_workers) == len(self.workers)
 
 
-def one_machine(num_servers: int, num_workers: int, replicas: int = 1) -> JobLayout:
-    """Return the layout with all processes on this machine; servers listen on free loopback ports."""
-    places = [f"127.0.0.1:{port}" for port in free_ports(num_servers * replicas)]
+def one_machine(num_servers: int, num_workers: int, replicas: int = 1, num_heters: int = 0) -> JobLayout:
+    """Return the layout with all processes on this machine; servers and heter workers listen on free loopback ports."""
+    found = [f"127.0.0.1:{port}" for port in free_ports(num_servers * replicas + num_heters)]
+    heters, places = tuple(found[:num_heters]), found[num_heters:]
     servers = tuple(SEPARATOR.join(places[i::num_servers]) for i in range(num_servers))
     workers = ("127.0.0.1:0",) * num_workers
     here = tuple(range(num_servers))
-    return JobLayout(servers, workers, here, tuple(range(num_workers)), here if replicas > 1 else ())
+    backups = here if replicas > 1 else ()
+    return JobLayout(servers, workers, here, tuple(range(num_workers)), backups, heters, tuple(range(num_heters)))
 
 
-def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayout:
-    """Return the layout of a job on several machines, which all get the same two lists. A process is local if its host
-    is a name or an address of this machine.
+def several_machines(servers: Sequence[str], workers: Sequence[str], heters: Sequence[str] = ()) -> JobLayout:
+    """Return the layout of a job on several machines, which all get the same lists. A process is local if its host is a
+    name or an address of this machine.
 
     Raises RoleError if no process is local.
     """
@@ -65,20 +75,25 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayou
     local_servers = tuple(i for i, places in enumerate(replicas) if is_here(places[0], own))
     local_backups = tuple(i for i, places in enumerate(replicas) if any(is_here(place, own) for place in places[1:]))
     local_workers = tuple(i for i, place in enumerate(workers) if is_here(place, own))
-    if not local_servers and not local_workers and not local_backups:
-        listed = (*workers, *(place for places in replicas for place in places))
+    local_heters = tuple(i for i, place in enumerate(heters) if is_here(place, own))
+    if not (local_servers or local_workers or local_backups or local_heters):
+        listed = (*workers, *heters, *(place for places in replicas for place in places))
         hosts = ", ".join(sorted({place.rpartition(":")[0] for place in listed}))
         raise RoleError(
             f"none of the hosts {hosts} is this machine ({', '.join(sorted(own))}). Name it in --servers or --workers "
             "by one of these, or set POD_IP to the name it has in the lists."
         )
-    return JobLayout(tuple(servers), tuple(workers), local_servers, local_workers, local_backups)
+    return JobLayout(
+        tuple(servers), tuple(workers), local_servers, local_workers, local_backups, tuple(heters), local_heters
+    )
 
 
 def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: int = 0) -> list[Task]:
-    """Return the processes to start on this machine, servers first; `base` is part of the environment of each.
+    """Return the processes to start on this machine: servers, workers, heter workers. `base` is part of the environment
+    of each.
 
-    Unless OMP_NUM_THREADS is set, the workers of the machine share its cores, except `num_kept` of them.
+    Unless OMP_NUM_THREADS is set, the workers and heter workers of the machine share its cores, except `num_kept` of
+    them.
     """
     common = {
         **base,
@@ -87,9 +102,10 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: i
         "PYTHONUNBUFFERED": "1",
     }
     common["FLEET_WORKER_ENDPOINTS"] = ",".join(_numbered(layout.workers))
-    threads = os.environ.get("OMP_NUM_THREADS") or str(
-        worker_threads(usable_cores(), len(layout.local_workers), num_kept)
-    )
+    if layout.heters:
+        common["FLEET_HETER_ENDPOINTS"] = ",".join(layout.heters)
+    num_computing = len(layout.local_workers) + len(layout.local_heters)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(worker_threads(usable_cores(), num_computing, num_kept))
     server = {**common, "FLEET_ROLE": "SERVER", "OMP_NUM_THREADS": "1"}
     started = [Task("server", i, {**server, "FLEET_SERVER_INDEX": str(i)}) for i in layout.local_servers]
     started += [
@@ -100,7 +116,8 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: i
         Task("worker", i, {**common, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(i), "OMP_NUM_THREADS": threads})
         for i in layout.local_workers
     ]
-    return started
+    heter = {**common, "FLEET_ROLE": "HETER_WORKER", "OMP_NUM_THREADS": threads}
+    return started + [Task(HETER_WORKER, i, {**heter, "FLEET_HETER_INDEX": str(i)}) for i in layout.local_heters]
 
 
 def given_threads(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -48,6 +48,7 @@ from torchfleet.ps.tables.settings.table_size import VARIABLE, parse_bytes
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_LISTENING = ("--servers", "--heter_workers")  # options with addresses that others connect to
 _MOST = 1 << 16  # number of ports of a host, more than the processes of any job
 
 
@@ -62,6 +63,15 @@ class ServerLauncher:
         )
         group.add_argument(
             "--workers", help="host:port of every worker (port 0: any; host:0*4: four); worker 0 is the first"
+        )
+        group.add_argument(
+            "--heter_worker_num",
+            type=int,
+            metavar="N",
+            help="heter workers, which compute the blocks under fleet.device_guard('gpu') for the workers (default: 0)",
+        )
+        group.add_argument(
+            "--heter_workers", help="host:port of every heter worker, beside --servers and --workers; host:7100*2: two"
         )
         group.add_argument(
             "--max_table_bytes",
@@ -226,28 +236,47 @@ def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, 
     is given."""
     replicas = num_replicas(options.replicas)
     refuse_both(durability_variables(options), replicas)
-    layout, num_workers = _places(job, options.servers, options.workers, replicas)
+    layout, num_workers = _places(job, options, replicas)
     return layout, num_workers, coordinator_url(options.coordinator, replicas, layout.is_all_here)
 
 
-def _places(job: JobSpec, servers: str | None, workers: str | None, replicas: int) -> tuple[JobLayout, int]:
-    is_counted = job.num_servers is not None or job.num_workers is not None
-    is_listed = servers is not None or workers is not None
+def _places(job: JobSpec, options: argparse.Namespace, replicas: int) -> tuple[JobLayout, int]:
+    servers, workers, heters = options.servers, options.workers, options.heter_workers
+    num_heters = _num_heters(job, options)
+    is_counted = any(num is not None for num in (job.num_servers, job.num_workers, options.heter_worker_num))
+    is_listed = any(places is not None for places in (servers, workers, heters))
     if is_counted and is_listed:
         raise RoleError(
-            "--server_num/--worker_num place everything here, --servers/--workers on several machines: use one"
+            "--server_num, --worker_num and --heter_worker_num place everything here, --servers, --workers and "
+            "--heter_workers on several machines: use one kind"
         )
     if is_listed:
         if not servers or not workers:
             raise RoleError("a job on several machines needs both lists, --servers and --workers")
         listed, working = _addresses("--servers", servers), _addresses("--workers", workers)
-        return several_machines(with_backups(listed) if replicas > 1 else listed, working), len(working)
+        computing = [] if heters is None else _addresses("--heter_workers", heters)
+        if twice := set(listed) & set(computing):
+            raise RoleError(f"--servers and --heter_workers both list {', '.join(sorted(twice))}: use different ports")
+        return several_machines(with_backups(listed) if replicas > 1 else listed, working, computing), len(working)
     assert job.num_servers != "auto"
     num_servers = 1 if job.num_servers is None else job.num_servers
     num_workers = 1 if job.num_workers is None else job.num_workers
     if num_servers < 1 or num_workers < 1:
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
-    return one_machine(num_servers, num_workers, replicas), num_workers
+    return one_machine(num_servers, num_workers, replicas, num_heters), num_workers
+
+
+def _num_heters(job: JobSpec, options: argparse.Namespace) -> int:
+    """The number of heter workers of a job on this machine. Raises RoleError if there cannot be any."""
+    num = options.heter_worker_num
+    if num is not None and num < 1:
+        raise RoleError(f"--heter_worker_num must be at least 1, found {num}: leave it out for a job without any")
+    if job.min_workers is not None and (num or options.heter_workers):
+        raise RoleError(
+            "--worker_num MIN:MAX: workers of this job come and go, and heter workers compute for a fixed number of "
+            "workers. Give one number, or leave --heter_worker_num out."
+        )
+    return num or 0
 
 
 def _addresses(option: str, text: str) -> list[str]:
@@ -262,7 +291,7 @@ def _addresses(option: str, text: str) -> list[str]:
                 "and no worker can reach it. Give the name or address by which other machines reach this one; "
                 "127.0.0.1 if all processes are on one machine."
             )
-    if option == "--servers" and len(set(addresses)) != len(addresses):
+    if option in _LISTENING and len(set(addresses)) != len(addresses):
         raise RoleError(f"{option}: an address appears twice in {text!r}")
     return addresses
 
@@ -271,7 +300,7 @@ def _expanded(option: str, address: str) -> list[str]:
     """Expand host:port*N to N consecutive ports, or for workers without a port (0) to N workers. host:port is one."""
     place, star, count = address.partition("*")
     host, _, port = place.rpartition(":")
-    least = 1 if option == "--servers" else 0  # a server needs a known port; a worker does not
+    least = 1 if option in _LISTENING else 0  # a server needs a known port; a worker does not
     numbers = [port, count] if star else [port]
     if not host or not all(_NUMBER.fullmatch(number) for number in numbers) or int(port) < least:
         raise RoleError(
@@ -291,5 +320,12 @@ def _refuse_open_servers(layout: JobLayout) -> None:
             raise RoleError(
                 f"server {i} at {layout.servers[i]} can be reached from other machines, and there are no keys. Make "
                 "them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say "
+                "--insecure."
+            )
+    for i in layout.local_heters:
+        if not is_private(f"tcp://{layout.heters[i]}"):
+            raise RoleError(
+                f"heter worker {i} at {layout.heters[i]} can be reached from other machines, and there are no keys. "
+                "Make them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say "
                 "--insecure."
             )

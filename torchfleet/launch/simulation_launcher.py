@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
 _OTHERS = (
+    "heter_worker_num", "heter_workers",
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
     "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
     "no_wait_for_backups", "tensorboard", "verbose", "trace_every",

@@ -1,4 +1,4 @@
-"""Starts the servers and workers of a job, watches them, and decides what the end of one means for all."""
+"""Starts the processes of a job with servers, watches them, and decides what the end of one means for all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import FrameType
 
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import advice, summed
+from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import JobSpec, RunningTask, Start, Task, ending_of, is_late, keeps_log
@@ -107,7 +108,8 @@ class JobSupervisor:
     def _odd_end(self, watch: JobWatch) -> int | None:
         """Return the exit status if a server that workers need has ended, or if servers are left that no worker will
         stop."""
-        early = [p for p in self._of("server") if p.returncode == 0] if self._needing() else []
+        serving = [*self._of("server"), *self._of(HETER_WORKER)]
+        early = [p for p in serving if p.returncode == 0] if self._needing() else []
         idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
         if not early and not idle:
             self._odd_since = None
@@ -153,12 +155,14 @@ class JobSupervisor:
         return bool(workers) and not elsewhere and all(process.returncode is not None for process in workers)
 
     def _is_over(self) -> bool:
-        """Whether all processes here have ended. Servers wait for the workers of all machines, so they end last."""
+        """Whether all processes here have ended. Servers wait for the workers of all machines, so they end last. Heter
+        workers of a machine with workers or servers need not end: one may have been started after workers left."""
         workers = self._of("worker")
         if any(process.returncode is None for process in workers):
             return False
         no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # so none can stop the servers
-        return no_worker_is_left or all(process.returncode is not None for process in self._processes)
+        lasting = [p for p in self._processes if p.task.role != HETER_WORKER] or self._processes
+        return no_worker_is_left or all(process.returncode is not None for process in lasting)
 
     def _conclude(self, watch: JobWatch) -> int:
         """Report how the job ended, and return its exit status."""
@@ -199,8 +203,8 @@ class JobSupervisor:
     def _go_on_without(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a failed process (--max_restart), or give a worker up if the others can continue without it. Returns
         whether the job continues."""
-        if process.task.role == "server":
-            return self._restart_server(process, watch) or self._replace_server(process, watch)
+        if process.task.role in ("server", HETER_WORKER):
+            return self._restart_serving(process, watch)
         mode = process.status().get("mode", "")
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, watch)
@@ -221,6 +225,12 @@ class JobSupervisor:
         then = f"; {mode or 'elastic'} training goes on without it" if rest else ""
         watch.report(f"[fleetrun] {process.task.name} {ending_of(process)}{then}")
         return self._leave_for(process.task.index, watch) or is_free
+
+    def _restart_serving(self, process: RunningTask, watch: JobWatch) -> bool:
+        """Restart a server or heter worker, if the job can go on with a new process of it."""
+        if process.task.role == HETER_WORKER:
+            return self._restart_heter(process, watch)
+        return self._restart_server(process, watch) or self._replace_server(process, watch)
 
     def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a killed or deposed server as the backup of its other replica, which continues.
@@ -251,6 +261,18 @@ class JobSupervisor:
         process.restart()
         return True
 
+    def _restart_heter(self, process: RunningTask, watch: JobWatch) -> bool:
+        """Restart a heter worker that was killed while it served: it has no state, and workers use others meanwhile.
+
+        One that failed by itself is restarted as often as --max_restart says.
+        """
+        was_killed = (process.returncode or 0) < 0 and bool(process.status())
+        if not was_killed and process.num_restarts >= self._job.max_restart:
+            return False
+        watch.report(f"[fleetrun] {process.task.name} {ending_of(process)}; starting it again")
+        process.restart()
+        return True
+
     def _restart_workers(self, failed: RunningTask, watch: JobWatch) -> bool:
         """Restart all workers while the servers keep their rows. Returns False if that is not allowed, or if one has
         left."""
@@ -277,6 +299,8 @@ class JobSupervisor:
         address = ""
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
+        elif process.task.role == HETER_WORKER:
+            address = f" ({self._layout.heters[process.task.index]})"
         watch.report(
             f"[fleetrun] {process.task.name}{address} {ending_of(process)}; the job ends. Last lines of {process.log}:"
         )

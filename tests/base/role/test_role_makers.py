@@ -8,7 +8,7 @@ import pytest
 from support.messages import naming
 
 from torchfleet.base.errors import FleetError, RoleError
-from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
+from torchfleet.base.role.role_info import HETER_WORKER, SERVER, WORKER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, UserDefinedRoleMaker
 
 SERVERS = "10.0.0.1:7000,10.0.0.2:7001"
@@ -271,10 +271,40 @@ class TestContradictory:
         assert read({**ENVIRONMENTS["fleet worker"], **ENVIRONMENTS["paddle worker"]}) == THIS_WORKER
 
 
-class TestNotYet:
-    def test_heter_workers_are_not_available_yet(self) -> None:
-        with pytest.raises(RoleError, match="HETER_TRAINER"):
-            read(changed("paddle worker", TRAINING_ROLE="HETER_TRAINER"))
+class TestHeterWorkers:
+    @pytest.mark.parametrize(
+        "variables",
+        [
+            {"TRAINING_ROLE": "HETER_TRAINER", "PADDLE_HETER_TRAINER_IP_PORT_LIST": "h:7100,h:7101"},
+            {"TRAINING_ROLE": "HETER_TRAINER", "PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST": "h:7100,h:7101"},
+            {"TRAINING_ROLE": "HETER_TRAINER", "FLEET_HETER_ENDPOINTS": "h:7100,h:7101", "FLEET_HETER_INDEX": "1"},
+        ],
+    )
+    def test_a_heter_worker_finds_its_index(self, variables: dict[str, str]) -> None:
+        found = read(changed("paddle worker", POD_IP="h", PADDLE_PORT="7101", **variables))
+        assert (found.role, found.heter_index, found.heter_endpoints) == (HETER_WORKER, 1, ("h:7100", "h:7101"))
+        assert found.index_on_machine == 1
+
+    def test_workers_learn_where_heter_workers_are(self) -> None:
+        found = read(changed("fleet worker", FLEET_HETER_ENDPOINTS="h:7100"))
+        assert (found.role, found.heter_endpoints) == (WORKER, ("h:7100",))
+
+    def test_a_heter_worker_is_set_in_code(self) -> None:
+        places = {"server_endpoints": ["s:7000"], "heter_worker_endpoints": ["h:7100", "h:7101"]}
+        maker = UserDefinedRoleMaker(1, HETER_WORKER, 3, **places)  # type: ignore[arg-type]
+        assert (maker.is_heter_worker(), maker.is_worker(), maker.is_server()) == (True, False, False)
+        assert (maker.heter_worker_num(), maker.worker_num(), maker.read().heter_index) == (2, 3, 1)
+        with pytest.raises(RoleError, match=naming("current_id", 2)):
+            UserDefinedRoleMaker(2, HETER_WORKER, 3, **places)  # type: ignore[arg-type]
+        with pytest.raises(RoleError, match=naming("server_endpoints")):
+            UserDefinedRoleMaker(0, heter_worker_endpoints=["h:7100"])
+
+    def test_a_heter_worker_without_a_place_is_refused(self) -> None:
+        with pytest.raises(RoleError, match=naming("FLEET_HETER_ENDPOINTS")):
+            read(changed("fleet worker", FLEET_ROLE="HETER_WORKER"))
+        wrong = {"FLEET_ROLE": "HETER_WORKER", "FLEET_HETER_ENDPOINTS": "h:7100", "FLEET_HETER_INDEX": "1"}
+        with pytest.raises(RoleError, match=naming("FLEET_HETER_INDEX", "1")):
+            read(changed("fleet worker", **wrong))
 
 
 def collective(**environment: str) -> RoleInfo:

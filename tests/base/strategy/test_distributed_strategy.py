@@ -335,9 +335,11 @@ class TestRefusals:
         assert "amp_configs" not in text
         assert "nccl_comm_num" not in text
 
-    def test_heter_workers_are_not_available_yet(self) -> None:
-        with pytest.raises(StrategyError, match=naming("heter_worker_device_guard", "'cpu'")):
-            DistributedStrategy(a_sync_configs={"heter_worker_device_guard": "gpu"})
+    def test_heter_workers_compute_blocks_for_a_gpu(self) -> None:
+        made = DistributedStrategy(a_sync_configs={"heter_worker_device_guard": "gpu"})
+        assert made.a_sync_configs.heter_worker_device_guard == "gpu"
+        with pytest.raises(StrategyError, match=naming("heter_worker_device_guard", "'xpu'", "'gpu'")):
+            DistributedStrategy(a_sync_configs={"heter_worker_device_guard": "xpu"})
 
 
 class TestContradictions:

@@ -19,11 +19,11 @@ from support.ranks import Ranks, export_once
 from torch import nn
 
 import torchfleet as fleet
+from torchfleet.base.device_guard import device_guard
 from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.collective.pipeline import stages
 from torchfleet.collective.pipeline.flow import order, shape_of
 from torchfleet.collective.pipeline.micro_batches import batch_size_of, cut_batch, num_micro_batches
-from torchfleet.collective.pipeline.stages import device_guard
 
 pytestmark = pytest.mark.xdist_group("traced")
 prepare_ranks = export_once

@@ -98,7 +98,8 @@ class Started:
 
     def pid(self, role: str, index: int) -> int:
         """The process that has this role, found by its environment."""
-        name = "FLEET_SERVER_INDEX" if role == "SERVER" else "FLEET_WORKER_INDEX"
+        names = {"SERVER": "FLEET_SERVER_INDEX", "HETER_WORKER": "FLEET_HETER_INDEX"}
+        name = names.get(role, "FLEET_WORKER_INDEX")
         for process in self.running():
             with contextlib.suppress(psutil.Error):
                 found = processes.environment_of(process)

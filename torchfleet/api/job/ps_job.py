@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from torchfleet.api.job.heter_role import HeterRole
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.printing import configuration, summary, tables
 from torchfleet.api.job.server_role import ServerRole, meeting_name
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role.role_info import SERVER, RoleInfo
+from torchfleet.base.role.role_info import HETER_WORKER, SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 NO_WORKER = "call fleet.init_worker() first (on a worker)"
@@ -71,7 +72,7 @@ class ParameterServerJob(JobSetup):
             return
         if self.info.role != SERVER:
             raise FleetError(
-                "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
+                f"fleet.init_server is for servers, and this process is a {self.info.role}: ask fleet.is_server() first"
             )
         server = ServerRole(self)
         server.listen()  # before loading, which may take long, so that workers see this server
@@ -96,6 +97,11 @@ class ParameterServerJob(JobSetup):
         if self._server is None:
             raise FleetError(NO_SERVER)
         self._server.run()
+
+    def run_heter_worker(self) -> None:
+        if self.model is None:
+            raise FleetError("call fleet.distributed_model before this: a heter worker computes blocks of the model")
+        HeterRole(self.model, self.info, self.strategy or DistributedStrategy()).run()
 
     def init_worker(self, dirname: str | None = None, var_names: list[str] | None = None) -> None:
         if self.info.role == SERVER:
@@ -139,6 +145,9 @@ class ParameterServerJob(JobSetup):
         if self.info.role == SERVER:
             self.init_server(dirname, var_names)
             self.run_server()
+        elif self.info.role == HETER_WORKER:
+            self.run_heter_worker()
+            raise SystemExit(0)
         else:
             self.init_worker(dirname, var_names)
 

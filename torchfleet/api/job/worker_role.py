@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.api.job.heter_role import heter_blocks, place_blocks, remote_blocks
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.joining import FREE_MODES, catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.last_saves import LastSave, LastSaves
@@ -41,6 +42,7 @@ from torchfleet.ps.tables.rows.row_statistics import is_pushed
 from torchfleet.ps.tables.settings.clock import MAX_TIME
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.heter.remote_block import RemoteBlocks
 from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.membership import Membership
 from torchfleet.ps.worker.model_saving import Kind, save_model, tell_of_replacing
@@ -68,6 +70,7 @@ class WorkerRole:
         self.first_step = 0  # the worker's first step: in sync mode above 0 after a restart
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
+        self._blocks: RemoteBlocks | None = None  # what heter workers compute
         self._known_status: WorkerStatus | None = None  # until training can begin
         self.client = self._connect()
         self._ends.callback(self.client.close)
@@ -82,6 +85,8 @@ class WorkerRole:
         if self.info.is_local:  # its tables are here: kernels use as many threads as torch does
             TEAM.resize(torch.get_num_threads())
             self._ends.callback(TEAM.resize, 1)
+        if self.info.heter_endpoints:
+            heter_blocks(self.model, self.info, self.strategy)  # raises before anything is created
         plan, loaded = setup.plan, None if dirname is None else os.fspath(dirname)
 
         def give_tables(servers: Collection[str]) -> None:
@@ -116,6 +121,7 @@ class WorkerRole:
         self._ends.callback(self.status.close)
         self._schedules = global_schedules(self.info, self.strategy.mode, self._optimizers[0])
         self._bind()
+        self._compute_blocks()
         self._ends.callback(self._model_state().close, LEFT)
         self._tracing = trace_steps(self.info, self.strategy.mode, self.model, self._optimizers)
         self._ends.callback(self._tracing.close)
@@ -276,6 +282,8 @@ class WorkerRole:
         if self._hybrid is not None:
             self._hybrid.close(alone)
         final = self.stats()
+        if self._blocks is not None:
+            self._blocks.close(is_told=True)
         self.status.has_left = True
         self.status.write(now=True)
         if self._membership is not None:
@@ -301,6 +309,8 @@ class WorkerRole:
             "unforeseen": self.engine.unforeseen(),
             "unforeseen_wait": self.engine.unforeseen_cost.share,
         }
+        if self._blocks is not None:
+            worker["heter"] = self._blocks.stats()
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
         dropped = sum(server["dropped"] for server in servers)
@@ -347,6 +357,14 @@ class WorkerRole:
             optimizer.bind(self.engine, self.communicator)
             optimizer.after_step = self._step_made
         self._optimizers[-1].after_step = self._whole_step_made
+
+    def _compute_blocks(self) -> None:
+        """Decide where the blocks under fleet.device_guard("gpu") are computed: by heter workers, or here."""
+        if self.info.heter_endpoints:
+            self._blocks = remote_blocks(self.model, self.info, self.strategy)
+            self._ends.callback(self._blocks.close, is_told=False)
+        else:
+            place_blocks(self.model, self.info, self.strategy)
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchfleet.base.role.role_info import HETER_WORKER
+
 _STILL = 10.0  # seconds without a step after which a worker is stalled, or
 _NUM_STEPS = 3  # the duration of this many of its steps, if that is longer
 _OF_STEPS = ("waiting", "pull_wait_ms", "push_wait_ms")  # fields that are valid only while steps are made
@@ -26,7 +28,7 @@ def number_in_files(index: int, replica: int) -> str:
 class RoleSnapshot:
     """One process of a job."""
 
-    role: str  # "server", "worker" or "rank"
+    role: str  # "server", "worker", "heter_worker" or "rank"
     index: int
     state: str  # "starting", "running", "done", "failed", or "waiting" for resources of a cluster
     status: dict[str, Any] = field(default_factory=dict)  # fields: docs/watching.md; empty before the first report
@@ -60,6 +62,11 @@ class JobSnapshot:
 
     def of(self, role: str) -> list[RoleSnapshot]:
         return [found for found in self.roles if found.role == role]
+
+    @property
+    def training(self) -> list[RoleSnapshot]:
+        """The processes that make steps: workers or ranks."""
+        return [found for found in self.roles if found.role not in ("server", HETER_WORKER)]
 
 
 class RatesOfNow:

@@ -8,8 +8,9 @@ from typing import Any
 from torchfleet.base.errors import RoleError
 from torchfleet.base.role.named_variables import NamedVariables
 from torchfleet.base.role.process_settings import loss_of
-from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
+from torchfleet.base.role.role_info import HETER_WORKER, SERVER, WORKER, RoleInfo
 
+HETER_PLACES = ("FLEET_HETER_ENDPOINTS", "PADDLE_HETER_TRAINER_IP_PORT_LIST", "PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST")
 ASK = "ask"  # value of FLEET_RESTART: the servers know how often a worker was started before
 
 
@@ -37,6 +38,7 @@ def fleet_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
             f"FLEET_WORKER_INDEX / PADDLE_TRAINER_ID is {worker}, but there are {num_workers} workers, numbered from 0"
         )
     server = _server_index(variables, servers) if role == SERVER else 0
+    common |= _heter(variables, role)
     asks = found.get("FLEET_RESTART") == ASK
     restart = variables.number("FLEET_RESTART") if "FLEET_RESTART" in found and not asks else 0
     if role == SERVER:
@@ -52,8 +54,7 @@ def _role(variables: NamedVariables) -> str | None:
         return None
     value = values[0]
     known = {"WORKER": WORKER, "TRAINER": WORKER, "SERVER": SERVER, "PSERVER": SERVER}
-    if value.upper() == "HETER_TRAINER":
-        raise RoleError("TRAINING_ROLE=HETER_TRAINER: heter workers are not available yet")
+    known |= {"HETER_WORKER": HETER_WORKER, "HETER_TRAINER": HETER_WORKER}
     if value.upper() not in known:
         raise RoleError(f"FLEET_ROLE / TRAINING_ROLE is {value!r}; expected one of {', '.join(known)}")
     if len({known.get(value.upper(), value) for value in values}) > 1:
@@ -81,17 +82,29 @@ def _refuse_fleet_without_role(variables: NamedVariables) -> None:
 
 
 def _server_index(variables: NamedVariables, servers: Sequence[str]) -> int:
-    if variables.environment.get("FLEET_SERVER_INDEX"):
-        index = variables.number("FLEET_SERVER_INDEX")
-        if index >= len(servers):
-            raise RoleError(f"FLEET_SERVER_INDEX is {index}, but the list of servers has {len(servers)}")
+    return _index(variables, "FLEET_SERVER_INDEX", servers, "server")
+
+
+def _heter(variables: NamedVariables, role: str) -> dict[str, Any]:
+    """The addresses of the heter workers, if the job has any, and the index of this one."""
+    if role != HETER_WORKER and not any(variables.environment.get(name) for name in HETER_PLACES):
+        return {}
+    places = variables.endpoints(*HETER_PLACES)
+    index = _index(variables, "FLEET_HETER_INDEX", places, "heter worker") if role == HETER_WORKER else 0
+    return {"heter_endpoints": places, "heter_index": index}
+
+
+def _index(variables: NamedVariables, name: str, places: Sequence[str], what: str) -> int:
+    """The index of this process among those of its role: as `name` says, or by its own address."""
+    if variables.environment.get(name):
+        index = variables.number(name)
+        if index >= len(places):
+            raise RoleError(f"{name} is {index}, but the list of {what}s has {len(places)}")
         return index
-    own = f"{variables.get('POD_IP', 'FLEET_SERVER_INDEX')}:{variables.get('PADDLE_PORT')}"
-    if own not in servers:
-        raise RoleError(
-            f"this server is {own} by POD_IP and PADDLE_PORT, which is not in the list {', '.join(servers)}"
-        )
-    return servers.index(own)
+    own = f"{variables.get('POD_IP', name)}:{variables.get('PADDLE_PORT')}"
+    if own not in places:
+        raise RoleError(f"this {what} is {own} by POD_IP and PADDLE_PORT, which is not in the list {', '.join(places)}")
+    return places.index(own)
 
 
 def _replica(variables: NamedVariables, places: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""RoleInfo: the role of a process (worker or server), its index and the addresses of all others."""
+"""RoleInfo: the role of a process (worker, server or heter worker), its index and the addresses of all others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WORKER, SERVER = "worker", "server"
+WORKER, SERVER, HETER_WORKER = "worker", "server", "heter_worker"
 SETTINGS = ("none", "log")  # values of FLEET_DURABILITY
 LOSS_END, LOSS_WAIT, GO_ON = "end", "wait", "go_on"
 LOSS_RULES = (LOSS_END, LOSS_WAIT, GO_ON)  # values of FLEET_ON_WORKER_LOSS
@@ -47,6 +47,8 @@ class RoleInfo:
     replica: int = 0  # of a server: the index of its own address among those of its shard
     coordinator: str | None = None  # of servers with replicas: the address of the process that chooses the primary
     waits_for_backups: bool = True  # with replicas: workers begin when every server has its backup
+    heter_endpoints: tuple[str, ...] = ()  # of the heter workers, which compute blocks for the workers
+    heter_index: int = 0  # of a heter worker
     master: str = ""  # host:port where the ranks of a collective job meet; "": MASTER_ADDR and MASTER_PORT
 
     @property
@@ -61,9 +63,12 @@ class RoleInfo:
 
     @property
     def index_on_machine(self) -> int:
-        """A worker's index among those on its host; its index in the job if the hosts are unknown."""
-        hosts = [endpoint.rpartition(":")[0] for endpoint in self.worker_endpoints]
-        index = self.worker_index
+        """The index of a worker, or heter worker, among those on its host; its index in the job if the hosts are
+        unknown."""
+        endpoints, index = self.worker_endpoints, self.worker_index
+        if self.role == HETER_WORKER:
+            endpoints, index = self.heter_endpoints, self.heter_index
+        hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints]
         return hosts[:index].count(hosts[index]) if hosts else index
 
     @property

@@ -16,7 +16,7 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.role.fleet_role import fleet_role
 from torchfleet.base.role.named_variables import NamedVariables, endpoints_of
 from torchfleet.base.role.process_settings import loss_of, process_settings
-from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
+from torchfleet.base.role.role_info import HETER_WORKER, SERVER, WORKER, RoleInfo
 
 
 class AskedRole(ABC):
@@ -30,7 +30,10 @@ class AskedRole(ABC):
         return self.read().role == SERVER
 
     def is_worker(self) -> bool:
-        return not self.is_server()
+        return self.read().role == WORKER
+
+    def is_heter_worker(self) -> bool:
+        return self.read().role == HETER_WORKER
 
     def is_first_worker(self) -> bool:
         return self.is_worker() and self.worker_index() == 0
@@ -47,16 +50,22 @@ class AskedRole(ABC):
     def server_num(self) -> int:
         return self.read().num_servers
 
+    def heter_worker_num(self) -> int:
+        return len(self.read().heter_endpoints)
+
 
 class PaddleCloudRoleMaker(AskedRole):
     """The role from the environment: FLEET_* variables, or Paddle's names unchanged.
 
-    FLEET_ROLE (WORKER | SERVER)            TRAINING_ROLE (TRAINER | PSERVER)
+    FLEET_ROLE                              TRAINING_ROLE
+      (WORKER | SERVER | HETER_WORKER)        (TRAINER | PSERVER | HETER_TRAINER)
     FLEET_SERVER_ENDPOINTS                  PADDLE_PSERVERS_IP_PORT_LIST
     FLEET_NUM_WORKERS                       PADDLE_TRAINERS_NUM
     FLEET_WORKER_INDEX                      PADDLE_TRAINER_ID
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
+    FLEET_HETER_ENDPOINTS                   PADDLE_HETER_TRAINER_IP_PORT_LIST
+    FLEET_HETER_INDEX                       POD_IP and PADDLE_PORT, looked up in the list of heter workers
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables;
     FLEET_VERBOSE=1: print all settings
     FLEET_RESTART: how often this role was started before, or "ask"
@@ -105,17 +114,19 @@ class UserDefinedRoleMaker(AskedRole):
         worker_endpoints: Sequence[str] = (),
         key_dir: str | None = None,
         insecure: bool = False,
+        heter_worker_endpoints: Sequence[str] = (),
     ) -> None:
-        if role not in (WORKER, SERVER):
-            raise RoleError(f"role must be 'worker' or 'server', found {role!r}")
+        if role not in (WORKER, SERVER, HETER_WORKER):
+            raise RoleError(f"role must be 'worker', 'server' or 'heter_worker', found {role!r}")
         if worker_num < 1:
             raise RoleError(f"worker_num must be at least 1, found {worker_num}")
         if worker_endpoints and len(worker_endpoints) != worker_num:
             raise RoleError(f"worker_endpoints lists {len(worker_endpoints)} workers, but worker_num is {worker_num}")
-        limit = worker_num if role == WORKER else len(server_endpoints)
+        limits = {WORKER: worker_num, SERVER: len(server_endpoints), HETER_WORKER: len(heter_worker_endpoints)}
+        limit = limits[role]
         if not 0 <= current_id < max(1, limit):
             raise RoleError(f"current_id is {current_id}, but there are {limit} {role}s, numbered from 0")
-        if not server_endpoints and (role == SERVER or worker_num > 1):
+        if not server_endpoints and (role != WORKER or worker_num > 1 or heter_worker_endpoints):
             raise RoleError(f"server_endpoints is empty: a {role} of a fleet needs the addresses of all servers")
         self._info = RoleInfo(
             role,
@@ -126,6 +137,8 @@ class UserDefinedRoleMaker(AskedRole):
             endpoints_of(",".join(worker_endpoints), "worker_endpoints"),
             key_dir,
             insecure,
+            heter_endpoints=endpoints_of(",".join(heter_worker_endpoints), "heter_worker_endpoints"),
+            heter_index=current_id if role == HETER_WORKER else 0,
         )
 
     def read(self) -> RoleInfo:

@@ -73,10 +73,10 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
                 f"a_sync_configs: gather={self.gather} takes the mean of pushes, and "
                 f"max_merge_var_num={self.max_merge_var_num} sums steps into one. Choose one of them."
             )
-        if self.heter_worker_device_guard != "cpu":
+        if self.heter_worker_device_guard not in ("cpu", "gpu"):
             raise StrategyError(
-                f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: heter workers are "
-                "not available yet; use 'cpu'"
+                f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: expected 'gpu', "
+                "whose blocks heter workers compute (docs/heter.md), or 'cpu', Paddle's default, which changes nothing"
             )
 
     def bound(self, num_workers: int) -> int:

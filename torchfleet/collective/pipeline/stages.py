@@ -6,56 +6,12 @@ Sequential without them is split so that the largest stage has as few parameters
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.nn.modules import module as torch_module
 
+from torchfleet.base.device_guard import stage_of
 from torchfleet.base.errors import StrategyError
-
-_STAGE = "_fleet_stage"
-_guards: list[int] = []  # the stages of the open guards, the innermost last
-
-
-@contextlib.contextmanager
-def device_guard(device: str) -> Iterator[None]:
-    """Modules that are constructed, or assigned to another, in this context belong to the stage that `device` names.
-
-    "gpu:1", "cpu:1" and "stage:1" are all stage 1: the rank decides on which device its stage computes. "gpu" and "cpu"
-    are stage 0. A module outside of all guards belongs to the stage of the module before it.
-    """
-    _guards.append(_stage_number(device))
-    register_module = torch_module.register_module_module_registration_hook
-    register_parameter = torch_module.register_module_parameter_registration_hook
-    handles = [register_module(_on_module), register_parameter(_on_parameter)] if len(_guards) == 1 else []
-    try:
-        yield
-    finally:
-        _guards.pop()
-        for handle in handles:
-            handle.remove()
-
-
-def _stage_number(device: str) -> int:
-    found = re.fullmatch(r"(?:gpu|cpu)|(?:gpu|cpu|stage):(\d+)", device)
-    if found is None:
-        raise StrategyError(
-            f"device_guard({device!r}): expected 'gpu:<stage>', 'cpu:<stage>' or 'stage:<stage>', for example 'gpu:1'"
-        )
-    return int(found[1] or 0)
-
-
-def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    if module is not None:
-        vars(module).setdefault(_STAGE, _guards[-1])
-
-
-def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Mark a module that gets its first parameter: it is constructed in the guard. One that has more is older."""
-    if not any(known is not None for known in module._parameters.values()) and not module._modules:
-        vars(module).setdefault(_STAGE, _guards[-1])
 
 
 def chain(model: torch.nn.Module, name: str = "") -> list[str]:
@@ -112,7 +68,8 @@ def _checked_names(model: torch.nn.Module, given: Sequence[str]) -> list[str]:
 def _guarded_starts(model: torch.nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
-        stage = vars(module).get(_STAGE, len(found))
+        guarded = stage_of(module)
+        stage = len(found) if guarded is None else guarded
         if not name or stage == len(found):
             continue
         if stage != len(found) + 1:

@@ -63,6 +63,16 @@ def check_script(options: argparse.Namespace) -> None:
         raise RoleError(f"no script at {options.script}")
 
 
+def refuse_heter_workers(options: argparse.Namespace) -> None:
+    """Raise RoleError for heter workers on a cluster, whose launchers do not start them."""
+    if options.heter_worker_num or options.heter_workers:
+        raise RoleError(
+            "--heter_worker_num, --heter_workers: fleetrun starts heter workers on this machine (--server_num) or on "
+            "listed ones (--servers), not on a cluster. There, give each process its role by FLEET_ROLE=HETER_WORKER "
+            "and the other variables of docs/heter.md."
+        )
+
+
 def job_spec_of(options: argparse.Namespace) -> JobSpec:
     """Return the job that these options describe. Raises FleetError for invalid sizes and resources."""
     command = module_command if options.module else script_command

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from torchfleet.base.errors import RoleError
+from torchfleet.launch.clusters.job_options import refuse_heter_workers
 from torchfleet.launch.clusters.on_ray.package import PACKAGE, package_files
 from torchfleet.launch.clusters.on_ray.ray_cluster import (
     Files,
@@ -74,6 +75,7 @@ class RayLauncher:
                 f"--cluster expects ray, ray=ADDRESS, or slurm inside a job of Slurm; found {options.cluster!r}. "
                 "Kubernetes has a command of its own: fleetrun k8s."
             )
+        refuse_heter_workers(options)
         wrong = [f"--{name}" for name in _ELSEWHERE if getattr(options, name)]
         if wrong:
             raise RoleError(f"{', '.join(wrong)}: on Ray the cluster places all processes. Leave it out.")

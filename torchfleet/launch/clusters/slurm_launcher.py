@@ -11,6 +11,7 @@ from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.base.role.process_settings import LOG_RUN, LOG_STORE, start_timeout_of
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
+from torchfleet.launch.clusters.job_options import refuse_heter_workers
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step, refuse_copies
@@ -59,6 +60,7 @@ class SlurmLauncher:
             if not _is_part(options):
                 refuse_copies(os.environ)
             return False
+        refuse_heter_workers(options)
         wrong = [f"--{name}" for name in _OTHERS if getattr(options, name, None)]
         if wrong:
             raise RoleError(

@@ -77,7 +77,7 @@ def totals_of(snapshot: JobSnapshot) -> JobTotals:
     """Compute the totals. A backup holds the same rows as its primary, so only its memory counts."""
     servers = [role.status for role in snapshot.of("server")]
     primaries = [status for status in servers if not status.get("backup")]
-    workers = [role for role in snapshot.roles if role.role != "server"]
+    workers = snapshot.training
     training = [role.status for role in workers if is_training(role)]
     tables = [table for status in primaries for table in status.get("tables", {}).values()]
     rows = [status["rows"] for status in primaries if "rows" in status]

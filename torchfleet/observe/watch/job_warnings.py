@@ -69,7 +69,7 @@ class JobWarnings:
                 self._changed[role.key] = snapshot.time, said
 
     def _found(self, snapshot: JobSnapshot) -> Iterator[Found]:
-        workers = [role for role in snapshot.roles if role.role != "server" and is_training(role)]
+        workers = [role for role in snapshot.training if is_training(role)]
         yield from self._stragglers(workers, snapshot.time)
         for worker in workers:
             yield from self._queue(worker, snapshot.time)

@@ -57,7 +57,7 @@ def job_line(snapshot: JobSnapshot) -> str:
         parts.append(" ".join(totals.shown_metrics))
     if held := _held(totals):
         parts.append(held)
-    workers = [role for role in snapshot.roles if role.role != "server"]
+    workers = snapshot.training
     num_done = sum(role.state == "done" for role in workers)
     if parts and 0 < num_done < len(workers):
         parts.append(f"{num_done} of {figures.plural(len(workers), workers[0].role)} done")

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.base.printable import bare
+from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.columns_fit import Column, cropped, field_of, metrics_of, table
 from torchfleet.observe.watch.job_totals import JobTotals, Progress, totals_of
@@ -108,16 +109,18 @@ class Screen:
 
     def _header(self, snapshot: JobSnapshot, totals: JobTotals, elapsed: float) -> Text:
         servers = {role.index for role in snapshot.of("server")}  # a server and its backup are one
-        others = [role for role in snapshot.roles if role.role != "server"]
+        others = snapshot.training
         parts = [figures.plural(len(servers), "server")] if servers else []
         parts += [figures.plural(len(others), others[0].role)] if others else []
+        heters = snapshot.of(HETER_WORKER)
+        parts += [figures.plural(len(heters), "heter worker")] if heters else []
         line = Text(f"{totals.mode or 'fleet'}", "bold cyan")
         line.append(f"  {' × '.join(parts)}  {figures.duration(elapsed)}", "bold")
         return line.append(f"  {self._log_dir}", "dim")
 
     def _tables(self, snapshot: JobSnapshot, width: int, height: int) -> list[Text]:
         """Workers first; servers get a third of the lines, or more where workers leave them."""
-        workers = [role for role in snapshot.roles if role.role != "server"]
+        workers = snapshot.training
         servers = snapshot.of("server")
         tables = self._table_lines(servers) if self._verbose else []
         wanted_servers = len(servers) + 1 if servers else 0

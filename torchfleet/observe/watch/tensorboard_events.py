@@ -59,7 +59,7 @@ def scalars_of(role: RoleSnapshot) -> dict[str, float]:
 def scalars_of_job(snapshot: JobSnapshot) -> dict[str, float]:
     """Means of the metrics that workers or ranks have reported, and the speeds of those that train, as the display has
     them."""
-    workers = [role for role in snapshot.roles if role.role != "server"]
+    workers = snapshot.training
     found = {f"metrics/{name}": value for name, value in means(role.metrics for role in workers).items()}
     training = [role.status for role in workers if is_training(role)]
     for field in _SUMMED:
@@ -96,7 +96,7 @@ class TensorBoardEvents:
             if role.status:
                 own = role.status.get("steps", step)
                 self._run(role.key).write(scalars_of(role), _ages_of(role), own, snapshot.time)
-        if any(role.status and role.role != "server" for role in roles):
+        if any(role.status for role in snapshot.training if role in roles):
             self._run(JOB).write(scalars_of_job(snapshot), {}, step, snapshot.time)
 
     def _run(self, key: str) -> _Run:

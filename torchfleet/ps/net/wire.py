@@ -68,6 +68,8 @@ class Command(IntEnum):
     LOST = 25
     TABLES = 26
     SUBSCRIBE = 27
+    FORWARD = 28  # of heter workers, as BACKWARD
+    BACKWARD = 29
 
 
 class Role(IntEnum):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ BUSY_PAUSE = 0.25  # seconds before a retry to a server that was too busy; doubl
 MAX_BUSY_PAUSE = 2.0
 FIRST_PAUSE = 2.0  # seconds before a retry to a server that may be down; doubles each time
 TOLD_AT = 3  # attempts before a message reports that a server is down
+LOOK_AFTER = 0.5  # seconds of silence after which a server's process is looked for, where that can be seen
 AWAY = 2.0  # seconds without polling the channel; a longer gap is this process's own pause, not the server's silence
 
 _incarnations: dict[int, int] = {}  # by pid: a forked child is a separate process
@@ -105,9 +106,12 @@ class Connection:
         patience: Patience,
         window: int,
         process: int | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`process`: the number of the worker's process, if it is not this one."""
+        """`process`: the number of the worker's process, if it is not this one. `is_gone`: whether the server's process
+        is known to have ended; asked during long waits."""
         self._process = incarnation() if process is None else process
+        self._is_gone = is_gone
         self.name, self._channel, self._patience, self._window = name, channel, patience, window
         self._replicas = channel if isinstance(channel, ReplicaChannels) else None
         self._worker, self._role = worker, role
@@ -177,6 +181,8 @@ class Connection:
         if ping is not None and ping.error is not None:
             raise ping.error
         silent = self._channel.now() - self._heard
+        if silent > LOOK_AFTER and self._is_gone():
+            raise ServerUnreachable(f"{self.name} has ended: no process listens at its address")
         if silent > self._patience.timeout / 4 and (ping is None or ping.is_done) and len(self._calls) < self._window:
             return self.submit(Command.PING, [])
         return ping
