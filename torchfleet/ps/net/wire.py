@@ -68,6 +68,8 @@ class Command(IntEnum):
     LOST = 25
     TABLES = 26
     SUBSCRIBE = 27
+    EXCHANGE = 28
+    ENTER = 29
 
 
 class Role(IntEnum):
