@@ -189,10 +189,15 @@ def run_elastic(
     return jobs.in_threads(work, NUM_WORKERS)
 
 
+def wait_at_entrance(part: Part, worker: int) -> None:
+    entrance = part.worker._servers.servers[0].state.meetings.entrance  # type: ignore[attr-defined]
+    jobs.wait_until(lambda: worker in entrance.waiting or worker in entrance.members, "the worker at the entrance")
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam], ids=["adam", "an optimizer of torch alone"])
 def test_a_worker_that_joins_gets_network_and_state_and_counts_from_the_next_round(kind: Any) -> None:
-    """After two rounds of workers 0 and 1, worker 2 joins: the others wait at a gate until it stands at the entrance."""
-    gate, has_come = threading.Event(), threading.Event()
+    """After two rounds of workers 0 and 1 worker 2 joins: they wait at a gate until it stands at the entrance."""
+    gate = threading.Event()
 
     def begin(index: int) -> None:
         if index == 2:
@@ -203,9 +208,7 @@ def test_a_worker_that_joins_gets_network_and_state_and_counts_from_the_next_rou
         for step, batch in enumerate(batches_of(part.index)):
             if part.index < 2 and step == 2:
                 gate.set()
-                waiting = part.worker._servers.servers[0].state.meetings.entrance.waiting  # type: ignore[attr-defined]
-                jobs.wait_until(lambda: 2 in waiting or has_come.is_set(), "worker 2 at the entrance")
-                has_come.set()
+                wait_at_entrance(part, 2)
             part.step(batch)
             values.append(network(part.model))
         return values

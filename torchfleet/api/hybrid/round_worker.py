@@ -97,7 +97,8 @@ class RoundWorker(HybridWorker):
         rounds = self.rounds
         return {
             "rounds": rounds.num_made, "computed": self._average.seconds, "waited": rounds.seconds,
-            "bytes": rounds.num_bytes, "again": rounds.num_again, "workers": list(rounds.workers),
+            "slowest": self._average.seconds_behind, "bytes": rounds.num_bytes, "again": rounds.num_again,
+            "workers": list(rounds.workers),
         }  # fmt: skip
 
     def _row_share(self) -> float:

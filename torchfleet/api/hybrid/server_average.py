@@ -43,6 +43,7 @@ class ServerAverage(GradientAverage):
         self._groups: list[dict[str, Any]] = []
         self._since = time.perf_counter()  # the end of the last round
         self.seconds = 0.0  # computed, over all rounds
+        self.seconds_behind = 0.0  # by which the slowest worker of each round was slower
 
     def watch_network(self, wrapped: WrappedModel) -> None:
         """Average the gradients of the model's trained parameters from now on."""
@@ -94,8 +95,13 @@ class ServerAverage(GradientAverage):
             return
         for bucket in self._buckets[len(self._under_way) :]:
             self._exchange(bucket)
-        self.seconds += time.perf_counter() - self._since
-        for mean, (_, _, bucket) in zip(self.rounds.finish(), self._under_way, strict=True):
+        begun = time.perf_counter()
+        self.seconds += begun - self._since
+        means = self.rounds.finish()
+        slowest = max((own.seconds for own in self.rounds.told.values()), default=0.0)
+        waited = time.perf_counter() - begun
+        self.seconds_behind += min(waited, max(0.0, slowest - self._own.seconds))
+        for mean, (_, _, bucket) in zip(means, self._under_way, strict=True):
             parts = torch.from_numpy(mean.copy()).split([p.numel() for p in bucket])  # type: ignore[no-untyped-call]
             for part, parameter in zip(parts, bucket, strict=True):
                 _write(parameter, part)

@@ -135,6 +135,8 @@ class Rounds:
 
     def forget(self, worker: int) -> None:
         """The worker's process was replaced. Open rounds go on without it, and so does the next one."""
+        if not self.newest:
+            return
         self._out[worker] = self.newest + 1
         for bucket, present in list(self.open.items()):
             present.given.pop(worker, None)
