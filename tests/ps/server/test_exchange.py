@@ -260,9 +260,28 @@ class TestEntrance:
             job.enter(worker)
         for worker in range(3):
             job.give(worker, 1.0, 2, is_last=worker == 0)
+        job.give(1, 1.0, 3, workers=[1, 2]), job.give(2, 1.0, 3, workers=[1, 2])
         assert job.enter(0, 2) == []
         assert_ok(job.workers[1].ask(Command.LEAVE))
-        assert entered(job.lose(2))[0] == {"round": 4, "workers": [0], "holders": []}
+        assert entered(job.lose(2))[0] == {"round": 5, "workers": [0], "holders": []}
+
+    def test_what_the_last_ones_have_left_is_the_newest(self, job: Job) -> None:
+        for worker in range(3):
+            job.enter(worker)
+        for worker in range(3):
+            job.give(worker, 1.0, 2, is_last=True)
+        assert job.enter(0, 2) != [], "it made the last round itself"
+        job.give(0, 1.0, 4, workers=[0], is_last=True)
+        copy, talk = Array(0, np.arange(5, dtype=np.uint8)), job.workers[0]
+        assert_ok(talk.ask(Command.ENTER, pack({"number": 0, "made": 4}), copy))
+        (reply,) = job.enter(1, 2)
+        assert unpack(reply.arrays[0], dict) == {"round": 6, "workers": [1], "holders": []}
+        assert reply.arrays[1].data.reshape(-1).tolist() == [0, 1, 2, 3, 4]
+        assert unpack(job.workers[2].ask(Command.ENTER, pack({"number": 0})).arrays[0], dict) == {"round": 4}
+        job.give(1, 1.0, 6, workers=[1])
+        assert unpack(job.workers[2].ask(Command.ENTER, pack({"number": 0})).arrays[0], dict) == {"round": 0}
+        kind, _ = refusal(talk.ask(Command.ENTER, pack({"number": 0, "made": 4})))
+        assert kind == "WireError"
 
 
 def test_a_log_makes_the_same_rounds_again() -> None:

@@ -70,7 +70,7 @@ class NetworkCopy:
                 blocks.append(_bytes(value))
             else:
                 entries.append(Entry(name, key, number=float(value)))
-        data = np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
+        data = _together(blocks)
         yield [pack(CopyHead(number, workers, self._optimizer.num_steps, len(data), entries))]
         for start in range(0, len(data), _PIECE):
             yield [Array(0, data[start : start + _PIECE])]
@@ -88,6 +88,11 @@ class NetworkCopy:
                     )
                 if id(parameter) in names:
                     yield names[id(parameter)], key, value
+
+    def restore_pieces(self, pieces: list[Array]) -> None:
+        """As `restore`, of all pieces in one message."""
+        blocks = [piece.data.reshape(-1).view(np.uint8) for piece in pieces[1:]]
+        self.restore(unpack(pieces[0], CopyHead, MAX_FRAME), _together(blocks))
 
     @torch.no_grad()
     def restore(self, head: CopyHead, data: Bytes) -> None:
@@ -161,7 +166,11 @@ def receive_copy(client: Client, worker: int, topic: str, seconds: float) -> tup
                 return None
             time.sleep(_PAUSE)
     client.take(topic, worker, received)  # the servers may forget it
-    return head, np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
+    return head, _together(blocks)
+
+
+def _together(blocks: list[Bytes]) -> Bytes:
+    return np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
 
 
 def _bytes(value: torch.Tensor) -> Bytes:

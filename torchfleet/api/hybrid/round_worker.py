@@ -21,6 +21,7 @@ from torchfleet.base.errors import WorkerMissing
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.role.role_info import GO_ON, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.net.wire import Array
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.peers import Workers
@@ -79,9 +80,21 @@ class RoundWorker(HybridWorker):
     def step_made(self) -> None:
         """Send the network to workers that join, and copy it to the servers from time to time."""
         self._send_network()
+        if self.rounds.leaves_copy:
+            self.rounds.leaves_copy = False
+            number = self.rounds.number - 1
+            self._own_client.leave_network(number, [piece[0] for piece in self._copy.pieces(number, [])])
         if self._shares is not None:
             self._shares.note(self.rounds.told)
         super().step_made()
+
+    def put_network(self) -> None:
+        """Copy the newest network to the servers: this worker's or, if it left earlier than others, theirs."""
+        if self._is_apart and not self.rounds.is_in and self.rounds.num_made:
+            copy = self.rounds.newer_copy()
+            if copy:
+                self._copy.restore_pieces(copy)
+        super().put_network()
 
     def meet(self, what: str) -> None:
         """Do nothing: the servers know which workers wait for each other."""
@@ -107,9 +120,9 @@ class RoundWorker(HybridWorker):
     def _enter(self) -> None:
         """Take part in rounds, with the network that those who do have."""
         for _ in range(_MOST_TRIES):
-            entered = self.rounds.enter()
+            entered, copy = self.rounds.enter()
             if not entered.holders:
-                self._take_servers_copy()
+                self._take_servers_copy(copy)
                 return
             if self._info.worker_index in entered.holders:
                 self._send_network()
@@ -126,8 +139,11 @@ class RoundWorker(HybridWorker):
             "the others."
         )
 
-    def _take_servers_copy(self) -> None:
-        """All workers begin with what the servers keep. At the very beginning, they have it already."""
+    def _take_servers_copy(self, copy: list[Array]) -> None:
+        """Begin with what the last workers have left with the servers, else with what the tables keep."""
+        if copy:
+            self._copy.restore_pieces(copy)
+            return
         for dense in (*self._plan.dense, *self._plan.fixed):
             dense.write(self._client.pull_dense(dense.spec.name).result())
         self._kept.take(self._client)

@@ -41,11 +41,11 @@ class Made(msgspec.Struct):
 
 
 class Entered(msgspec.Struct):
-    """The reply to ENTER."""
+    """The first array of the reply to ENTER."""
 
-    round: int  # the first round that this worker takes part in
-    workers: list[int]
-    holders: list[int]  # have the newest network; none: the servers' copy is the newest
+    round: int  # the first round that this worker takes part in; of a copy alone: the round after which it was left
+    workers: list[int] = []
+    holders: list[int] = []  # have the newest network; none: a copy follows, or that of the tables is the newest
 
 
 @dataclass
@@ -71,6 +71,7 @@ class ServerRounds:
     ended: list[int] = field(default_factory=list)  # workers whose last batch was in the last round
     told: dict[int, Told] = field(default_factory=dict)  # by worker of the last round
     newcomers: list[int] = field(default_factory=list)  # to whom this worker sends the network, after its step
+    leaves_copy: bool = False  # all workers leave after this round, and this one leaves the network with the servers
     num_made: int = 0
     num_again: int = 0  # means that were asked for again, because a worker was lost within a round
     seconds: float = 0.0  # that this worker waited for means
@@ -79,14 +80,25 @@ class ServerRounds:
     _num_entered: int = 0
     _sizes: list[int] = field(default_factory=list)
 
-    def enter(self) -> Entered:
-        """Take part from the next round on. Waits until the others have made theirs, or until all have come."""
+    def enter(self) -> tuple[Entered, list[Array]]:
+        """Take part from the next round on. Waits until the others have made theirs, or until all have come. Returns
+        the copy of the network, too, if one was left with the servers."""
         self._num_entered += 1
-        found = msgspec.convert(self.client.enter(self._num_entered, self.timeout), Entered)
+        head, *copy = self.client.enter(self._num_entered, self.timeout)
+        found = unpack(head, Entered)
         self.begin(found.round, found.workers)
         if self.worker in found.holders and self.worker == min(found.holders):
             self.newcomers = [worker for worker in found.workers if worker not in found.holders]
-        return found
+        return found, copy
+
+    def newer_copy(self) -> list[Array]:
+        """The copy of the network that others have left since this worker's last round; empty if there is none."""
+        head, *copy = self.client.enter(0, self.timeout)
+        found = unpack(head, Entered)
+        if found.round < self.number:
+            return []
+        self.number = found.round + 1
+        return copy
 
     def begin(self, number: int, workers: Sequence[int]) -> None:
         """The next round is `number`, of these workers."""
@@ -138,6 +150,7 @@ class ServerRounds:
         self.workers = sorted({*staying, *first.entering})
         self.is_in = self.worker in staying
         self.newcomers = list(first.entering) if staying and self.worker == staying[0] else []
+        self.leaves_copy = not staying and self.worker == common[0]
         self.number += 1
         self.num_made += 1
 

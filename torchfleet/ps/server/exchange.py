@@ -9,8 +9,8 @@ import msgspec
 
 from torchfleet.base.errors import TableError, WireError
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.net.wire import MAX_BODY, unpack
-from torchfleet.ps.server.arrays import check_worker, floats, only
+from torchfleet.ps.net.wire import MAX_BODY, pack, unpack
+from torchfleet.ps.server.arrays import check_worker, floats
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.rounds import MAX_BUCKETS, MAX_RATES, MAX_SAMPLES, ExchangeBody
 from torchfleet.ps.server.state.state import State
@@ -19,7 +19,8 @@ _SKIPPED = 2  # a new beginning skips this many numbers, which a lost worker may
 
 
 class EnterBody(msgspec.Struct, forbid_unknown_fields=True):
-    number: int  # numbers the requests of the worker's process: a repeat gets the same answer
+    number: int  # numbers the requests of the worker's process: a repeat gets the same answer; 0: it does not enter
+    made: int = 0  # > 0: brings the network as it is after this round, for workers that enter later
 
 
 def exchange(state: State, request: Request) -> Answer | None:
@@ -45,13 +46,30 @@ def exchange(state: State, request: Request) -> Answer | None:
 
 
 def enter(state: State, request: Request) -> Answer | None:
-    """Take part in rounds from the next one on. The reply says which that is, and which workers have the network."""
+    """Take part in rounds from the next one on. The reply says which that is, and which workers have the network.
+
+    With number 0: leave a copy of the network here, if the request brings one, and else take the one that was left.
+    """
     check_worker(state, request)
-    body = unpack(only(request), EnterBody, MAX_BODY)
+    arrays, entrance = request.message.arrays, state.meetings.entrance
+    if not arrays:
+        raise WireError("expected a body, found no array")
+    body = unpack(arrays[0], EnterBody, MAX_BODY)
+    if body.number < 0 or body.made < 0 or bool(body.made) != (len(arrays) > 1) or (body.made and body.number):
+        raise WireError(
+            f"expected a body, and a copy of the network with `made`; found {body} and {len(arrays)} arrays"
+        )
+    if body.made:
+        hold = state.budgets.take(request.peer, request.num_bytes)
+        entrance.leave_copy(body.made, arrays[1:], hold)
+        close_rounds(state)
+        return []
+    if not body.number:
+        return [pack({"round": entrance.left_after if entrance.left else 0}), *entrance.left]
     if not state.num_workers:
         raise TableError("this server was not told the number of workers, so it cannot begin rounds: use num_workers")
     state.budgets.hold(request)
-    answer = state.meetings.entrance.arrive(body.number, request)
+    answer = entrance.arrive(body.number, request)
     if answer is not None:
         return answer
     state.meetings.members.come(request.message.worker)
@@ -132,7 +150,7 @@ def _missing_at_entrance(state: State) -> set[int]:
     if not state.meetings.rounds.newest:
         lacks = len(entrance.waiting) < min(members.min_workers, len(expected))
         return expected - set(entrance.waiting) if lacks else set()
-    if entrance.holders.intersection(entrance.waiting):
+    if entrance.left or entrance.holders.intersection(entrance.waiting):
         return set()
     return {worker for worker in entrance.holders - members.absent if presence.incarnation(worker) is not None}
 

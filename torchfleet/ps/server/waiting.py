@@ -14,6 +14,7 @@ from torchfleet.ps.server.sync_step import close_sync_step
 
 _STEP = "optimizer.step()"
 _ROUND = "loss.backward(), for the others' gradients"
+_ENTRANCE = "model(...), for the others' network"
 
 
 def end_hopeless_waits(state: State, now: float) -> bool:
@@ -158,6 +159,6 @@ def _places(state: State) -> dict[int, str]:
         places[worker] = f"gather '{name}'"
     for request in state.meetings.rounds.waiting():
         places[request.message.worker] = _ROUND
-    for worker in state.meetings.entrance.waiting if missing_in_rounds(state) else ():
-        places[worker] = _ROUND
+    for worker in state.meetings.entrance.waiting:
+        places[worker] = _ENTRANCE
     return places
