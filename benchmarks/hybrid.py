@@ -130,11 +130,16 @@ def run(way: str, chosen: argparse.Namespace, is_slowed: bool = False) -> Found:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         logs = [path.read_text() for path in sorted((Path(folder)).glob("latest/workerlog.*"))]
-    printed = re.findall(r"RESULT (\{.*\})", "\n".join([done.stdout, *logs]))
-    found = {each["worker"]: each for each in map(json.loads, printed)}
+    found = {each["worker"]: each for each in results("\n".join([done.stdout, *logs]))}
     if done.returncode or len(found) != chosen.workers:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return [found[worker] for worker in sorted(found)]
+
+
+def results(text: str) -> list[dict[str, Any]]:
+    """What the workers printed behind RESULT. Lines of several ranks may have run together."""
+    decoder = json.JSONDecoder()
+    return [decoder.raw_decode(text, found.end())[0] for found in re.finditer("RESULT ", text)]
 
 
 def settings(chosen: argparse.Namespace) -> dict[str, Any]:
