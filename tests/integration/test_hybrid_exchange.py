@@ -161,7 +161,7 @@ def run_on_both(joined: Link, folder: Path, way: str) -> None:
                 ends.enter_context(
                     subprocess.Popen(
                         joined.inside(end, *launch, *script),
-                        env=clean_environment(),
+                        env=clean_environment(POD_IP=joined.addresses[end]),
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,
                         text=True,
