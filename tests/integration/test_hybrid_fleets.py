@@ -23,6 +23,11 @@ from torchfleet.ps.worker.lookup.initializers import Uniform
 SCRIPT = str(SCRIPTS / "hybrid_job.py")
 NUM_WORKERS = 2
 HYBRID = {"hybrid": True}
+THROUGH_SERVERS = {**HYBRID, "exchange": "servers"}
+LEASE = 2.0  # seconds without a sign of life, after which a worker counts as lost
+
+
+ADAM, SGD = Rule("adam", 0.05, 1e-8, 0.9, 0.999), Rule("sgd", 0.05)
 
 
 def started(
@@ -46,12 +51,12 @@ def log(folder: Path, worker: int) -> str:
     return (folder / "log" / "latest" / f"workerlog.{worker}").read_text()
 
 
-def replayed_rows(folder: Path, order: Any) -> Any:
+def replayed_rows(folder: Path, order: Any, rule: Rule = ADAM) -> Any:
     """The pushes that the workers wrote down, one after another in this order, on a table of our own.
 
     A worker that was started again is another client: of each the server has got the first pushes, in their order.
     """
-    spec = TableSpec("items", dim=DIM, rule=Rule("adam", 0.05, 1e-8, 0.9, 0.999), initializer=Uniform(-0.05, 0.05))
+    spec = TableSpec("items", dim=DIM, rule=rule, initializer=Uniform(-0.05, 0.05))
     table = SparseTable(spec, 1 << 22)
     table.pull(np.arange(NUM_IDS, dtype=np.uint64))  # first values, which depend on the key alone
     num_done: Counter[tuple[int, int]] = Counter()
@@ -80,7 +85,9 @@ def trained_by_torch(workers: list[Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"), [(["--parts"], {}), ([], {"sharding": True})], ids=["by parts", "sharding"]
+    ("options", "settings"),
+    [(["--parts"], {}), ([], {"sharding": True}), ([], {"a_sync_configs": THROUGH_SERVERS})],
+    ids=["by parts", "sharding", "through the servers"],
 )
 def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_parallelism(
     options: list[str], settings: dict[str, Any], tmp_path: Path
@@ -132,6 +139,31 @@ def test_when_a_worker_is_killed_all_start_again_from_the_network_that_the_serve
     again = [float(log(tmp_path, i).split("starts again with ")[1].split()[0]) for i in range(NUM_WORKERS)]
     assert again[0] == again[1]
     assert again[0] != pytest.approx(first, abs=1e-4)
+
+
+def test_through_the_servers_the_others_go_on_and_the_killed_worker_comes_back_to_their_network(tmp_path: Path) -> None:
+    """Worker 1 is killed behind the third round. Worker 0 makes the other three alone, and leaves its network with the
+    servers; worker 1 begins with that when it is started again."""
+    launch = ("--max_restart", "1", "--on_worker_loss", "go_on")
+    environment = {"FLEET_WORKER_TIMEOUT": str(LEASE)}
+    options = ("--die", "1", "--optimizer", "sgd")
+    with started(tmp_path, *options, launch=launch, environment=environment, a_sync_configs=THROUGH_SERVERS) as job:
+        assert job.wait() == 0, job.output
+    assert lines_naming(job.output, "worker 1", "starting it again")
+    assert not lines_naming(job.output, "starting all workers again")
+    workers, server = notes(tmp_path)
+    np.testing.assert_array_equal(server["rows"], replayed_rows(tmp_path, server["order"], SGD))
+    assert [len(sorted(tmp_path.glob(f"push-{worker}-0-*"))) for worker in range(NUM_WORKERS)] == [STEPS, 2]
+    tower = Model().tower
+    tower.load_state_dict({name: torch.from_numpy(workers[0][f"after.{name}"]) for name in tower.state_dict()})
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.05)
+    for step, (_, y) in enumerate(batches(1, STEPS)):
+        rows = torch.from_numpy(workers[1][f"rows.{step}"])
+        (tower(rows.flatten(1)).squeeze(1) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in tower.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(workers[1][f"after.{name}"]), value.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_without_restarts_the_one_that_was_killed_is_named(tmp_path: Path) -> None:

@@ -128,8 +128,11 @@ def converse(wire: Wire) -> list[Exchange]:
     second.inspect("words", 3)
     first.erase("words", np.array([5, 77], np.uint64))
     _refused(wire, first)
+    _rounds(first, second)
     for worker in (first, second):
         worker.join({"host": "here", "pid": 1, "num_workers": 2, "timeout": 60.0, "sync_timeout": 60.0})
+        if worker is second:  # the other one has left: it begins alone
+            worker.enter(1, 60.0)
         worker.leave()
     first.give_tables(["server 0", "server 1"], specs, {})  # which they have: a repeat
     launcher.stop_servers()
@@ -182,6 +185,14 @@ def _meetings(wire: Wire, first: Any, second: Any) -> None:
     first.files({**lists, "files": ["part-0", "part-1"]})
     first.files({**lists, "take": 1})
     first.files({**lists, "done": ["part-0"]})
+
+
+def _rounds(first: Any, second: Any) -> None:
+    body = {"round": 1, "bucket": 0, "workers": [0, 1], "samples": 2.0, "rates": [0.5]}
+    waiting = first.exchange(1, body, np.linspace(0.0, 1.0, 3, dtype=np.float32), 60.0)
+    second.exchange(1, {**body, "samples": 6.0}, np.ones(3, np.float32), 60.0).result()
+    waiting.result()
+    first.exchange(1, {"round": 1, "bucket": 0, "workers": [1], "again": True}, None, 60.0).result()
 
 
 def _shrink(wire: Wire, first: Any) -> None:

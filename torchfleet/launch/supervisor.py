@@ -26,7 +26,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # these end a job
 _PAUSE = 0.1  # seconds between two polls of the processes
 _QUICK = 0.02  # the same for servers with backups: a backup waits for the message that its primary has ended
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job fails
-_TOGETHER = "hybrid"  # the mode whose workers restart together: none can continue without the others
+# The mode whose workers restart together, unless --on_worker_loss says that the others go on or wait.
+_TOGETHER = "hybrid"
 
 
 class JobSupervisor:
@@ -206,7 +207,8 @@ class JobSupervisor:
         if process.task.role in ("server", HETER_WORKER):
             return self._restart_serving(process, watch)
         mode = process.status().get("mode", "")
-        if mode == _TOGETHER and not self._job.max_job_restart:
+        is_together = mode == _TOGETHER and not may_restart(mode, process.task.environment)
+        if is_together and not self._job.max_job_restart:
             return self._restart_workers(process, watch)
         is_free = not mode and is_late(self._job, process.task)  # it failed before it could say its mode
         # One that has waited for another worker in vain would train all again, and wait for the same worker again.

@@ -126,6 +126,8 @@ class TestFields:
             "half_async": False,
             "hybrid": False,
             "hybrid_keep_seconds": 10.0,
+            "exchange": "auto",
+            "balance": False,
             "max_merge_var_num": 1,
             "send_queue_size": 3,
             "independent_recv_thread": False,

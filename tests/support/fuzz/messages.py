@@ -47,6 +47,7 @@ def messages() -> list[bytes]:
     barrier = {"name": "b", "num_workers": 2, "timeout": 0.5}
     join = {"host": "h", "pid": 1, "num_workers": 3, "timeout": 1.0, "sync_timeout": 2.0}
     claims = {"release": "0", "server": 0, "num_servers": 1, "strategy": {"a_sync": True, "m": "x"}, "tables": [SPEC]}
+    part = {"round": 1, "bucket": 0, "workers": [0, 1, 2], "samples": 2.0, "rates": [0.5]}
     made = [
         Message(Command.PING),
         Message(Command.STATS),
@@ -59,6 +60,8 @@ def messages() -> list[bytes]:
         Message(Command.BARRIER, arrays=[wire.pack(barrier)]),
         Message(Command.LEAVE),
         Message(Command.JOIN, arrays=[wire.pack(join), wire.pack(claims)]),
+        Message(Command.EXCHANGE, arrays=[wire.pack(part), rows]),
+        Message(Command.ENTER, arrays=[wire.pack({"number": 1})]),
         Message(Command.PULL_CHANGED, arrays=[Array(0, np.zeros(1, np.uint64)), Array(SPEC.number, np.zeros(0))]),
     ]
     for i, message in enumerate(made):

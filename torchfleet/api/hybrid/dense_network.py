@@ -1,17 +1,20 @@
 """The dense network of a worker in hybrid mode, exchanged and stepped as in a collective job. Rows are not exchanged.
 
 The user's model remains the same object. Its `forward` is replaced by one that calls the collective strategies and, in
-training, DistributedDataParallel. The empty weights of sparse embeddings are local to each worker.
+training, DistributedDataParallel or what exchanges gradients through the servers (server_average.py). The empty weights
+of sparse embeddings are local to each worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from torchfleet.api.hybrid.server_average import ExchangedModel, ServerAverage
 from torchfleet.base.errors import FleetError, ModelError, TableError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -34,9 +37,29 @@ class NetworkJob(ModelAndOptimizer):
     _kind = "hybrid training: the network"
     _beside_rows = True
 
-    def __init__(self, info: RoleInfo, settings: DistributedStrategy, world: World, forward: Forward) -> None:
+    def __init__(
+        self,
+        info: RoleInfo,
+        settings: DistributedStrategy,
+        world: World,
+        forward: Forward,
+        average: ServerAverage | None,
+    ) -> None:
         super().__init__(info)
-        self._settings, self._world, self._forward = settings, world, forward
+        self._settings, self._world, self._forward, self._average = settings, world, forward, average
+
+    def _data_parallel(self, wrapped: WrappedModel) -> Any:
+        if self._average is None:
+            return super()._data_parallel(wrapped)
+        self._average.watch_network(wrapped)
+        return ExchangedModel(wrapped, self._average)
+
+    def describe(self) -> str:
+        if self._average is None:
+            return super().describe()
+        first, *strategies = super().describe().split("\n")
+        workers = f"{self.info.num_workers} workers, through the servers ({self.world.device.type})"
+        return "\n".join([first.partition(" on ")[0] + f" of {workers}", *strategies])
 
     def _forward_of(self, model: torch.nn.Module) -> Forward:
         return self.innermost
@@ -73,13 +96,16 @@ class DenseNetwork:
         settings: DistributedStrategy,
         info: RoleInfo,
         world: World,
+        average: ServerAverage | None = None,
     ) -> None:
+        """`average`: exchanges the gradients through the servers; None: among ranks."""
         check_together(settings)
         use_execution(settings)
         self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
         self._rows = _mark_rows(model, plan)
         self._world = world
-        self._job = NetworkJob(info, settings, world, model.forward)
+        self._job = NetworkJob(info, settings, world, model.forward, average)
+        self._average = average
         self._together = self._job.distribute_model(model)
         if self._together.module is not model:
             raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
@@ -88,6 +114,8 @@ class DenseNetwork:
         is_wrapped = self._alone.wrapped_forward != self._job.innermost
         self._takes_parts = not is_wrapped and not settings.find_unused_parameters
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
+        if average is not None:
+            average.use_rates(self.optimizer.param_groups)
         self._num_calls = 0  # in training, since the last step
         self._hook: Any = None
         model.forward = NetworkForward(self._call, model.forward)
@@ -118,6 +146,11 @@ class DenseNetwork:
             scale *= strategy.row_scale()
         return scale
 
+    @property
+    def row_share(self) -> float:
+        """The factor for gradients of rows: above 1 for a batch that is larger than the user set it (balance)."""
+        return 1.0 if self._average is None else self._average.row_share()
+
     def note_overflow(self) -> None:
         """Record that this worker's gradients of rows were not finite after the division."""
         for strategy in self._job.strategies:
@@ -137,8 +170,27 @@ class DenseNetwork:
                 "and model.train() before."
             )
         self._num_calls = 0
-        self.optimizer.step()
+        with self._common_rates():
+            self.optimizer.step()
         return not self.optimizer.is_skipped
+
+    @contextlib.contextmanager
+    def _common_rates(self) -> Iterator[None]:
+        """Step with the learning rates of the first worker of the round: a worker that joined later may be elsewhere in
+        its schedule, and all networks must stay alike."""
+        groups = self.optimizer.param_groups
+        common = self._average.rounds.rates if self._average is not None else []
+        own = [group["lr"] for group in groups]
+        if len(common) != len(groups) or common == [float(rate) for rate in own]:
+            yield
+            return
+        for group, rate in zip(groups, common, strict=True):
+            group["lr"] = rate if not isinstance(group["lr"], torch.Tensor) else torch.full_like(group["lr"], rate)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, own, strict=True):
+                group["lr"] = rate
 
     def check_finite(self, step: int) -> None:
         """Raise TableError that names the parameters whose gradients have NaN or infinity, the same on all workers."""

@@ -51,6 +51,8 @@ class HybridOptimizer(DistributedOptimizer):
             network.check_finite(number)
             check_finite(self._pushed, gradients, number)
         is_finite = scale == 1.0 or self._unscale(gradients, scale)
+        if network.row_share != 1.0:
+            self._unscale(gradients, 1.0 / network.row_share)
         if not is_finite:
             network.note_overflow()
         is_made = network.step()

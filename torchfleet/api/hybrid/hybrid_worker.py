@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchfleet.api.hybrid.dense_network import DenseNetwork
+from torchfleet.api.hybrid.exchange_choice import network_device
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.hybrid.kept_network import KeptNetwork
 from torchfleet.api.hybrid.meeting_place import Gather, join_group
@@ -22,7 +23,14 @@ from torchfleet.ps.worker.client.client import Client
 
 
 class HybridWorker:
-    """All workers create it together, once the model has the servers' values."""
+    """All workers create it together, once the model has the servers' values.
+
+    The network is exchanged among ranks of torch.distributed; RoundWorker exchanges it through the servers.
+    """
+
+    meets_at_end = True  # workers that have made their last step wait for each other
+    _attendance: Attendance | None = None
+    _has_met_at_end = False
 
     def __init__(
         self,
@@ -34,7 +42,7 @@ class HybridWorker:
         gather: Gather,
     ) -> None:
         plan = optimizer.plan
-        device = next((p.device for group in plan.dense for p in group.parameters), torch.device("cpu"))
+        device = network_device(plan)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._is_ours = not dist.is_initialized()
@@ -47,8 +55,7 @@ class HybridWorker:
         self._kept = KeptNetwork(plan, self._network.optimizer, self._network.owns_state, seconds)
         self._kept.take(client)
         optimizer.join(self._network)
-        self._worker_timeout, self._attendance = info.worker_timeout, None
-        self._has_met_at_end = False
+        self._worker_timeout = info.worker_timeout
         if store is not None:
             timeout = settings.sync_timeout
             self._attendance = Attendance(store, world.rank, world.size, timeout, self._is_one_lost, "worker")
@@ -99,6 +106,10 @@ class HybridWorker:
         if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
         self._is_ours = False
+
+    def stats(self) -> dict[str, Any]:
+        """Of the exchange through the servers, for fleet.stats(); empty without it."""
+        return {}
 
     def _is_one_lost(self) -> bool:
         """Whether the servers consider a worker lost, after a long silence."""

@@ -8,7 +8,7 @@ from typing import Any
 from torchfleet import __version__
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.notices import tell
-from torchfleet.base.role.role_info import LOSS_END, RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
@@ -18,12 +18,17 @@ MAX_VALUE = 1000  # characters: a server accepts a few more
 FREE_MODES = ("async", "half_async", "geo")  # modes in which no worker waits for another
 
 
-def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_servers: int) -> list[dict[str, Any]]:
+def claims_of(
+    specs: Sequence[TableSpec], strategy: DistributedStrategy, num_servers: int, exchange: str = ""
+) -> list[dict[str, Any]]:
     """The worker's description of its job, which servers compare with those of other workers.
 
-    By server: release, place, strategy and tables, as JOIN carries them.
+    By server: release, place, strategy and tables, as JOIN carries them. `exchange`: how this worker exchanges the
+    network in hybrid mode.
     """
     fields = {name: _value(value) for name, value in strategy.shared_fields().items()}
+    if exchange:
+        fields["a_sync_configs.exchange"] = exchange
     return [
         {
             "release": __version__,
@@ -53,15 +58,11 @@ def _value(value: Any) -> bool | int | float | str:
 
 def check_loss_rule(mode: str, info: RoleInfo) -> None:
     """Raise RoleError if this mode does not support the rule for lost workers."""
-    if info.is_elastic and mode not in FREE_MODES:
+    modes = (*FREE_MODES, "hybrid")  # hybrid: if the network is exchanged through the servers (exchange_choice.py)
+    if info.is_elastic and mode not in modes:
         raise RoleError(
-            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(FREE_MODES)}; "
+            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(modes)}; "
             f"this is {mode}. Leave it out, or train in one of these modes."
-        )
-    if info.on_worker_loss != LOSS_END and mode == "hybrid":
-        raise RoleError(
-            f"on_worker_loss={info.on_worker_loss} is for sync, {', '.join(FREE_MODES)}: in hybrid mode no worker can "
-            "go on without another. Leave it out; --max_restart starts all workers again together."
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchfleet.api.hybrid.exchange_choice import chosen_exchange, network_device
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.heter_role import heter_blocks, place_blocks, remote_blocks
 from torchfleet.api.job.job_setup import JobSetup
@@ -34,8 +35,9 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import ages_by_kind
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import end_with_save, stop_request
+from torchfleet.base.role.role_info import LOSS_END
 from torchfleet.base.storage import Storage
-from torchfleet.base.strategy.server_fields import NUM_WORKERS
+from torchfleet.base.strategy.server_fields import NUM_WORKERS, SERVERS
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.row_statistics import is_pushed
@@ -95,6 +97,8 @@ class WorkerRole:
         is_first = self.info.worker_index == 0
         wait_for_servers(self.client, self.info.start_timeout, give_tables if is_first else None)
         check_loss_rule(self.strategy.mode, self.info)
+        is_hybrid = self.strategy.mode == "hybrid"
+        self._exchange = chosen_exchange(self.strategy, self.info, network_device(self._plan)) if is_hybrid else ""
         setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
         fixed = [group.spec.name for group in setup.plan.fixed]
@@ -246,7 +250,7 @@ class WorkerRole:
             return []
         self.communicator.rest()
         self.communicator.hand_over()
-        if self._hybrid is not None:
+        if self._hybrid is not None and self._hybrid.meets_at_end:
             self._hybrid.meet_at_end()
         else:
             self._membership.finish(self.client)
@@ -311,6 +315,8 @@ class WorkerRole:
         }
         if self._blocks is not None:
             worker["heter"] = self._blocks.stats()
+        if self._hybrid is not None and (exchange := self._hybrid.stats()):
+            worker["exchange"] = exchange
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
         dropped = sum(server["dropped"] for server in servers)
@@ -325,11 +331,12 @@ class WorkerRole:
             return None
         info, strategy = self.info, self.strategy
         check_releases(self.client)
-        claims = claims_of(self._plan.specs, strategy, info.num_servers)
+        claims = claims_of(self._plan.specs, strategy, info.num_servers, self._exchange)
         joins = info if strategy.mode in FREE_MODES else replace(info, max_restart=0)  # else no worker waits for it
         made = Membership(self._connect(), joins, strategy.sync_timeout, self._waiting_share, claims)
         self._ends.callback(made.close)
-        if strategy.mode != "hybrid":  # its workers start together, and their launcher counts the restarts
+        # Ranks start together, and their launcher counts the restarts.
+        if strategy.mode != "hybrid" or info.on_worker_loss != LOSS_END:
             self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))
         if strategy.mode == "sync":
             self.first_step = catch_up(self.client, made.told, len(self._optimizers), strategy.sync_timeout)
@@ -342,6 +349,11 @@ class WorkerRole:
         optimizer = self._optimizers[0]
         if not isinstance(optimizer, HybridOptimizer):
             return None
+        if self._exchange == SERVERS and self.info.num_workers > 1:
+            from torchfleet.api.hybrid.round_worker import RoundWorker
+
+            own = self._connect()
+            return RoundWorker(self.model, optimizer, self.strategy, self.info, self.client, own)
         from torchfleet.api.hybrid.hybrid_worker import HybridWorker  # imports torch.distributed, so only on demand
 
         with self.workers() as others:

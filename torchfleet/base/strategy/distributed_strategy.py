@@ -78,8 +78,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     - `rpc_retry_times`: how often a request without a reply is retried (3)
     - `rpc_timeout`: seconds without a reply after which a request fails and names the server (30)
     - `sync_timeout`: seconds that a worker waits for the others in sync mode and at barriers (1800)
-    - `sync_mean`: where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
-      all "workers" alike ("samples")
+    - `sync_mean`: where updates are means (sync and hybrid mode, gather): gradients count by the "samples" of each
+      worker, or all "workers" alike ("samples")
 
     For a collective job (fleet.init(is_collective=True)) and the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
@@ -110,7 +110,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             rows.update(_flat(name, shown) if isinstance(shown, Mapping) else {name: shown})
         if not rows or self.mode == "hybrid":
             rows = {"mode": self.mode, **rows}
-            has_mean = self.mode == "sync" or self.a_sync_configs.gather > 1
+            has_mean = self.mode in ("sync", "hybrid") or self.a_sync_configs.gather > 1
             hidden = {"a_sync_configs", *([] if has_mean else ["sync_mean"])}
             rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name not in hidden})
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
@@ -203,10 +203,11 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                     f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
                     f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
                 )
-        if self.mode != "sync" and configs.gather < 2 and not self.is_default("sync_mean"):
+        if self.mode not in ("sync", "hybrid") and configs.gather < 2 and not self.is_default("sync_mean"):
             raise StrategyError(
-                f"sync_mean={self.sync_mean!r} acts where one update is made of several pushes, in sync mode and with "
-                f"a_sync_configs['gather'], and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
+                f"sync_mean={self.sync_mean!r} acts where one update is made of several pushes, in sync and hybrid "
+                f"mode and with a_sync_configs['gather'], and this strategy is {self.mode}. Leave sync_mean out, or "
+                "set a_sync=False."
             )
         for name, modes in ACTS_IN.items():
             if self.mode not in modes and configs[name] != _KEYS[name].default:

@@ -12,6 +12,8 @@ _WEEK = 7 * 24 * 3600.0  # MAX_BARRIER_SECONDS of a server, which refuses longer
 # The modes in which a key of a_sync_configs applies, if not all. Hybrid mode sends rows as async mode does.
 ACTS_IN = {
     "hybrid_keep_seconds": ("hybrid",),
+    "exchange": ("hybrid",),
+    "balance": ("hybrid",),
     "max_merge_var_num": ("async", "hybrid"),
     "send_queue_size": ("async", "hybrid"),
     "independent_recv_thread": ("async",),
@@ -23,7 +25,12 @@ ACTS_IN = {
     "gather_max_age": ("async", "half_async"),
 }
 # Keys of a_sync_configs that must be equal on all workers of a job. The others configure a worker's own threads.
-SHARED_KEYS = ("k_steps", "half_async", "hybrid", "max_staleness", "gather", "gather_max_age", "launch_barrier")
+SHARED_KEYS = (
+    *("k_steps", "half_async", "hybrid", "exchange", "balance", "max_staleness", "gather", "gather_max_age"),
+    "launch_barrier",
+)
+# Values of `exchange`: how the network travels in hybrid mode. AUTO is resolved when a worker starts.
+AUTO, SERVERS, RANKS = "auto", "servers", "ranks"
 # As max_staleness: the number of workers, if no other setting forbids a bound.
 NUM_WORKERS = -1
 # Keys of the queue between the training thread and the sending threads.
@@ -38,6 +45,8 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
     half_async = Key(False)
     hybrid = Key(False)
     hybrid_keep_seconds = Key(10.0, at_least=0.0)  # between two copies of the network on the servers
+    exchange = Key(AUTO, choices=(AUTO, SERVERS, RANKS))
+    balance = Key(False)  # batches follow the measured speeds of the workers
     max_merge_var_num = Key(1, at_least=1)
     send_queue_size = Key(2, at_least=1)  # Paddle: 16, with which staleness can exceed the number of workers
     independent_recv_thread = Key(False)

@@ -39,7 +39,7 @@ def loss_variables(
 
 def may_restart(mode: str, variables: Mapping[str, str]) -> bool:
     """Whether one worker can be restarted while the others keep running. `variables`: of its process."""
-    return mode in FREE_MODES or (mode == "sync" and _rule(variables) != LOSS_END)
+    return mode in FREE_MODES or (mode in ("sync", "hybrid") and _rule(variables) != LOSS_END)
 
 
 def may_be_missed(returncode: int, variables: Mapping[str, str]) -> bool:

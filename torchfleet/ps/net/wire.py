@@ -70,6 +70,8 @@ class Command(IntEnum):
     SUBSCRIBE = 27
     FORWARD = 28  # of heter workers, as BACKWARD
     BACKWARD = 29
+    EXCHANGE = 30
+    ENTER = 31
 
 
 class Role(IntEnum):

@@ -11,6 +11,7 @@ from torchfleet.base.errors import RoleError, WireError, WorkerMissing
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_ARRAYS, MAX_BODY, Array, Role, pack, unpack
 from torchfleet.ps.server.arrays import MAX_WORKERS, check_worker, only
+from torchfleet.ps.server.exchange import forget_rounds
 from torchfleet.ps.server.kept_pushes import apply_gathered, apply_waiting
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.file_lists import MAX_LIST, FilesBody
@@ -90,6 +91,7 @@ def _begin_anew(state: State, worker: int) -> None:
     """Discard the waits of the worker's previous process, and the keys that it pulled in the current step."""
     state.meetings.barriers.forget(worker)
     state.meetings.gatherings.forget(worker)
+    forget_rounds(state, worker)
     for table in state.tables.values():
         table.forget_waiting(worker)
 

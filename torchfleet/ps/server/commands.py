@@ -43,6 +43,7 @@ from torchfleet.ps.server.arrays import (
     push_sections,
 )
 from torchfleet.ps.server.changed_rows import subscribe
+from torchfleet.ps.server.exchange import enter, exchange
 from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
@@ -289,4 +290,6 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.WALK: CommandHandler(walk, _ALL),
     Command.TABLES: CommandHandler(given_tables, _FIRST),
     Command.SUBSCRIBE: CommandHandler(subscribe, _ALL),
+    Command.EXCHANGE: CommandHandler(exchange, _ALL, as_worker=True),
+    Command.ENTER: CommandHandler(enter, _ALL, as_worker=True),
 }

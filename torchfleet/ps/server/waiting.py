@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 from torchfleet.base.errors import FleetError, WorkerMissing
 from torchfleet.ps.net.request import Request
+from torchfleet.ps.server.exchange import close_rounds, end_rounds, missing_in_rounds
 from torchfleet.ps.server.kept_pushes import apply_waiting
 from torchfleet.ps.server.meeting.barrier import NOBODY
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import close_sync_step
 
 _STEP = "optimizer.step()"
+_ROUND = "loss.backward(), for the others' gradients"
+_ENTRANCE = "model(...), for the others' network"
 
 
 def end_hopeless_waits(state: State, now: float) -> bool:
@@ -30,6 +33,7 @@ def end_hopeless_waits(state: State, now: float) -> bool:
         *meetings.gatherings.expired(now, hopeless),
         *_expired_step(state, now, lost),
         *_expired_bound(state, now),
+        *_expired_rounds(state, now, lost),
     )
     for request, error in ended or _circle(state):
         state.finish(request, error)
@@ -45,6 +49,7 @@ def open_meetings(state: State, worker: int) -> None:
         state.finish(going, reply)
     state.meetings.files.leave(worker)
     close_sync_step(state)
+    close_rounds(state)
 
 
 def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
@@ -68,22 +73,42 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
     waiting = state.pushes.step
     if not waiting:
         return []
-    timeout = state.meetings.presence.sync_timeout()
     missing = state.meetings.members.expected(state.num_workers) - set(waiting)
-    gone = [text for worker, text in lost.items() if worker in missing]
-    if gone and not state.meetings.members.go_on and not state.meetings.members.wait:
-        text = f"{'; '.join(gone)}. {_STEP} waits for it, and sync training cannot go on without it: look at its log."
-    elif timeout is not None and now >= min(request.arrived for request in waiting.values()) + timeout:
-        names = ", ".join(map(str, sorted(missing)))
-        text = (
-            f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}"
-            f"{''.join(f'; {text}' for text in gone)}. Look at their logs; if they are only slow, give a longer "
-            "sync_timeout."
-        )
-    else:
+    text = _why_hopeless(state, now, list(waiting.values()), missing, lost, f"{_STEP} waits for it, and sync training")
+    if not text:
         return []
     state.pushes.step = {}
     return [(request, WorkerMissing(text)) for request in waiting.values()]
+
+
+def _expired_rounds(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
+    waiting = [*state.meetings.rounds.waiting(), *state.meetings.entrance.waiting.values()]
+    if not waiting:
+        return []
+    missing = missing_in_rounds(state)
+    if not missing:  # those at the entrance wait for the end of a round
+        return []
+    text = _why_hopeless(state, now, waiting, missing, lost, "the exchange of gradients waits for it, and")
+    return [(request, WorkerMissing(text)) for request in end_rounds(state)] if text else []
+
+
+def _why_hopeless(
+    state: State, now: float, waiting: list[Request], missing: set[int], lost: Mapping[int, str], what: str
+) -> str:
+    """Why these requests wait for the workers `missing` in vain; "" if they do not. `what`: what waits and cannot go on
+    without them."""
+    timeout, members = state.meetings.presence.sync_timeout(), state.meetings.members
+    gone = [text for worker, text in lost.items() if worker in missing]
+    if gone and not members.go_on and not members.wait:
+        return f"{'; '.join(gone)}: {what} cannot go on without it. Look at its log."
+    if timeout is None or now < min(request.arrived for request in waiting) + timeout:
+        return ""
+    names = ", ".join(map(str, sorted(missing)))
+    return (
+        f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}"
+        f"{''.join(f'; {text}' for text in gone)}. Look at their logs; if they are only slow, give a longer "
+        "sync_timeout."
+    )
 
 
 def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]:
@@ -112,14 +137,16 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
         return []
     where = "; ".join(f"worker {worker} waits in {place}" for worker, place in sorted(places.items()))
     error = WorkerMissing(
-        f"the workers wait for each other: {where}. In sync training all workers make the same number of steps: give "
-        "them equally many batches, and call barriers and gathers at the same point of the loop on all of them."
+        f"the workers wait for each other: {where}. In sync and hybrid training all workers make the same number of "
+        "steps: give them equally many batches or (hybrid) loop over fleet.prefetch(loader), and call barriers and "
+        "gathers at the same point of the loop on all of them."
     )
     waiting, state.pushes.step = state.pushes.step, {}
     return [
         *((request, error) for request in waiting.values()),
         *state.meetings.barriers.end_all(error),
         *state.meetings.gatherings.end_all(error),
+        *((request, error) for request in end_rounds(state)),
     ]
 
 
@@ -130,4 +157,8 @@ def _places(state: State) -> dict[int, str]:
         places[worker] = f"barrier '{name}'"
     for name, worker in state.meetings.gatherings.waiting():
         places[worker] = f"gather '{name}'"
+    for request in state.meetings.rounds.waiting():
+        places[request.message.worker] = _ROUND
+    for worker in state.meetings.entrance.waiting:
+        places[worker] = _ENTRANCE
     return places

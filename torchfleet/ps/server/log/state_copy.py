@@ -71,6 +71,8 @@ class StateBody(msgspec.Struct):
     num_dropped: int
     model: str
     agreement: Agreement | None = None
+    rounds: dict[str, Any] | None = None
+    entrance: dict[str, Any] | None = None
 
 
 def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
@@ -127,6 +129,8 @@ def _body(server: Server) -> StateBody:
         state.pushes.num_dropped,
         state.saves.model,
         state.meetings.agreement,
+        state.meetings.rounds.export(),
+        state.meetings.entrance.export(),
     )
 
 
@@ -203,6 +207,9 @@ class StateImport:
             state.clock.set(body.clock)
         state.pushes.num_dropped, state.saves.model = body.num_dropped, body.model
         state.meetings.agreement = body.agreement
+        if body.rounds is not None and body.entrance is not None:
+            state.meetings.rounds.restore(body.rounds)
+            state.meetings.entrance.restore(body.entrance)
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:

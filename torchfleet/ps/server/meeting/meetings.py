@@ -1,15 +1,17 @@
-"""The workers of a job as one server knows them, and their barriers, gathers, parcels and lists of files."""
+"""The workers of a job as one server knows them: their barriers, gathers, rounds, parcels and lists of files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from torchfleet.ps.server.meeting.barrier import Barriers
+from torchfleet.ps.server.meeting.entrance import Entrance
 from torchfleet.ps.server.meeting.file_lists import FileLists
 from torchfleet.ps.server.meeting.gathering import Gatherings
 from torchfleet.ps.server.meeting.mail import Mail
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import Presence
+from torchfleet.ps.server.meeting.rounds import Rounds
 from torchfleet.ps.server.state.claims import Agreement
 
 
@@ -23,6 +25,8 @@ class Meetings:
     gatherings: Gatherings = field(init=False)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
+    rounds: Rounds = field(default_factory=Rounds)  # of hybrid mode, if the network is exchanged through the servers
+    entrance: Entrance = field(default_factory=Entrance)  # of server 0: which workers take part in rounds
     place: tuple[int, int] | None = None  # this server's number, and the number of servers; None: unknown
     agreement: Agreement | None = None  # the settings of the job that the present workers agree on
 

@@ -121,6 +121,27 @@ class Requests:
         reply = keeper.wait(keeper.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
         return {array.number: array.data.tobytes() for array in reply}
 
+    def enter(self, number: int, timeout: float) -> list[Array]:
+        """Take part in the exchange of the network from its next round on. Server 0 says which that is, which workers
+        take part, and which of them have the newest network; a copy of the network may follow. `number`: of this
+        process's calls; 0: only the copy, if there is one."""
+        first = self._connections[0]
+        return first.wait(first.submit(Command.ENTER, [pack({"number": number})], timeout=timeout))
+
+    def leave_network(self, made: int, copy: list[Array]) -> None:
+        """Leave a copy of the network after round `made` with server 0, for workers that enter later."""
+        first = self._connections[0]
+        first.wait(first.submit(Command.ENTER, [pack({"number": 0, "made": made}), *copy]))
+
+    def exchange(
+        self, server: int, body: dict[str, Any], values: npt.NDArray[np.float32] | None, timeout: float
+    ) -> Future[list[Array]]:
+        """Give one server a part of this worker's gradients; the result has the mean of all workers' parts, once all
+        have come. Do not change `values` until then."""
+        connection = self._connections[server]
+        arrays = [pack(body)] if values is None else [pack(body), Array(0, values)]
+        return Future([(connection, connection.submit(Command.EXCHANGE, arrays, timeout=timeout))], lambda r: r[0])
+
     def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
         """Send parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
         keeper = self._connections[to % self.num_servers]

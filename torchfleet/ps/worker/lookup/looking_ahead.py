@@ -68,9 +68,10 @@ class LookingAhead:
         batch = self._foresee(item)
         # A dataset's iterator yields None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
+        goes_on = getattr(iterator, "goes_on", lambda: True)  # of hybrid mode: other workers may end the loop
         current = None
         try:
-            while item is not _END:
+            while item is not _END and goes_on():
                 following = ready()
                 next_batch = self._foresee(following)
                 current = self._own.batch = batch

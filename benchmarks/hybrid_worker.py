@@ -1,0 +1,180 @@
+"""One process of benchmarks.hybrid: CTR-DNN's tower under DistributedDataParallel without rows, or a worker in hybrid
+mode with rows, for a number of steps; prints where its time went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import torchfleet as fleet
+
+NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
+WARM = 10  # steps before the clock starts
+PARTS = 3  # backward takes about twice as long as forward
+NUM_TESTED = 20_000
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tower() -> torch.nn.Sequential:
+    sizes = [NUM_SLOTS * DIM + NUM_DENSE, HIDDEN, HIDDEN, HIDDEN]
+    layers: list[torch.nn.Module] = []
+    for fan_in, fan_out in pairwise(sizes):
+        layers += [torch.nn.Linear(fan_in, fan_out), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(HIDDEN, 1))
+
+
+class CTR(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.nn.SparseEmbedding(DIM, name="rows", initializer=fleet.nn.Uniform(-0.01, 0.01))
+        self.tower = tower()
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        return self.tower(torch.cat([self.rows(ids).flatten(1), dense], dim=1)).squeeze(1)
+
+
+def made(seed: int, num: int) -> Batch:
+    """Samples whose clicks depend on ids and numbers, the same way for all seeds."""
+    effects = np.random.default_rng(1).normal(size=(NUM_SLOTS, NUM_IDS)) / 3
+    rng = np.random.default_rng(seed)
+    ids = (NUM_IDS * rng.random((num, NUM_SLOTS)) ** 3).astype(np.int64)
+    dense = rng.normal(size=(num, NUM_DENSE)).astype(np.float32)
+    logits = effects[np.arange(NUM_SLOTS), ids].sum(1) + dense[:, 0] * dense[:, 1]
+    clicked = (rng.random(num) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    keys = ids + NUM_IDS * np.arange(NUM_SLOTS)
+    return torch.from_numpy(keys), torch.from_numpy(dense), torch.from_numpy(clicked)
+
+
+def batches(worker: int, size: int) -> Iterator[Batch]:
+    """Endless: twenty batches over and over, other ones on every worker."""
+    own = [made(1000 + 100 * worker + i, size) for i in range(20)]
+    while True:
+        yield from own
+
+
+def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
+    ranks = scores.double().argsort().argsort().double() + 1
+    positive = clicked > 0
+    num = int(positive.sum())
+    return float((ranks[positive].sum() - num * (num + 1) / 2) / (num * (len(ranks) - num)))
+
+
+class Slow:
+    """Makes this worker slower, by a busy loop or by sleep between forward and backward."""
+
+    def __init__(self, factor: float, by: str) -> None:
+        self._factor, self._by = factor, by
+
+    def after_forward(self, seconds: float) -> None:
+        until = time.perf_counter() + (self._factor - 1) * PARTS * seconds
+        if self._by == "sleep" and self._factor > 1:
+            time.sleep(max(0.0, until - time.perf_counter()))
+        while time.perf_counter() < until:
+            pass
+
+
+def steps(source: Iterator[Batch], num: int, forward: Callable[[Batch], torch.Tensor], step: Callable[[], None],
+          slow: Slow) -> tuple[float, int]:  # fmt: skip
+    """Make `num` steps after WARM ones. Returns seconds, and this worker's samples in them."""
+    start = num_samples = 0.0
+    for number, batch in enumerate(source):
+        if number == WARM:
+            start, num_samples = time.perf_counter(), 0
+        begun = time.perf_counter()
+        loss = F.binary_cross_entropy_with_logits(forward(batch), batch[2])
+        slow.after_forward(time.perf_counter() - begun)
+        loss.backward()
+        step()
+        num_samples += len(batch[2])
+        if number + 1 == WARM + num:
+            break
+    return time.perf_counter() - start, int(num_samples)
+
+
+def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The roof: the tower under plain DistributedDataParallel, on inputs that are there."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(tower(), bucket_cap_mb=1, gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randn(chosen.batch, NUM_SLOTS * DIM)
+
+    def forward(batch: Batch) -> torch.Tensor:
+        return model(torch.cat([rows, batch[1]], dim=1)).squeeze(1)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    slow = Slow(chosen.factor if rank == chosen.slow else 1.0, chosen.by)
+    seconds, num = steps(batches(rank, chosen.batch), chosen.steps, forward, step, slow)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"worker": rank, "workers": size, "seconds": seconds, "samples": num}
+
+
+def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
+    fleet.init()
+    torch.manual_seed(0)
+    model = fleet.distributed_model(CTR())
+    configs = {"hybrid": True, "exchange": chosen.way, "balance": chosen.balance}
+    strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs=configs, sync_timeout=120.0)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    optimizer = fleet.distributed_optimizer(adam, strategy)
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+        return {}
+    fleet.init_worker()
+    worker = fleet.worker_index()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    slow = Slow(chosen.factor if worker == chosen.slow else 1.0, chosen.by)
+    source = fleet.prefetch(batches(worker, chosen.batch))
+    seconds, num = steps(source, chosen.steps, lambda batch: model(batch[0], batch[1]), step, slow)
+    stats = fleet.stats()["worker"]
+    found = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
+    found |= {"rows_ms": stats["pull_wait_ms"] + stats["push_wait_ms"], "exchange": stats.get("exchange", {})}
+    fleet.barrier_worker()
+    if worker == 0:
+        ids, dense, clicked = made(7, NUM_TESTED)
+        model.eval()
+        with torch.no_grad():
+            found["auc"] = auc_of(model(ids, dense), clicked)
+    fleet.barrier_worker()
+    fleet.stop_worker()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=["ddp", "servers", "ranks"], required=True)
+    parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--slow", type=int, default=-1, help="the worker that is slower")
+    parser.add_argument("--factor", type=float, default=5.0)
+    parser.add_argument("--by", choices=["busy", "sleep"], default="busy")
+    parser.add_argument("--batch", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=60)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    found = by_ranks_alone(chosen) if chosen.way == "ddp" else by_fleet(chosen)
+    if found:
+        print(f"RESULT {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A hybrid-mode worker whose network is exchanged through the servers: rounds, joining workers, uneven machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from torchfleet.api.hybrid.dense_network import DenseNetwork
+from torchfleet.api.hybrid.even_shares import Shares, recut
+from torchfleet.api.hybrid.exchange_choice import network_device
+from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.api.hybrid.hybrid_worker import HybridWorker
+from torchfleet.api.hybrid.kept_network import KeptNetwork
+from torchfleet.api.hybrid.lone_world import LoneWorld
+from torchfleet.api.hybrid.network_copy import NetworkCopy, receive_copy, send_copy
+from torchfleet.api.hybrid.server_average import ServerAverage
+from torchfleet.api.hybrid.server_rounds import ServerRounds
+from torchfleet.base.errors import WorkerMissing
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.role.role_info import GO_ON, RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.net.wire import Array
+from torchfleet.ps.worker.batch.sample_count import SampleCount
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.peers import Workers
+
+_MARGIN = 2.0  # seconds beyond the time-out of a worker that may have been lost while it sent the network
+_MOST_TRIES = 5  # to get the network from another worker
+_END: Any = object()
+
+
+class RoundWorker(HybridWorker):
+    """As HybridWorker, without a process group: the servers know who takes part."""
+
+    meets_at_end = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: HybridOptimizer,
+        settings: DistributedStrategy,
+        info: RoleInfo,
+        client: Client,
+        own_client: Client,
+    ) -> None:
+        """`own_client`: of the exchange alone, from now on."""
+        plan, configs = optimizer.plan, settings.a_sync_configs
+        self._plan, self._info = plan, info
+        self._others = Workers(own_client, info.worker_index, info.num_workers, settings.sync_timeout)
+        self._model, self._client, self._own_client, self._is_first = model, client, own_client, info.worker_index == 0
+        self._is_apart = info.on_worker_loss == GO_ON
+        timeout = settings.sync_timeout + settings.rpc_timeout
+        self.rounds = ServerRounds(own_client, info.worker_index, timeout, self._is_apart)
+        samples = SampleCount(model, info.worker_index) if settings.sync_mean == "samples" else None
+        self._average = ServerAverage(settings, self.rounds, samples, self._enter)
+        world = LoneWorld(info, settings, network_device(plan))
+        self._network = DenseNetwork(model, optimizer.user, plan, settings, info, world, self._average)
+        self._kept = KeptNetwork(plan, self._network.optimizer, self._network.owns_state, configs.hybrid_keep_seconds)
+        self._kept.take(client)
+        self._copy = NetworkCopy(model, self._network.optimizer)
+        self._shares = Shares(info.worker_index) if configs.balance else None
+        if self._shares is not None:
+            self._average.row_share = self._row_share
+        optimizer.join(self._network)
+
+    def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The batches of a loop. In training, all workers' loops end together or, with go_on, each by itself."""
+        if not (torch.is_grad_enabled() and self._model.training):
+            return loader
+        source = loader if self._shares is None else recut(loader, self._shares)
+        return Loop(self, iter(source))
+
+    def all_have_one(self, batch: Any) -> bool:
+        """Whether all workers have a first batch. All call it together."""
+        flags = self._others.gather("hybrid loop", b"0" if batch is _END else b"1")
+        return b"0" not in flags
+
+    def step_made(self) -> None:
+        """Send the network to workers that join, and copy it to the servers from time to time."""
+        self._send_network()
+        if self.rounds.leaves_copy:
+            self.rounds.leaves_copy = False
+            number = self.rounds.number - 1
+            self._own_client.leave_network(number, [piece[0] for piece in self._copy.pieces(number, [])])
+        if self._shares is not None:
+            self._shares.note(self.rounds.told)
+        super().step_made()
+
+    def put_network(self) -> None:
+        """Copy the newest network to the servers: this worker's or, if it left earlier than others, theirs."""
+        if self._is_apart and not self.rounds.is_in and self.rounds.num_made:
+            copy = self.rounds.newer_copy()
+            if copy:
+                self._copy.restore_pieces(copy)
+        super().put_network()
+
+    def meet(self, what: str) -> None:
+        """Do nothing: the servers know which workers wait for each other."""
+
+    def close(self, alone: bool = False) -> None:
+        """Take no further part in rounds. Later calls do nothing."""
+        self._average.close()
+        self._network.close()
+        self._own_client.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Of the exchange, for fleet.stats()."""
+        rounds = self.rounds
+        return {
+            "rounds": rounds.num_made, "computed": self._average.seconds, "waited": rounds.seconds,
+            "slowest": self._average.seconds_behind, "bytes": rounds.num_bytes, "again": rounds.num_again,
+            "workers": list(rounds.workers),
+        }  # fmt: skip
+
+    def _row_share(self) -> float:
+        return 1.0 if self._shares is None else self._shares.row_share(self.rounds.told)
+
+    def _enter(self) -> None:
+        """Take part in rounds, with the network that those who do have."""
+        for _ in range(_MOST_TRIES):
+            entered, copy = self.rounds.enter()
+            if not entered.holders:
+                self._take_servers_copy(copy)
+                return
+            if self._info.worker_index in entered.holders:
+                self._send_network()
+                return
+            topic = _topic(entered.round, self._info.worker_index)
+            found = receive_copy(self._own_client, self._info.worker_index, topic, self._info.worker_timeout + _MARGIN)
+            if found is not None:
+                self._copy.restore(*found)
+                self.rounds.begin(found[0].round, found[0].workers)
+                return
+            tell("hybrid mode: the worker that was to send the network has not; asking another one")
+        raise WorkerMissing(
+            f"hybrid mode: asked {_MOST_TRIES} times for the network, and no worker has sent it. Look at the logs of "
+            "the others."
+        )
+
+    def _take_servers_copy(self, copy: list[Array]) -> None:
+        """Begin with what the last workers have left with the servers, else with what the tables keep."""
+        if copy:
+            self._copy.restore_pieces(copy)
+            return
+        for dense in (*self._plan.dense, *self._plan.fixed):
+            dense.write(self._client.pull_dense(dense.spec.name).result())
+        self._kept.take(self._client)
+
+    def _send_network(self) -> None:
+        newcomers, self.rounds.newcomers = self.rounds.newcomers, []
+        for worker in newcomers:
+            pieces = self._copy.pieces(self.rounds.number, self.rounds.workers)
+            topic = _topic(self.rounds.number, worker)
+            if not send_copy(self._own_client, worker, topic, pieces, self._info.worker_timeout):
+                tell(f"hybrid mode: worker {worker} does not take the network that was sent to it")
+
+    def batch_given(self, is_last: bool) -> None:
+        """The training loop gets a batch. `is_last`: this worker has none after it."""
+        self._average.is_last = is_last
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a worker whose batches end leaves the others alone."""
+        return self._is_apart
+
+
+class Loop:
+    """The batches of one training loop, read one ahead, so that the last one is known when it is given."""
+
+    def __init__(self, worker: RoundWorker, source: Iterator[Any]) -> None:
+        self._worker, self._source = worker, source
+        self._ahead = next(source, _END)
+        self._num_read = self._num_given = 0
+        self._first_round = worker.rounds.num_made
+        if not worker.is_apart and not worker.all_have_one(self._ahead):
+            self._ahead = _END
+
+    def __iter__(self) -> Loop:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._ahead
+        if batch is _END:
+            raise StopIteration
+        self._ahead = next(self._source, _END)
+        self._num_read += 1
+        return batch
+
+    def goes_on(self) -> bool:
+        """Called before the training loop gets the next batch: whether it does."""
+        rounds = self._worker.rounds
+        if not self._worker.is_apart and rounds.num_made > self._first_round and rounds.ended:
+            ended = ", ".join(map(str, rounds.ended))
+            left = self._num_read - self._num_given + (self._ahead is not _END)
+            print(
+                f"fleet.prefetch: worker {rounds.worker} stops after {self._num_given} batches, because worker {ended} "
+                f"has no more; at least {left} more batch{'es are' if left > 1 else ' is'} left unused",
+                flush=True,
+            )
+            return False
+        self._num_given += 1
+        self._worker.batch_given(self._ahead is _END and self._num_given == self._num_read)
+        return True
+
+
+def _topic(number: int, worker: int) -> str:
+    return f"network for worker {worker} in round {number}"
