@@ -48,10 +48,10 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cpu":
         return plain_kernels
     try:
-        from torchfleet.ps.gpu import triton_kernels
+        from torchfleet.ps.gpu import self_test, triton_kernels
     except ModuleNotFoundError as error:
         raise MissingPackage(
             f"tables in GPU memory need Triton, which torch's wheels for CUDA bring along ({error}): pip install triton"
         ) from None
-    triton_kernels.check_device(device)
+    self_test.check_device(device)
     return triton_kernels
