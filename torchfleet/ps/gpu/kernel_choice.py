@@ -17,7 +17,13 @@ class Kernels(Protocol):
     """The functions of plain_kernels.py, which documents them."""
 
     def find(
-        self, memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, deterministic: bool = ...
+        self,
+        memory: TableMemory,
+        layout: RowLayout,
+        keys: torch.Tensor,
+        insert: bool,
+        padding: int | None = ...,
+        deterministic: bool = ...,
     ) -> torch.Tensor: ...
 
     def gather(self, memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor: ...
@@ -29,6 +35,7 @@ class Kernels(Protocol):
         keys: torch.Tensor,
         insert: bool,
         dtype: torch.dtype,
+        padding: int | None = ...,
         deterministic: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 

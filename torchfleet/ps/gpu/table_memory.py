@@ -33,6 +33,7 @@ LIMIT = 3  # rows that exist
 REFUSED = 4  # keys that got no row, because there was none
 READY = 5  # of the rows taken, those that have their first values
 STEP = 6  # updates so far
+OUTSIDE = 7  # ids that were looked up and are not below the table's declared size
 NUM_COUNTERS = 8
 
 

@@ -16,7 +16,7 @@ EMPTY, REMOVED = tl.constexpr(memory.EMPTY), tl.constexpr(memory.REMOVED)
 ABSENT, PENDING, IN_FLIGHT = tl.constexpr(memory.ABSENT), tl.constexpr(memory.PENDING), tl.constexpr(-3)
 TAKEN, NUM_FREE, FRESH = tl.constexpr(memory.TAKEN), tl.constexpr(memory.NUM_FREE), tl.constexpr(memory.FRESH)
 LIMIT, REFUSED, READY = tl.constexpr(memory.LIMIT), tl.constexpr(memory.REFUSED), tl.constexpr(memory.READY)
-NUM_IDLE = tl.constexpr(memory.NUM_IDLE)
+OUTSIDE, NUM_IDLE = tl.constexpr(memory.OUTSIDE), tl.constexpr(memory.NUM_IDLE)
 M1, M2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
 
@@ -61,24 +61,24 @@ def row_of_rank(free, counters, rank, mask):
     return tl.where(rank < num_free, old, tl.load(counters + FRESH) + rank - num_free)
 
 
-@triton.jit(do_not_specialize=["n", "num_positions", "secret"])
+@triton.jit(do_not_specialize=["n", "num_positions", "secret", "padding", "size"])
 def locate(
-    directory,
-    counters,
-    row_keys,
-    free,
-    keys,
-    slots,
-    n,
-    num_positions,
-    secret,
-    INSERT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, size,
+    INSERT: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """slots[i] = the slot of keys[i]; ABSENT, or after an insertion IN_FLIGHT - position."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = i < n
     key = tl.load(keys + i, mask=todo, other=0)
+    if HAS_PADDING:
+        todo = todo & (key != padding)
+    if HAS_SIZE:
+        is_outside = todo & ((key < 0) | (key >= size))
+        todo = todo & (is_outside == 0)
+        num_outside = tl.sum(is_outside.to(tl.int32), 0)
+        if num_outside > 0:
+            tl.atomic_add(counters + OUTSIDE, num_outside.to(tl.int64))
+    is_known = todo
     stored = tl.where(key <= REMOVED, tl.zeros_like(key), key)
     at = first_position(key, secret, num_positions)
     slot = tl.full([BLOCK], ABSENT, tl.int64)
@@ -111,7 +111,7 @@ def locate(
             tl.store(directory + at * 2 + 1, tl.where(fits, row, ABSENT), mask=has_won)
             tl.store(row_keys + row, key, mask=fits)
             slot = tl.where(has_won, tl.where(fits, row, ABSENT), slot)
-        num_refused = tl.sum(((i < n) & (slot == ABSENT)).to(tl.int32), 0)
+        num_refused = tl.sum((is_known & (slot == ABSENT)).to(tl.int32), 0)
         if num_refused > 0:
             tl.atomic_add(counters + REFUSED, num_refused.to(tl.int64))
     tl.store(slots + i, slot.to(tl.int32), mask=i < n)

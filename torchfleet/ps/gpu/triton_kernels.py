@@ -26,12 +26,17 @@ _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 
 def find(
-    memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, deterministic: bool = False
+    memory: TableMemory,
+    layout: RowLayout,
+    keys: torch.Tensor,
+    insert: bool,
+    padding: int | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     if insert and deterministic:
-        return plain_kernels.find(memory, layout, keys, insert)
-    slots = locate(memory, layout, keys, insert)
-    if insert:
+        return plain_kernels.find(memory, layout, keys, insert, padding)
+    slots = locate(memory, layout, keys, insert, padding)
+    if insert and len(keys):
         grid = (triton.cdiv(len(keys), 256),)
         triton_find.resolve[grid](memory.directory, memory.counters, slots, len(keys), BLOCK=256)
     return slots
@@ -43,15 +48,18 @@ def find_and_gather(
     keys: torch.Tensor,
     insert: bool,
     dtype: torch.dtype,
+    padding: int | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if insert and deterministic:
-        return plain_kernels.find_and_gather(memory, layout, keys, insert, dtype)
-    slots = locate(memory, layout, keys, insert)
+        return plain_kernels.find_and_gather(memory, layout, keys, insert, dtype, padding)
+    slots = locate(memory, layout, keys, insert, padding)
     return slots, read_values(memory, slots, layout.dim, dtype, has_new=insert)
 
 
-def locate(memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool) -> torch.Tensor:
+def locate(
+    memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, padding: int | None = None
+) -> torch.Tensor:
     """Slots, or positions of entries that this call inserts; their rows have first values."""
     num = len(keys)
     slots = torch.empty(num, dtype=torch.int32, device=keys.device)
@@ -59,7 +67,8 @@ def locate(memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: b
         return slots
     triton_find.locate[(triton.cdiv(num, FIND_BLOCK),)](
         memory.directory, memory.counters, memory.row_keys, memory.free, keys, slots,
-        num, memory.num_positions, memory.secret, INSERT=insert, BLOCK=FIND_BLOCK, num_warps=FIND_WARPS,
+        num, memory.num_positions, memory.secret, padding or 0, layout.size, INSERT=insert,
+        HAS_PADDING=padding is not None, HAS_SIZE=layout.size > 0, BLOCK=FIND_BLOCK, num_warps=FIND_WARPS,
     )  # fmt: skip
     if insert:
         padded = triton.next_power_of_2(layout.dim)
