@@ -96,6 +96,7 @@ def captured(step: Callable[[Inputs], None], own: list[Inputs]) -> Callable[[Inp
 def our_step(num_rows: int, keys: torch.Tensor, compiled: bool) -> Callable[[Inputs], None]:
     """A training step through torchfleet's API, the table filled with these keys."""
     torch.manual_seed(0)
+    fleet.reset()  # the job of the variant before
     fleet.init(is_collective=True)
     embedding = fleet.nn.SparseEmbedding(DIM, name="rows", device="cuda", capacity=2 * num_rows)
     model = fleet.distributed_model(CtrDnn(embedding))
