@@ -65,8 +65,9 @@ class DeviceRows:
         from torchfleet.ps.gpu.device_table import DeviceTable
         from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
         from torchfleet.ps.worker.lookup.plan import make_plan
+        from torchfleet.ps.worker.modes.hybrid import rows_of
 
-        self._plan = make_plan(self._model, optimizer, 1, steps_here=True)
+        self._plan = rows_of(make_plan(self._model, optimizer, 1, steps_here=True))
         tables = {}
         for name, group in self._plan.sparse.items():
             first = group.modules[0]
@@ -107,8 +108,7 @@ class DeviceRows:
     def describe(self) -> str:
         """A line per table."""
         assert self._plan is not None
-        lines = [f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe()]
-        return "\n".join(line for line in lines if not line.startswith("  table dense."))
+        return "\n".join(f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe())
 
 
 def _is_deterministic() -> bool:

@@ -75,8 +75,6 @@ class DeviceTable:
         self.num_evicted = 0
         self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
         self._num_removed = 0  # entries of the directory marked REMOVED
-        self._lr = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self._rates = torch.zeros(2, dtype=torch.float32, device=self.device)
 
     @property
     def name(self) -> str:
@@ -149,12 +147,7 @@ class DeviceTable:
             raise TableError(
                 f"table '{self.name}': expected gradients of shape {(len(slots), self.dim)}, found {tuple(grads.shape)}"
             )
-        if isinstance(lr, torch.Tensor):
-            self._lr.copy_(lr)
-        else:
-            self._lr.fill_(self.spec.rule.lr if lr is None else lr)
-        self.kernels.advance(self.memory, self.spec.rule, self._lr, self._rates)
-        self.kernels.push(self.memory, self.layout, slots, grads, self._rates)
+        self.kernels.push(self.memory, self.layout, slots, grads, self.spec.rule.lr if lr is None else lr)
 
     def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
         """All rows in blocks, in the order of their slots. Waits for the device."""

@@ -10,7 +10,6 @@ from torchfleet.base.errors import MissingPackage
 from torchfleet.ps.gpu import plain_kernels
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import TableMemory
-from torchfleet.ps.tables.settings.rule import Rule
 
 
 class Kernels(Protocol):
@@ -39,10 +38,13 @@ class Kernels(Protocol):
         deterministic: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def advance(self, memory: TableMemory, rule: Rule, lr: torch.Tensor, rates: torch.Tensor) -> None: ...
-
     def push(
-        self, memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, rates: torch.Tensor
+        self,
+        memory: TableMemory,
+        layout: RowLayout,
+        slots: torch.Tensor,
+        grads: torch.Tensor,
+        lr: float | torch.Tensor,
     ) -> None: ...
 
     def stamp(self, memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None: ...

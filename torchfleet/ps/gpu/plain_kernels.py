@@ -24,7 +24,6 @@ from torchfleet.ps.gpu.table_memory import (
     first_positions,
     stored_keys,
 )
-from torchfleet.ps.tables.settings.rule import Rule
 
 
 def find(
@@ -127,23 +126,21 @@ def gather(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtyp
     return out.masked_fill_((slots < 0)[:, None], 0.0).to(dtype)
 
 
-def advance(memory: TableMemory, rule: Rule, lr: torch.Tensor, rates: torch.Tensor) -> None:
-    """Begin an update: count it, and set `rates` as plain_rules.updated takes them."""
-    memory.counters[STEP] += 1
-    asked, step = float(lr), int(memory.counters[STEP])
-    rates[0] = step_rate(rule, asked, step)
-    rates[1] = 1.0 - rule.row_rule.rate(rule, asked, step) * rule.weight_decay
-
-
-def push(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, rates: torch.Tensor) -> None:
+def push(
+    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+) -> None:
     """One update by the layout's rule of every slot but ABSENT, by the sum of its gradients in their order."""
+    rule, asked, step = layout.rule, float(lr), int(memory.counters[STEP]) + 1
+    memory.counters[STEP] += 1
     distinct, inverse = torch.unique(slots, return_inverse=True)
     sums = torch.zeros(len(distinct), layout.dim, dtype=torch.float32, device=slots.device)
     sums.index_add_(0, inverse, grads.float())
     if len(distinct) and int(distinct[0]) < 0:
         distinct, sums = distinct[1:], sums[1:]
     words = memory.rows.read(distinct, 0, layout.num_words)
-    memory.rows.write(distinct, 0, updated(layout.rule, layout.dim, words, sums, rates))
+    factor = 1.0 - rule.row_rule.rate(rule, asked, step) * rule.weight_decay
+    words = updated(rule, layout.dim, words, sums, step_rate(rule, asked, step), factor)
+    memory.rows.write(distinct, 0, words)
 
 
 def stamp(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None:

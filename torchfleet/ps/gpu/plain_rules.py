@@ -30,12 +30,12 @@ def step_rate(rule: Rule, lr: float, step: int) -> float:
     return rate
 
 
-def updated(rule: Rule, dim: int, words: torch.Tensor, grads: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """Rows [value | state] after one gradient each. `rates`: (step_rate, factor of the values by decoupled decay)."""
-    value, rate = words[:, :dim], rates[0]
+def updated(rule: Rule, dim: int, words: torch.Tensor, grads: torch.Tensor, rate: float, factor: float) -> torch.Tensor:
+    """Rows [value | state] after one gradient each, by a `step_rate`. `factor`: of the values, by decoupled decay."""
+    value = words[:, :dim]
     if rule.weight_decay:
         if rule.decoupled_decay:
-            value = value * rates[1]
+            value = value * factor
         else:
             grads = grads + value * rule.weight_decay
     if rule.name == "sgd":

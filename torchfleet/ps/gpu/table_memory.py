@@ -46,6 +46,7 @@ class TableMemory:
     row_keys: torch.Tensor  # int64, by slot; EMPTY for a slot without a row
     free: torch.Tensor  # int32: slots to give out again
     rows: RowMemory
+    rates: torch.Tensor  # two float32: of the update under way
     secret: int  # makes positions unpredictable, so that nobody can choose keys that collide
 
     @property
@@ -96,5 +97,6 @@ def new_memory(width: int, capacity: int, device: torch.device) -> TableMemory:
         row_keys=torch.full((rows.num_rows,), EMPTY, dtype=torch.int64, device=device),
         free=torch.zeros(rows.num_rows, dtype=torch.int32, device=device),
         rows=rows,
+        rates=torch.zeros(2, dtype=torch.float32, device=device),
         secret=new_secret(),
     )

@@ -15,10 +15,12 @@ from torchfleet.ps.kernels import random
 from torchfleet.ps.tables.settings.rule import Rule
 
 # Tile sizes, the fastest on an H200 (benchmarks/log.md)
-FIND_BLOCK, FIND_WARPS = 128, 4
-GATHER_WORDS, GATHER_WARPS = 2048, 4  # of a program
-TILE, NEXT_TILE = 32, 16  # positions of the order, at the first level and the next ones
-UPDATE_WORDS, WORDS_PER_WARP = 128, 128  # of a program's step
+FIND_BLOCK, FIND_WARPS = 64, 2
+GATHER_WORDS, GATHER_WARPS = 1024, 2  # of a program
+TILE = 32  # positions of the order
+UPDATE_WORDS, WORDS_PER_WARP = 512, 128  # of a program's step
+FINISH_WORDS = 4096  # of parts that a program reads at once
+MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
 
 _KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
@@ -73,7 +75,7 @@ def locate(
     if insert:
         padded = triton.next_power_of_2(layout.dim)
         block = max(1, 512 // padded)
-        triton_rows.initialise[(triton.cdiv(num, block),)](
+        triton_rows.initialise[(min(MOST_PROGRAMS, triton.cdiv(num, block)),)](
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.row_keys, memory.free,
             _first_settings(layout, keys.device), layout.stream, layout.first_state,
             KIND=_KINDS[layout.initializer.name], D=layout.dim, NUM_WORDS=layout.num_words, PADDED=padded,
@@ -100,47 +102,34 @@ def read_values(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch
     return out
 
 
-def advance(memory: TableMemory, rule: Rule, lr: torch.Tensor, rates: torch.Tensor) -> None:
-    settings = _rule_settings(rule, memory.counters.device)
-    triton_update.advance[(1,)](memory.counters, lr, settings, rates, RULE=_RULES[rule.name], num_warps=1)
-
-
-def push(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, rates: torch.Tensor) -> None:
-    order, perm = torch.sort(slots, stable=True)
-    grads, tile, has_perm = grads.contiguous(), TILE, True
-    while len(order):
-        order, grads, is_last = _level(memory, layout, order, perm, grads, rates, tile, has_perm)
-        if is_last:
-            break
-        tile, has_perm = NEXT_TILE, False
-
-
-def _level(
-    memory: TableMemory,
-    layout: RowLayout,
-    order: torch.Tensor,
-    perm: torch.Tensor,
-    grads: torch.Tensor,
-    rates: torch.Tensor,
-    tile: int,
-    has_perm: bool,
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """One launch of sum_and_update: (slots of the next level, its gradients, whether there is none)."""
-    num, rule = len(order), layout.rule
-    num_tiles = triton.cdiv(num, tile)
-    padded = triton.next_power_of_2(layout.dim)
-    tiles = max(1, UPDATE_WORDS // padded)
-    parts = torch.empty(2 * num_tiles, layout.dim, dtype=torch.float32, device=order.device)
-    part_slots = torch.empty(2 * num_tiles, dtype=torch.int32, device=order.device)
-    decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
-    triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
-        memory.rows.segments[0], memory.rows.offsets, order, perm, grads, parts, part_slots, num, num_tiles,
-        rates, 1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay, rule.low, rule.high,
-        HAS_PERM=has_perm, IS_LAST=num_tiles == 1, RULE=_RULES[rule.name], DECAY=decay, BOUNDED=rule.has_bounds,
-        D=layout.dim, PADDED=padded, WIDTH=layout.width, SHIFT=_shift(memory), TILE=tile, TILES=tiles,
-        num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
-    )  # fmt: skip
-    return part_slots, parts, num_tiles == 1
+def push(
+    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+) -> None:
+    num, rule, device = len(slots), layout.rule, slots.device
+    if num:
+        order, perm = torch.sort(slots, stable=True)
+        num_tiles, padded = triton.cdiv(num, TILE), triton.next_power_of_2(layout.dim)
+        tiles = max(1, UPDATE_WORDS // padded)
+        parts = torch.empty(2 * num_tiles, layout.dim, dtype=torch.float32, device=device)
+        part_slots = torch.empty(2 * num_tiles, dtype=torch.int32, device=device)
+        decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
+        shared = (
+            memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
+            1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay, rule.low, rule.high,
+        )  # fmt: skip
+        shape = {
+            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds, "D": layout.dim, "PADDED": padded,
+            "WIDTH": layout.width, "SHIFT": _shift(memory),
+        }  # fmt: skip
+        triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
+            *shared, order, perm, grads.contiguous(), num, lr, _rule_settings(rule, device), **shape,
+            LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles,
+            num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
+        )  # fmt: skip
+        block = max(1, FINISH_WORDS // padded)
+        triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=4)
+    else:
+        triton_update.count_step[(1,)](memory.counters, num_warps=1)
 
 
 def stamp(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None:

@@ -114,22 +114,25 @@ def initialise(
     KIND: tl.constexpr, D: tl.constexpr, NUM_WORDS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """First words of the rows that were given out since the last call, as RowLayout.first_words.
+    """First words of the rows that were given out since the last call, as RowLayout.first_words. The number of programs
+    does not depend on how many there are, which only the device knows.
 
     `settings`, in float64: a, b (or b - a), the scale and the bound of uniform numbers, the lower end and the width of
     the range of quantiles, then the terms of `normal_quantile`.
     """
-    rank = tl.load(counters + READY) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     last = tl.load(counters + NUM_FREE) + tl.load(counters + LIMIT) - tl.load(counters + FRESH)
-    is_new = rank < tl.minimum(tl.load(counters + TAKEN), last)
-    if tl.max(is_new.to(tl.int32), 0) > 0:
+    last = tl.minimum(tl.load(counters + TAKEN), last)
+    d = tl.arange(0, PADDED)
+    first = tl.load(counters + READY) + tl.program_id(0).to(tl.int64) * BLOCK
+    for begin in range(first, last, tl.num_programs(0) * BLOCK):
+        rank = begin + tl.arange(0, BLOCK)
+        is_new = rank < last
         row = row_of_rank(free, counters, rank, is_new)
         key = tl.load(row_keys + row, mask=is_new, other=0).to(tl.uint64, bitcast=True)
-        base = mix(mix(key + GOLDEN) + stream.to(tl.uint64, bitcast=True))
-        d = tl.arange(0, PADDED)
         if KIND == CONSTANT:
             value = tl.zeros([BLOCK, PADDED], tl.float64) + tl.load(settings)
         else:
+            base = mix(mix(key + GOLDEN) + stream.to(tl.uint64, bitcast=True))
             bits = mix(base[:, None] + (d + 1).to(tl.uint64)[None, :] * GOLDEN) >> 11
             value = (bits.to(tl.float64) + 0.5) * tl.load(settings + 2)
             value = tl.minimum(value, tl.load(settings + 3))

@@ -1,11 +1,10 @@
-"""One update of the rows of a table in Triton: sums of the gradients of equal slots, and the rule, in one pass.
+"""One update of the rows of a table in Triton: sums of the gradients of equal slots, and the rule.
 
 `order` are slots in ascending order, and `perm` the place of each among the gradients. A run is a range of equal slots.
-A tile is TILE positions of the order, which one row of a block works through from left to right. Where a run lies
-within a tile, the tile applies the rule to its row. The parts of a run that goes over the edge of a tile go to the next
-level, which has two positions per tile: the part that came over the left edge, and the part that goes over the right
-one. Their slots stand in ascending order again (-1: no part), so that the next level is another call of this kernel. A
-tile that lies within one run writes zeros as its right part, so that the parts of a run are neighbours.
+A tile is TILE positions of the order, which `sum_and_update` walks through from left to right: it applies the rule to
+the rows whose runs lie within the tile. Of a run that goes over an edge it leaves the part in the tile, as the left or
+right part of the tile; a part that goes over both edges is a left one. `finish` adds up the parts of each such run,
+beginning with the right part of the tile in which it begins, and applies the rule to its row.
 
 No sum depends on the order in which programs run.
 """
@@ -24,30 +23,34 @@ NO_DECAY, COUPLED, DECOUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def advance(counters, lr, settings, rates, RULE: tl.constexpr):
-    """As plain_kernels.advance. `settings`, in float64: ln β1, ln β2, decay of the rate, weight decay."""
-    step = tl.load(counters + STEP) + 1
-    tl.store(counters + STEP, step)
-    t = step.to(tl.float64)
-    rate = tl.load(lr)
-    if RULE == ADAGRAD:
-        rate = rate / (1.0 + (t - 1.0) * tl.load(settings + 2))
-    tl.store(rates + 1, (1.0 - rate * tl.load(settings + 3)).to(tl.float32))
-    if RULE == ADAM:
-        below = 1.0 - tl.exp(t * tl.load(settings))
-        rate = rate * tl.sqrt(1.0 - tl.exp(t * tl.load(settings + 1))) / below
-    tl.store(rates, rate.to(tl.float32))
+def count(counters):
+    """An update was made."""
+    tl.store(counters + STEP, tl.load(counters + STEP) + 1)
 
 
 @triton.jit
-def read_position(order, perm, grads, at, n, d, D: tl.constexpr, HAS_PERM: tl.constexpr):
+def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr):
+    """(step_rate, factor of the values by decoupled decay) of the next update, as plain_kernels.rates. `settings`, in
+    float64: ln β1, ln β2, decay of the rate, weight decay.
+    """
+    t = (tl.load(counters + STEP) + 1).to(tl.float64)
+    rate = tl.load(lr).to(tl.float64) if LR_IN_MEMORY else lr.to(tl.float64)
+    if RULE == ADAGRAD:
+        rate = rate / (1.0 + (t - 1.0) * tl.load(settings + 2))
+    factor = (1.0 - rate * tl.load(settings + 3)).to(tl.float32)
+    if RULE == ADAM:
+        below = 1.0 - tl.exp(t * tl.load(settings))
+        rate = rate * tl.sqrt(1.0 - tl.exp(t * tl.load(settings + 1))) / below
+    return rate.to(tl.float32), factor
+
+
+@triton.jit
+def read_position(order, perm, grads, at, n, d, D: tl.constexpr):
     """(slot, whether its run ends here, gradient) at these positions of the order."""
     here = at < n
     slot = tl.load(order + at, mask=here, other=-1)
     behind = tl.load(order + at + 1, mask=at + 1 < n, other=-2)
-    place = at
-    if HAS_PERM:
-        place = tl.load(perm + at, mask=here, other=0)
+    place = tl.load(perm + at, mask=here, other=0)
     mask = (here & (slot >= 0))[:, None] & (d < D)[None, :]
     grad = tl.load(grads + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     return slot, here & (slot != behind), grad
@@ -73,15 +76,14 @@ def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def write_row(
-    words, start, value, first, second, grad, mask, d, rates, one_less1, one_less2, eps, decay, low, high,
+    words, start, value, first, second, grad, mask, d, rate, factor, rest1, rest2, eps, decay, low, high,
     D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """The rows after one gradient each, by the formulas of plain_rules.updated."""
-    rate = tl.load(rates)
     if DECAY == COUPLED:
         grad += value * decay
     elif DECAY == DECOUPLED:
-        value = value * tl.load(rates + 1)
+        value = value * factor
     at = words + start[:, None] + d[None, :]
     inside = mask[:, None] & (d < D)[None, :]
     if RULE == SGD:
@@ -95,8 +97,8 @@ def write_row(
         value -= (rate / (tl.sqrt(first) + eps)) * grad
         tl.store(words + start + D, tl.max(first, 1), mask=mask)
     else:
-        first += (grad - first) * one_less1
-        second += (grad * grad - second) * one_less2
+        first += (grad - first) * rest1
+        second += (grad * grad - second) * rest2
         value -= rate * (first / (tl.sqrt(second) + eps))
         tl.store(at + D, first, mask=inside)
         tl.store(at + 2 * D, second, mask=inside)
@@ -107,13 +109,18 @@ def write_row(
 
 @triton.jit(do_not_specialize=["n", "num_tiles"])
 def sum_and_update(
-    words, offsets, order, perm, grads, parts, part_slots, n, num_tiles,
-    rates, one_less1, one_less2, eps, decay, low, high,
-    HAS_PERM: tl.constexpr, IS_LAST: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
-    D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    order, perm, grads, n, lr, settings,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One level: TILES tiles per program. `parts` and `part_slots` are the input of the next one."""
+    """TILES tiles per program. `part_slots`: of the left and right part of each tile, -1: none. `rates` are for
+    `finish`.
+    """
+    rate, factor = step_rates(counters, lr, settings, LR_IN_MEMORY, RULE)
+    if tl.program_id(0) == 0:
+        tl.store(rates, rate)
+        tl.store(rates + 1, factor)
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     begin, d = tile * TILE, tl.arange(0, PADDED)
     leftmost = tl.load(order + begin, mask=begin < n, other=-1)
@@ -121,14 +128,13 @@ def sum_and_update(
     is_left = from_left  # whether the current run came over the left edge
     total = tl.zeros([TILES, PADDED], tl.float32)
     left = tl.zeros([TILES, PADDED], tl.float32)
-    slot3 = leftmost
-    ends3 = begin < 0
+    slot3, ends3 = leftmost, begin < 0
     # Four positions at a time, all loads first: they are under way together.
     for p in range(0, TILE, 4):
-        slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, d, D, HAS_PERM)
-        slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, d, D, HAS_PERM)
-        slot2, ends2, grad2 = read_position(order, perm, grads, begin + p + 2, n, d, D, HAS_PERM)
-        slot3, ends3, grad3 = read_position(order, perm, grads, begin + p + 3, n, d, D, HAS_PERM)
+        slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, d, D)
+        slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, d, D)
+        slot2, ends2, grad2 = read_position(order, perm, grads, begin + p + 2, n, d, D)
+        slot3, ends3, grad3 = read_position(order, perm, grads, begin + p + 3, n, d, D)
         is_left1 = is_left & (ends0 == 0)
         is_left2 = is_left1 & (ends1 == 0)
         is_left3 = is_left2 & (ends2 == 0)
@@ -150,22 +156,59 @@ def sum_and_update(
         left = tl.where((is_left2 & ends2)[:, None], grad2, left)
         left = tl.where((is_left3 & ends3)[:, None], grad3, left)
         is_left = is_left3 & (ends3 == 0)
-        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rates, one_less1, one_less2, eps, decay, low,
+        # fmt: off
+        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        # fmt: on
+    to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
+    left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
+    known = tile < num_tiles
+    tl.store(part_slots + 2 * tile, tl.where(from_left, leftmost, -1), mask=known)
+    tl.store(part_slots + 2 * tile + 1, tl.where(to_right & (is_left == 0), slot3, -1), mask=known)
+    at = parts + (2 * tile)[:, None] * D + d[None, :]
+    tl.store(at, left, mask=(known & from_left)[:, None] & (d < D)[None, :])
+    tl.store(at + D, total, mask=(known & to_right & (is_left == 0))[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def finish(
+    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
+    tile = tl.program_id(0).to(tl.int64)
+    if tile == 0:
+        count(counters)
+    slot = tl.load(part_slots + 2 * tile + 1)
+    if slot >= 0:
+        rate, factor = tl.load(rates), tl.load(rates + 1)
+        d, i = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK, PADDED], tl.float32)
+        begin = tile + 1
+        goes_on = 1
+        while goes_on > 0:
+            at = begin + i
+            is_same = tl.load(part_slots + 2 * at, mask=at < num_tiles, other=-1) == slot
+            inside = is_same[:, None] & (d < D)[None, :]
+            total += tl.load(parts + (2 * at)[:, None] * D + d[None, :], mask=inside, other=0.0)
+            goes_on = tl.min(is_same.to(tl.int32), 0)  # parts of one run are neighbours: none is behind another slot
+            begin += BLOCK
+        own = tl.load(parts + (2 * tile + 1) * D + d, mask=d < D, other=0.0)
+        grad = (own + tl.sum(total, 0))[None, :]
+        row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
+        start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
+        write_row(words, start, value, first, second, grad, one, d, rate, factor, rest1, rest2, eps, decay, low,
                   high, D, RULE, DECAY, BOUNDED)  # fmt: skip
-        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rates, one_less1, one_less2, eps, decay, low,
-                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
-        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rates, one_less1, one_less2, eps, decay, low,
-                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
-        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rates, one_less1, one_less2, eps, decay, low,
-                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
-    if IS_LAST == 0:
-        to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
-        left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
-        right = tl.where(is_left[:, None], 0.0, total)
-        known = tile < num_tiles
-        tl.store(part_slots + 2 * tile, tl.where(from_left, leftmost, -1), mask=known)
-        tl.store(part_slots + 2 * tile + 1, tl.where(to_right, slot3, -1), mask=known)
-        inside = (d < D)[None, :]
-        at = parts + (2 * tile)[:, None] * D + d[None, :]
-        tl.store(at, left, mask=(known & from_left)[:, None] & inside)
-        tl.store(at + D, right, mask=(known & to_right)[:, None] & inside)
+
+
+@triton.jit
+def count_step(counters):
+    """An update without gradients."""
+    count(counters)
