@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import torchfleet as fleet
-from benchmarks.gpu_tables import BLOCK, free_memory, milliseconds, zipf_ranks
+from benchmarks.gpu_tables import BLOCK, free_memory, graph_of, milliseconds, zipf_ranks
 from benchmarks.timing import log
 
 SLOTS, DIM, DENSE, WIDTH = 26, 16, 13, 400
@@ -73,24 +73,15 @@ def turns(step: Callable[[Inputs], None], own: list[Inputs]) -> Callable[[], Non
 
 def captured(step: Callable[[Inputs], None], own: list[Inputs]) -> Callable[[Inputs], None]:
     """`step` as a CUDA graph, whose inputs are copied in."""
-    static = tuple(tensor.clone() for tensor in own[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(static)  # type: ignore[arg-type]
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(static)  # type: ignore[arg-type]
+    ids, dense, labels = (tensor.clone() for tensor in own[0])
+    replay = graph_of(lambda: step((ids, dense, labels)))
 
-    def replay(inputs: Inputs) -> None:
-        for to, tensor in zip(static, inputs, strict=True):
+    def call(inputs: Inputs) -> None:
+        for to, tensor in zip((ids, dense, labels), inputs, strict=True):
             to.copy_(tensor)
-        graph.replay()
+        replay()
 
-    return replay
+    return call
 
 
 def our_step(num_rows: int, keys: torch.Tensor, compiled: bool) -> Callable[[Inputs], None]:

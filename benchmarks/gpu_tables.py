@@ -33,6 +33,21 @@ def milliseconds(call: Callable[[], object], num: int = 20) -> float:
     return begin.elapsed_time(end) / num
 
 
+def graph_of(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of what `call` does, after three calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def zipf_ranks(num: int, num_rows: int, alpha: float) -> torch.Tensor:
     """`num` numbers below num_rows, of which k comes with a probability in proportion to (k + 1) ** -alpha."""
     sums = torch.arange(1, num_rows + 1, device="cuda", dtype=torch.float64).pow_(-alpha).cumsum_(0)
@@ -112,7 +127,7 @@ def measure_step(num_rows: int = STEP_ROWS, num_ids: int = STEP_IDS) -> dict[str
 
 
 def step_times(rule: Rule, dim: int, ranks: torch.Tensor, num_rows: int) -> dict[str, float]:
-    """Milliseconds of a step on the keys of these ranks, and of its parts by themselves."""
+    """Milliseconds of a step on the keys of these ranks, as a CUDA graph and without, and of its parts."""
     table, keys = filled(dim, rule, num_rows, num_rows + 4 * len(ranks))
     ids, grads = keys[ranks], torch.randn(len(ranks), dim, device="cuda") * 1e-3
     slots = table.find(ids)
@@ -121,7 +136,8 @@ def step_times(rule: Rule, dim: int, ranks: torch.Tensor, num_rows: int) -> dict
         table.push(table.find_and_gather(ids, insert=True)[0], grads)
 
     return {
-        "step": milliseconds(step),
+        "step without a graph": milliseconds(step),
+        "step": milliseconds(graph_of(step)),
         "find": milliseconds(lambda: table.find(ids)),
         "gather": milliseconds(lambda: table.gather(slots)),
         "find, insert and gather": milliseconds(lambda: table.find_and_gather(ids, insert=True)),

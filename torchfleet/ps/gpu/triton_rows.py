@@ -123,8 +123,8 @@ def initialise(
     last = tl.load(counters + NUM_FREE) + tl.load(counters + LIMIT) - tl.load(counters + FRESH)
     last = tl.minimum(tl.load(counters + TAKEN), last)
     d = tl.arange(0, PADDED)
-    first = tl.load(counters + READY) + tl.program_id(0).to(tl.int64) * BLOCK
-    for begin in range(first, last, tl.num_programs(0) * BLOCK):
+    begin = tl.load(counters + READY) + tl.program_id(0).to(tl.int64) * BLOCK
+    while begin < last:
         rank = begin + tl.arange(0, BLOCK)
         is_new = rank < last
         row = row_of_rank(free, counters, rank, is_new)
@@ -148,3 +148,4 @@ def initialise(
             inside = is_new[:, None] & (other < WIDTH)[None, :]
             rest = tl.zeros([BLOCK, PADDED], tl.float32) + tl.where(other < NUM_WORDS, first_state, 0.0)[None, :]
             tl.store(words + start[:, None] + other[None, :], rest, mask=inside)
+        begin += tl.num_programs(0) * BLOCK
