@@ -54,7 +54,7 @@ def test_rows_survive_growth_and_removal_under_load() -> None:
         assert bool((table.find(gone) == -1).all())
 
 
-@pytest.mark.parametrize("dim", [16, 10, 128, 200])
+@pytest.mark.parametrize("dim", [10, 128])
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_equal_those_in_plain_torch(rule: str, dim: int) -> None:
     tables = [DeviceTable(spec(dim=dim, rule=RULES[rule]), device, 1 << 16) for device in ("cuda", "cpu")]

@@ -34,7 +34,7 @@ def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.cons
     float64: ln β1, ln β2, decay of the rate, weight decay.
     """
     t = (tl.load(counters + STEP) + 1).to(tl.float64)
-    rate = tl.load(lr).to(tl.float64) if LR_IN_MEMORY else lr.to(tl.float64)
+    rate = tl.load(lr).to(tl.float64) if LR_IN_MEMORY else 0.0 * t + lr  # lr in float64
     if RULE == ADAGRAD:
         rate = rate / (1.0 + (t - 1.0) * tl.load(settings + 2))
     factor = (1.0 - rate * tl.load(settings + 3)).to(tl.float32)
