@@ -1,0 +1,214 @@
+"""One update of the rows of a table in Triton: sums of the gradients of equal slots, and the rule.
+
+`order` are slots in ascending order, and `perm` the place of each among the gradients. A run is a range of equal slots.
+A tile is TILE positions of the order, which `sum_and_update` walks through from left to right: it applies the rule to
+the rows whose runs lie within the tile. Of a run that goes over an edge it leaves the part in the tile, as the left or
+right part of the tile; a part that goes over both edges is a left one. `finish` adds up the parts of each such run,
+beginning with the right part of the tile in which it begins, and applies the rule to its row.
+
+No sum depends on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchfleet.ps.gpu import table_memory as memory
+from torchfleet.ps.gpu.triton_rows import row_start
+
+STEP = tl.constexpr(memory.STEP)
+SGD, ADAGRAD, ROWWISE, ADAM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+NO_DECAY, COUPLED, DECOUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def count(counters):
+    """An update was made."""
+    tl.store(counters + STEP, tl.load(counters + STEP) + 1)
+
+
+@triton.jit
+def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr):
+    """(step_rate, factor of the values by decoupled decay) of the next update, as plain_kernels.rates. `settings`, in
+    float64: ln β1, ln β2, decay of the rate, weight decay.
+    """
+    t = (tl.load(counters + STEP) + 1).to(tl.float64)
+    rate = tl.load(lr).to(tl.float64) if LR_IN_MEMORY else 0.0 * t + lr  # lr in float64
+    if RULE == ADAGRAD:
+        rate = rate / (1.0 + (t - 1.0) * tl.load(settings + 2))
+    factor = (1.0 - rate * tl.load(settings + 3)).to(tl.float32)
+    if RULE == ADAM:
+        below = 1.0 - tl.exp(t * tl.load(settings))
+        rate = rate * tl.sqrt(1.0 - tl.exp(t * tl.load(settings + 1))) / below
+    return rate.to(tl.float32), factor
+
+
+@triton.jit
+def read_position(order, perm, grads, at, n, d, D: tl.constexpr):
+    """(slot, whether its run ends here, gradient) at these positions of the order."""
+    here = at < n
+    slot = tl.load(order + at, mask=here, other=-1)
+    behind = tl.load(order + at + 1, mask=at + 1 < n, other=-2)
+    place = tl.load(perm + at, mask=here, other=0)
+    mask = (here & (slot >= 0))[:, None] & (d < D)[None, :]
+    grad = tl.load(grads + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    return slot, here & (slot != behind), grad
+
+
+@triton.jit
+def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+             RULE: tl.constexpr):  # fmt: skip
+    """(start, value, first state, second state) of the rows in the mask; a state that the rule has not is the value."""
+    start = row_start(offsets, slot, mask, WIDTH, SHIFT)
+    at = words + start[:, None] + d[None, :]
+    inside = mask[:, None] & (d < D)[None, :]
+    value = tl.load(at, mask=inside, other=0.0)
+    first, second = value, value
+    if RULE == ROWWISE:
+        first = tl.load(words + start + D, mask=mask, other=0.0)[:, None] + tl.zeros_like(value)
+    elif RULE != SGD:
+        first = tl.load(at + D, mask=inside, other=0.0)
+        if RULE == ADAM:
+            second = tl.load(at + 2 * D, mask=inside, other=0.0)
+    return start, value, first, second
+
+
+@triton.jit
+def write_row(
+    words, start, value, first, second, grad, mask, d, rate, factor, rest1, rest2, eps, decay, low, high,
+    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """The rows after one gradient each, by the formulas of plain_rules.updated."""
+    if DECAY == COUPLED:
+        grad += value * decay
+    elif DECAY == DECOUPLED:
+        value = value * factor
+    at = words + start[:, None] + d[None, :]
+    inside = mask[:, None] & (d < D)[None, :]
+    if RULE == SGD:
+        value -= rate * grad
+    elif RULE == ADAGRAD:
+        first += grad * grad
+        value -= rate * (grad / (tl.sqrt(first) + eps))
+        tl.store(at + D, first, mask=inside)
+    elif RULE == ROWWISE:
+        first += (tl.sum(grad * grad, 1) / D)[:, None]
+        value -= (rate / (tl.sqrt(first) + eps)) * grad
+        tl.store(words + start + D, tl.max(first, 1), mask=mask)
+    else:
+        first += (grad - first) * rest1
+        second += (grad * grad - second) * rest2
+        value -= rate * (first / (tl.sqrt(second) + eps))
+        tl.store(at + D, first, mask=inside)
+        tl.store(at + 2 * D, second, mask=inside)
+    if BOUNDED:
+        value = tl.minimum(tl.maximum(value, low), high)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "num_tiles"])
+def sum_and_update(
+    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    order, perm, grads, n, lr, settings,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles per program. `part_slots`: of the left and right part of each tile, -1: none. `rates` are for
+    `finish`.
+    """
+    rate, factor = step_rates(counters, lr, settings, LR_IN_MEMORY, RULE)
+    if tl.program_id(0) == 0:
+        tl.store(rates, rate)
+        tl.store(rates + 1, factor)
+    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    begin, d = tile * TILE, tl.arange(0, PADDED)
+    leftmost = tl.load(order + begin, mask=begin < n, other=-1)
+    from_left = (leftmost >= 0) & (leftmost == tl.load(order + begin - 1, mask=(begin > 0) & (begin < n), other=-1))
+    is_left = from_left  # whether the current run came over the left edge
+    total = tl.zeros([TILES, PADDED], tl.float32)
+    left = tl.zeros([TILES, PADDED], tl.float32)
+    slot3, ends3 = leftmost, begin < 0
+    # Four positions at a time, all loads first: they are under way together.
+    for p in range(0, TILE, 4):
+        slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, d, D)
+        slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, d, D)
+        slot2, ends2, grad2 = read_position(order, perm, grads, begin + p + 2, n, d, D)
+        slot3, ends3, grad3 = read_position(order, perm, grads, begin + p + 3, n, d, D)
+        is_left1 = is_left & (ends0 == 0)
+        is_left2 = is_left1 & (ends1 == 0)
+        is_left3 = is_left2 & (ends2 == 0)
+        ours0 = ends0 & (is_left == 0) & (slot0 >= 0)
+        ours1 = ends1 & (is_left1 == 0) & (slot1 >= 0)
+        ours2 = ends2 & (is_left2 == 0) & (slot2 >= 0)
+        ours3 = ends3 & (is_left3 == 0) & (slot3 >= 0)
+        start0, value0, first0, second0 = read_row(words, offsets, slot0, ours0, d, D, WIDTH, SHIFT, RULE)
+        start1, value1, first1, second1 = read_row(words, offsets, slot1, ours1, d, D, WIDTH, SHIFT, RULE)
+        start2, value2, first2, second2 = read_row(words, offsets, slot2, ours2, d, D, WIDTH, SHIFT, RULE)
+        start3, value3, first3, second3 = read_row(words, offsets, slot3, ours3, d, D, WIDTH, SHIFT, RULE)
+        grad0 += total
+        grad1 += tl.where(ends0[:, None], 0.0, grad0)
+        grad2 += tl.where(ends1[:, None], 0.0, grad1)
+        grad3 += tl.where(ends2[:, None], 0.0, grad2)
+        total = tl.where(ends3[:, None], 0.0, grad3)
+        left = tl.where((is_left & ends0)[:, None], grad0, left)
+        left = tl.where((is_left1 & ends1)[:, None], grad1, left)
+        left = tl.where((is_left2 & ends2)[:, None], grad2, left)
+        left = tl.where((is_left3 & ends3)[:, None], grad3, left)
+        is_left = is_left3 & (ends3 == 0)
+        # fmt: off
+        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        # fmt: on
+    to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
+    left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
+    known = tile < num_tiles
+    tl.store(part_slots + 2 * tile, tl.where(from_left, leftmost, -1), mask=known)
+    tl.store(part_slots + 2 * tile + 1, tl.where(to_right & (is_left == 0), slot3, -1), mask=known)
+    at = parts + (2 * tile)[:, None] * D + d[None, :]
+    tl.store(at, left, mask=(known & from_left)[:, None] & (d < D)[None, :])
+    tl.store(at + D, total, mask=(known & to_right & (is_left == 0))[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def finish(
+    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
+    tile = tl.program_id(0).to(tl.int64)
+    if tile == 0:
+        count(counters)
+    slot = tl.load(part_slots + 2 * tile + 1)
+    if slot >= 0:
+        rate, factor = tl.load(rates), tl.load(rates + 1)
+        d, i = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK, PADDED], tl.float32)
+        begin = tile + 1
+        goes_on = 1
+        while goes_on > 0:
+            at = begin + i
+            is_same = tl.load(part_slots + 2 * at, mask=at < num_tiles, other=-1) == slot
+            inside = is_same[:, None] & (d < D)[None, :]
+            total += tl.load(parts + (2 * at)[:, None] * D + d[None, :], mask=inside, other=0.0)
+            goes_on = tl.min(is_same.to(tl.int32), 0)  # parts of one run are neighbours: none is behind another slot
+            begin += BLOCK
+        own = tl.load(parts + (2 * tile + 1) * D + d, mask=d < D, other=0.0)
+        grad = (own + tl.sum(total, 0))[None, :]
+        row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
+        start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
+        write_row(words, start, value, first, second, grad, one, d, rate, factor, rest1, rest2, eps, decay, low,
+                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
+
+
+@triton.jit
+def count_step(counters):
+    """An update without gradients."""
+    count(counters)
