@@ -47,14 +47,14 @@ class GrpcApp:
 
     async def start(self) -> None:
         """Listen. Raises FleetError if the port cannot be used."""
-        from grpc import aio
-
         options = [
             ("grpc.max_receive_message_length", min(MAX_MESSAGE, self._settings.max_body)),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 1),
         ]
-        self._server = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        self._server = required("grpc.aio", "fleet serve --grpc_port", "grpc").server(
+            options=options, maximum_concurrent_rpcs=MAX_CALLS
+        )
         self._server.add_generic_rpc_handlers((self._handlers(),))
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         address = f"{host}:{self._settings.grpc_port}"
