@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,12 +58,14 @@ class HeterThread:
 
 @contextmanager
 def heter_workers(make: Callable[[], torch.nn.Module], num: int, num_workers: int = 1) -> Iterator[list[HeterThread]]:
-    made = [HeterThread(make(), "tcp://127.0.0.1:0", num_workers) for _ in range(num)]
-    try:
-        yield made
-    finally:
-        for heter in made:
-            heter.close()
+    """Over sockets in a folder: nobody else can take the address of one that has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = [HeterThread(make(), f"ipc://{folder}/{number}", num_workers) for number in range(num)]
+        try:
+            yield made
+        finally:
+            for heter in made:
+                heter.close()
 
 
 def links_to(

@@ -15,6 +15,13 @@ import torch
 import torchfleet as fleet
 
 NUM_IDS, DIM, BATCH = 40, 4, 16
+CONFIGS: dict[str, dict[str, int | bool]] = {
+    "sync": {},
+    "half_async": {"half_async": True},
+    "async": {},
+    "geo": {"k_steps": 1},
+    "hybrid": {"hybrid": True},
+}
 
 
 class Model(torch.nn.Module):
@@ -43,8 +50,7 @@ def train(options: argparse.Namespace) -> dict[str, np.ndarray]:
     torch.manual_seed(0)
     fleet.init()
     model = fleet.distributed_model(Model(not options.unguarded))
-    configs = {"hybrid": True} if options.mode == "hybrid" else {}
-    strategy = fleet.DistributedStrategy(a_sync=options.mode != "sync", a_sync_configs=configs)
+    strategy = fleet.DistributedStrategy(a_sync=options.mode != "sync", a_sync_configs=CONFIGS[options.mode])
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     if fleet.is_server():
         fleet.init_server()
@@ -78,7 +84,7 @@ def train(options: argparse.Namespace) -> dict[str, np.ndarray]:
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", default="sync", choices=["sync", "async", "hybrid"])
+    parser.add_argument("--mode", default="sync", choices=CONFIGS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
     parser.add_argument("--combined", type=int, default=0, help="in one process: the batches of so many workers")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("patience")
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no lost heter worker: one is lost here if no process listens at its address."""
-    monkeypatch.setattr(heter_links, "ALIVE", Patience(timeout=WAIT, retries=3))
+    monkeypatch.setattr(heter_links, "ALIVE", Patience(timeout=WAIT / 2, retries=3))
 
 
 class Tower(nn.Module):
@@ -173,6 +173,7 @@ def test_a_heter_worker_that_has_forgotten_a_session_gets_everything_again(heter
         assert_same(step(model, x, bias), step(plain, x, bias))
 
 
+@pytest.mark.slow
 def test_workers_spread_over_heter_workers_and_move_to_one_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_watch, "PERIOD", 0.05)
 
@@ -245,6 +246,7 @@ def test_processes_with_different_blocks_are_told(heter: HeterThread) -> None:
         model.tower(torch.ones(2, 3))
 
 
+@pytest.mark.slow
 def test_a_copy_and_an_exported_model_compute_by_themselves() -> None:
     model = nn.Sequential(nn.Linear(3, 3), fleet.device_guard("gpu")(nn.Linear(3, 2)))
     plain, x = copy.deepcopy(model), torch.ones(1, 3)

@@ -12,6 +12,7 @@ from torchfleet.ps.worker.client.connection import Call, Connection
 from torchfleet.ps.worker.heter.messages import Load
 
 PERIOD = 5.0  # seconds between two looks
+TIMEOUT = 2.0  # seconds for an answer; a heter worker that takes longer is left out of this look
 
 
 class LoadWatch:
@@ -52,7 +53,7 @@ class LoadWatch:
     def _ask(self, index: int) -> Call:
         if index not in self._open:
             self._open[index] = self._connect(index)
-        return self._open[index].submit(Command.STATS, [])
+        return self._open[index].submit(Command.STATS, [], timeout=TIMEOUT)
 
     def _answer(self, index: int, call: Call) -> int | None:
         return load_in(self._open[index], call, lambda: self._open.pop(index).close())
