@@ -2,8 +2,8 @@
 
 python -m benchmarks.peers --json                                all rivals that are installed; some minutes each
 python -m benchmarks.peers --quick --rivals torch,fbgemm         smaller and shorter, to see that it works
-python -m benchmarks.peers --site paddle=DIR --site torchrec=DIR packages of a rival in a folder of their own:
-                                                                 pip install --target DIR paddlepaddle==2.6.2 'numpy<2'
+python -m benchmarks.peers --site paddle=DIR --site torchrec=DIR packages of a rival in a folder of their own, where
+                                                                 `pip install --target DIR` has put them
 
 A pair is a rival and torchfleet in the shape that does the same: as many processes, the same rule for rows. Each
 process has one thread. `NAME_ratio` is the median over the rounds of our samples per second over theirs; a rival that

@@ -1,8 +1,9 @@
-"""Paddle 2.6's parameter server (pip install paddlepaddle==2.6.2 'numpy<2'): one server and one worker, a_sync.
+"""Paddle 2.6's parameter server: one server and one worker, a_sync.
+
+pip install --target DIR paddlepaddle==2.6.2 'numpy<2' 'protobuf<5' setuptools: it needs packages older than others.
 
 The same rows and network in Paddle's static graph. Rows are updated by the rule of its table's accessor, which the
-optimizer's own rate and kind do not reach; the tower by Adam on the server. It needs a numpy before 2: give it folders
-of its own with --site paddle=DIR.
+optimizer's own rate and kind do not reach; the tower by Adam on the server.
 """
 
 from __future__ import annotations

@@ -73,10 +73,8 @@ def trainer(model: Any, step: Callable[[], None], prefetch: Callable[[Any], Iter
 def test_auc(model: torch.nn.Module, chosen: argparse.Namespace) -> float:
     ids, dense, label = clicks.held_out(chosen)
     model.eval()
-    scores = [
-        model(*part)
-        for part in zip(torch.from_numpy(ids).split(4096), torch.from_numpy(dense).split(4096), strict=True)
-    ]
+    inputs = torch.utils.data.TensorDataset(torch.from_numpy(ids), torch.from_numpy(dense))
+    scores = [model(*part) for part in torch.utils.data.DataLoader(inputs, batch_size=4096)]
     return clicks.auc(torch.cat(scores).numpy(), label)
 
 

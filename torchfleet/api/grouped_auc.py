@@ -24,7 +24,7 @@ class Samples(NamedTuple):
     labels: npt.NDArray[np.bool_]
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Samples:
-        return Samples(*(column[mask] for column in self))
+        return Samples(self.groups[mask], self.scores[mask], self.labels[mask])
 
 
 class GAUC:

@@ -103,7 +103,7 @@ def build_index(
         np.save(made / "vectors.npy", rows)
         if kind != "exact":
             _WRITERS[kind](rows, metric, str(made / f"{kind}.index"))
-        (made / "index.json").write_bytes(msgspec.json.encode(IndexFile(kind, metric, *rows.shape, table)))
+        (made / "index.json").write_bytes(msgspec.json.encode(IndexFile(kind, metric, len(rows), rows.shape[1], table)))
         made.chmod(0o755)
         os.replace(made, target.path)
     except BaseException:

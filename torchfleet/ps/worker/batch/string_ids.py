@@ -139,7 +139,8 @@ def _of_arrow(array: Any, seed: np.uint64) -> Hashes:
     if hasattr(array, "chunks"):
         return np.concatenate([np.empty(0, np.uint64), *(_of_arrow(chunk, seed) for chunk in array.chunks)])
     if hasattr(array, "dictionary"):
-        return _of_arrow(array.dictionary, seed)[array.indices.to_numpy(zero_copy_only=False)]
+        of_words: Hashes = _of_arrow(array.dictionary, seed)[array.indices.to_numpy(zero_copy_only=False)]
+        return of_words
     if str(array.type) in _VIEWS:
         array = array.cast(_VIEWS[str(array.type)])
     return _of_buffers(array, np.dtype(_ARROW[str(array.type)]), seed)
