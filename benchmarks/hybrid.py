@@ -84,11 +84,12 @@ def summary(found: dict[str, list[Found]], slowed: dict[str, list[Found]], facto
 
 def speed(workers: Found) -> float:
     """Samples/s of all workers together, until the last of them is done."""
-    return sum(worker["samples"] for worker in workers) / max(worker["seconds"] for worker in workers)
+    seconds = max(float(worker["seconds"]) for worker in workers)
+    return sum(int(worker["samples"]) for worker in workers) / seconds
 
 
 def auc(runs: list[Found]) -> float:
-    return statistics.median(worker["auc"] for workers in runs for worker in workers if "auc" in worker)
+    return statistics.median(float(worker["auc"]) for workers in runs for worker in workers if "auc" in worker)
 
 
 def step_table(runs: list[Found]) -> dict[str, float]:

@@ -40,7 +40,8 @@ class CTR(torch.nn.Module):
         self.tower = tower()
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        return self.tower(torch.cat([self.rows(ids).flatten(1), dense], dim=1)).squeeze(1)
+        logits: torch.Tensor = self.tower(torch.cat([self.rows(ids).flatten(1), dense], dim=1)).squeeze(1)
+        return logits
 
 
 def made(seed: int, num: int) -> Batch:
@@ -93,7 +94,7 @@ def steps(source: Iterator[Batch], num: int, forward: Callable[[Batch], torch.Te
         begun = time.perf_counter()
         loss = F.binary_cross_entropy_with_logits(forward(batch), batch[2])
         slow.after_forward(time.perf_counter() - begun)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         step()
         num_samples += len(batch[2])
         if number + 1 == WARM + num:
@@ -111,7 +112,8 @@ def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
     rows = torch.randn(chosen.batch, NUM_SLOTS * DIM)
 
     def forward(batch: Batch) -> torch.Tensor:
-        return model(torch.cat([rows, batch[1]], dim=1)).squeeze(1)
+        logits: torch.Tensor = model(torch.cat([rows, batch[1]], dim=1)).squeeze(1)
+        return logits
 
     def step() -> None:
         optimizer.step()

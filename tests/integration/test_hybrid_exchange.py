@@ -63,16 +63,19 @@ def assert_every_round_counts_once(folder: Path, num_workers: int) -> int:
     return len(values)
 
 
-def test_servers_that_are_killed_and_read_their_log_make_every_round_once(tmp_path: Path) -> None:
-    launch = ("--server_num", "2", "--worker_num", "2", "--durability", "log", "--max_restart", "3")
-    store = ("--log_store", str(tmp_path / "store"))
-    with started(tmp_path, *launch, *store, options=("--steps", "40", "--pause", "0.02")) as job:
-        for server in (0, 1):
+@pytest.mark.parametrize("kept", ["log", "replicas"])
+def test_servers_that_are_killed_make_every_round_once(kept: str, tmp_path: Path) -> None:
+    """A server that keeps a log is started again from it; with replicas the backup goes on."""
+    num_servers = 2 if kept == "log" else 1
+    launch = ("--server_num", str(num_servers), "--worker_num", "2", "--max_restart", "3")
+    store = ("--durability", "log", "--log_store", str(tmp_path / "store")) if kept == "log" else ("--replicas", "2")
+    with started(tmp_path, *launch, *store, options=("--steps", "25", "--pause", "0.02")) as job:
+        for server in range(num_servers):
             wait_until(lambda: len(steps(tmp_path, 0)) > 5 * (server + 1), START, "steps")  # noqa: B023
             os.kill(job.pid("SERVER", server), signal.SIGKILL)
             wait_until(lambda: len(lines_naming(job.output, "SIGKILL")) > server, SOON, "notice")  # noqa: B023
         assert job.wait() == 0, job.output
-    assert assert_every_round_counts_once(tmp_path, 2) == 40
+    assert assert_every_round_counts_once(tmp_path, 2) == 25
 
 
 def test_with_keys_the_network_goes_through_the_servers_by_itself(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -246,3 +247,26 @@ def test_a_worker_whose_batches_end_leaves_and_the_others_go_on() -> None:
     assert [num for num, _ in results] == list(lengths)
     wanted = in_one_process([batches_of(0, 2), batches_of(1, 4)])
     jobs.assert_equal_values(results[1][1], wanted, 1e-5)
+
+
+def test_with_balance_a_slow_worker_gets_smaller_batches_and_networks_stay_alike() -> None:
+    """Worker 1 takes four milliseconds for a sample: no core is busy enough for worker 0 to take as long."""
+
+    def body(part: Part) -> tuple[list[int], dict[str, torch.Tensor]]:
+        sizes = []
+        for batch in part.prefetch(jobs.click_batches(part.index, 12, 20)):
+            loss = jobs.click_loss(part.model, batch)
+            time.sleep(0.004 * len(batch["y"]) * part.index)
+            loss.backward()
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+            sizes.append(len(batch["y"]))
+        return sizes, network(part.model)
+
+    make = still_rows(torch.optim.SGD)
+    results = jobs.run(body, jobs.Clicks, make, num_workers=2, **SERVERS, balance=True).results
+    (fast, first), (slow, second) = results
+    jobs.assert_equal_values(first, second)
+    assert fast[0] == slow[0] == 20
+    assert min(slow) < 15
+    assert max(fast) > 25

@@ -245,7 +245,10 @@ class TestEntrance:
         assert means([reply for reply in replies if reply.command == Command.EXCHANGE])[0] == ([0, 1], 2.0)
         assert unpack(replies[0].arrays[0], dict)["entering"] == [3]
 
-    def test_those_whose_batches_end_leave_and_come_back_to_who_has_the_newest_network(self, job: Job) -> None:
+    @pytest.mark.parametrize("on_loss", ["go_on", "wait"])
+    def test_those_whose_batches_end_leave_and_come_back_to_who_has_the_newest_network(self, on_loss: str) -> None:
+        job = Job(on_loss=on_loss)
+        job.begin()
         for worker in range(3):
             job.enter(worker)
         job.give(0, 1.0, 2, is_last=True), job.give(1, 1.0, 2), job.give(2, 1.0, 2)

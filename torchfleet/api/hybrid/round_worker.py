@@ -19,7 +19,7 @@ from torchfleet.api.hybrid.server_average import ServerAverage
 from torchfleet.api.hybrid.server_rounds import ServerRounds
 from torchfleet.base.errors import WorkerMissing
 from torchfleet.base.monitor.notices import tell
-from torchfleet.base.role.role_info import GO_ON, RoleInfo
+from torchfleet.base.role.role_info import LOSS_END, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Array
 from torchfleet.ps.worker.batch.sample_count import SampleCount
@@ -50,7 +50,7 @@ class RoundWorker(HybridWorker):
         self._plan, self._info = plan, info
         self._others = Workers(own_client, info.worker_index, info.num_workers, settings.sync_timeout)
         self._model, self._client, self._own_client, self._is_first = model, client, own_client, info.worker_index == 0
-        self._is_apart = info.on_worker_loss == GO_ON
+        self._is_apart = info.on_worker_loss != LOSS_END
         timeout = settings.sync_timeout + settings.rpc_timeout
         self.rounds = ServerRounds(own_client, info.worker_index, timeout, self._is_apart)
         samples = SampleCount(model, info.worker_index) if settings.sync_mean == "samples" else None
@@ -66,7 +66,7 @@ class RoundWorker(HybridWorker):
         optimizer.join(self._network)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loop. In training, all workers' loops end together or, with go_on, each by itself."""
+        """The batches of a loop. In training, all loops end together; if a worker may be lost, each by itself."""
         if not (torch.is_grad_enabled() and self._model.training):
             return loader
         source = loader if self._shares is None else recut(loader, self._shares)

@@ -80,7 +80,7 @@ class ServerAverage(GradientAverage):
             self._own = self._told()
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket]).float().cpu()
         self.rounds.give(flat.numpy(), self._own)
-        self._under_way.append((None, flat, bucket))
+        self._under_way.append((None, flat, []))  # keeps the values until they are sent
 
     def _told(self) -> Told:
         """What this worker says with the first bucket."""
@@ -101,9 +101,9 @@ class ServerAverage(GradientAverage):
         slowest = max((own.seconds for own in self.rounds.told.values()), default=0.0)
         waited = time.perf_counter() - begun
         self.seconds_behind += min(waited, max(0.0, slowest - self._own.seconds))
-        for mean, (_, _, bucket) in zip(means, self._under_way, strict=True):
-            parts = torch.from_numpy(mean.copy()).split([p.numel() for p in bucket])  # type: ignore[no-untyped-call]
-            for part, parameter in zip(parts, bucket, strict=True):
+        for mean, watched in zip(means, self._buckets, strict=True):
+            parts = torch.from_numpy(mean.copy()).split([p.numel() for p in watched])  # type: ignore[no-untyped-call]
+            for part, parameter in zip(parts, watched, strict=True):
                 _write(parameter, part)
         self._since = time.perf_counter()
         self.begin(self._ends_itself)

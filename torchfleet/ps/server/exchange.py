@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.base.errors import TableError, WireError
+from torchfleet.base.role.role_info import LOSS_END
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_BODY, pack, unpack
 from torchfleet.ps.server.arrays import check_worker, floats
@@ -116,7 +117,7 @@ def _make_if_complete(state: State, bucket: int) -> None:
     if bucket == 0:
         bodies = {worker: present.bodies[worker] for worker in present.workers}
         told["told"] = {w: [body.samples, body.seconds, body.is_last, body.rates] for w, body in bodies.items()}
-        leaving = {w for w, body in bodies.items() if body.is_last} if meetings.members.go_on else set()
+        leaving = {w for w, body in bodies.items() if body.is_last} if meetings.members.on_loss != LOSS_END else set()
         told["entering"] = meetings.entrance.admit(present.workers, leaving)
     for request, answer in meetings.rounds.make(bucket, told):
         state.finish(request, answer)
@@ -145,7 +146,7 @@ def _missing_at_entrance(state: State) -> set[int]:
     if entrance.members - members.absent:  # others are at work, and let them in
         return set()
     expected = members.expected(state.num_workers)
-    if not members.go_on or (not state.meetings.rounds.newest and not members.is_elastic):
+    if members.on_loss == LOSS_END or (not state.meetings.rounds.newest and not members.is_elastic):
         return expected - set(entrance.waiting)
     if not state.meetings.rounds.newest:
         lacks = len(entrance.waiting) < min(members.min_workers, len(expected))
