@@ -24,18 +24,19 @@ def milliseconds(call: Callable[[], object], num: int = 20) -> float:
     """Of a call on the GPU, mean of `num` after three more."""
     for _ in range(3):
         call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    made: Any = torch.cuda.Event
+    begin, end = made(enable_timing=True), made(enable_timing=True)
     begin.record()
     for _ in range(num):
         call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / num
+    return float(begin.elapsed_time(end)) / num
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], object]:
     """The replay of a CUDA graph of what `call` does, after three calls."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -223,6 +223,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
         fleet.nn.SparseEmbedding(DIM, **settings)
 
 
+@pytest.mark.slow
 def test_compiled_code_has_no_break() -> None:
     plain, ours = nets()
     model = fleet.distributed_model(ours)

@@ -16,6 +16,7 @@ from support.messages import names, naming
 import torchfleet as fleet
 from torchfleet.api.job.printing import embeddings
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.lookup.conversion import check_on_servers
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.embedding_choice import AUTO_BYTES, Choice, choose
 
@@ -176,3 +177,9 @@ def test_the_line_is_short_and_says_how_to_change_it() -> None:
     line = embeddings(one)
     assert names(line, 1, "1,200", "'pos' (tied to 'lm_head')")
     assert "distributed_model" not in line
+
+
+def test_a_table_on_a_device_is_refused_in_a_job_with_servers() -> None:
+    model = torch.nn.ModuleDict({"rows": SparseEmbedding(4, device="cpu")})
+    with pytest.raises(ModelError, match="'rows'"):
+        check_on_servers(model)
