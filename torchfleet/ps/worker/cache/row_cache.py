@@ -1,0 +1,214 @@
+"""A cache of one table's rows on the worker's device: rows come from the servers before a batch needs them, are updated
+here, and are written back when their place is needed or the worker hands over.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import ModelError, TableError
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
+from torchfleet.ps.worker.cache.cache_thread import CacheThread
+from torchfleet.ps.worker.cache.key_directory import KeyDirectory
+from torchfleet.ps.worker.cache.row_memory import RowMemory
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Future
+from torchfleet.ps.worker.client.shard import Floats, Keys
+
+_CHUNK = 1 << 16  # rows of one request
+_EVICTED_SHARE = 16  # an eviction frees 1/16 of the slots, or more: many batches then need none
+_NEW = -1  # the last use of a slot without a row
+
+
+class RowCache:
+    """Rows that this worker alone changes. Methods are called by the training thread, those with a client by the
+    cache's thread, on a stream of its own.
+
+    A batch is prepared in two halves. `begin` finds the distinct keys that are missing, makes room for them and asks
+    the servers for their rows; `end` waits for the rows and puts them into their slots. Batches begin and end in the
+    order in which they were prepared, so that a batch may use rows that an earlier one has asked for.
+    """
+
+    def __init__(self, spec: TableSpec, num_bytes: int, device: torch.device, step: int, thread: CacheThread) -> None:
+        """`step`: the table's number of updates so far."""
+        num_slots = num_bytes // RowMemory.bytes_per_row(spec)
+        self.spec, self.step, self._thread = spec, step, thread
+        self.memory = RowMemory(spec, max(1, num_slots), device)
+        self._directory = KeyDirectory(device)
+        self._free = torch.arange(self.memory.num_slots, device=device)
+        self._writes: list[Future[None]] = []
+        self._written_step = step
+        self._alive: dict[int, weakref.ref[CachedBatch]] = {}
+        self._lock = threading.Lock()
+        self._num_batches = 0
+        self._updated: Any = None  # CUDA event after the last update
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self.counts = {"looked_up": 0, "missed": 0, "evicted": 0, "written": 0}
+
+    def prepare(self, ids: Sequence[Slot]) -> CachedBatch:
+        """Begin to bring the rows of these ids into the cache. Does not wait."""
+        with self._lock:
+            self._num_batches += 1
+            batch = CachedBatch(self.memory, self._num_batches, ids)
+            self._alive[batch.number] = weakref.ref(batch)
+        given = torch.cuda.current_stream(self.memory.device).record_event() if self._is_cuda else None
+        self._thread.prepare(lambda client: self._begin(client, batch, given))
+        return batch
+
+    def update(self, pending: Sequence[Pending], lr: float | None) -> None:
+        """One update of the table. A step without gradients counts, too."""
+        self.step += 1
+        if pending:
+            joined = Pending.joined(pending)
+            self.memory.update(joined.places, joined.grads, joined.touched, lr, self.step)
+            if self._is_cuda:
+                self._updated = torch.cuda.current_stream(self.memory.device).record_event()
+
+    def flush(self) -> None:
+        """Write all changed rows to the servers, and wait until they have them. The rows stay cached."""
+        if self._written_step != self.step:
+            self._thread.run(self._write_back)
+
+    def empty(self) -> None:
+        """Flush, and forget all rows: others may change them on the servers."""
+        self.flush()
+        self._thread.run(lambda client: self._forget())
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start; `looked_up` counts distinct keys of batches."""
+        memory = self.memory
+        used = {"slots": memory.num_slots, "bytes": memory.num_slots * RowMemory.bytes_per_row(self.spec)}
+        return {"rows": len(self._directory), **used, **self.counts}
+
+    # In the cache's thread
+
+    def _begin(self, client: Client, batch: CachedBatch, given: Any) -> Any:
+        """The first half; returns the second."""
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None and any(ids.is_cuda for ids, _ in batch.ids):
+                self._stream.wait_event(given)
+            keys = batch.collect()
+            slots = self._directory.find(keys)
+            is_missing = slots < 0
+            missing = keys[is_missing]
+            self.counts["looked_up"] += len(keys)
+            self.counts["missed"] += len(missing)
+            self.memory.last_use[slots[~is_missing]] = batch.number
+            pulls: list[Future[tuple[Floats, int]]] = []
+            if len(missing):
+                taken = self._take_slots(client, len(missing), batch)
+                slots = slots.masked_scatter(is_missing, taken)
+                self._directory.insert(missing, taken)
+                self.memory.last_use[taken] = batch.number
+                wanted = _host_keys(missing)
+                self._await_writes()  # one of the keys may have been written back a moment ago
+                for start in range(0, len(wanted), _CHUNK):
+                    pulls.append(client.pull_rows(self.spec.name, wanted[start : start + _CHUNK]))
+            batch.places = slots
+        return lambda: self._end(batch, slots[is_missing], pulls)
+
+    def _end(self, batch: CachedBatch, taken: torch.Tensor, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+        with torch.cuda.stream(self._stream):
+            start = 0
+            for pull in pulls:
+                rows = torch.from_numpy(pull.result()[0])
+                rows = rows.pin_memory() if self._is_cuda else rows
+                self.memory.words[taken[start : start + len(rows)]] = rows.to(self.memory.device, non_blocking=True)
+                start += len(rows)
+            if self._stream is not None:
+                batch.event = self._stream.record_event()
+        batch.is_ready.set()
+
+    def _take_slots(self, client: Client, num: int, batch: CachedBatch) -> torch.Tensor:
+        if len(self._free) < num:
+            self._evict(client, num - len(self._free), batch)
+        taken, self._free = self._free[:num], self._free[num:]
+        return taken
+
+    def _evict(self, client: Client, num: int, batch: CachedBatch) -> None:
+        """Free at least `num` slots: those that were used least recently, by no batch that is alive."""
+        self._check_gradients()
+        last_use = self.memory.last_use
+        candidates = last_use[(last_use > _NEW) & (last_use < self._oldest_alive(batch))]
+        if len(candidates) < num:
+            raise self._too_small(num - len(candidates))
+        wanted = min(len(candidates), max(num, self.memory.num_slots // _EVICTED_SHARE))
+        latest = torch.kthvalue(candidates, wanted).values
+        keys, slots = self._directory.erase((last_use > _NEW) & (last_use <= latest))
+        self._write(client, keys, slots)
+        last_use[slots] = _NEW
+        self._free = torch.cat([self._free, slots])
+        self.counts["evicted"] += len(slots)
+
+    def _oldest_alive(self, batch: CachedBatch) -> int:
+        with self._lock:
+            self._alive = {number: known for number, known in self._alive.items() if known() is not None}
+            return min(self._alive, default=batch.number)
+
+    def _write(self, client: Client, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        """Send those of these rows that have changed."""
+        if self._stream is not None and self._updated is not None:
+            self._stream.wait_event(self._updated)
+        is_changed = self.memory.is_changed[slots]
+        keys, slots = keys[is_changed], slots[is_changed]
+        for start in range(0, len(keys), _CHUNK):
+            some = slots[start : start + _CHUNK]
+            rows = self.memory.words.index_select(0, some).cpu().numpy()
+            own = _host_keys(keys[start : start + _CHUNK])
+            self._writes.append(client.assign_rows(self.spec.name, own, rows, self.step))
+        self.memory.is_changed[slots] = False
+        self.counts["written"] += len(keys)
+
+    def _await_writes(self) -> None:
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+    def _write_back(self, client: Client) -> None:
+        with torch.cuda.stream(self._stream):
+            self._write(client, *self._directory.items())
+            nothing = np.empty((0, self.spec.num_words), np.float32)
+            self._writes.append(client.assign_rows(self.spec.name, np.empty(0, np.uint64), nothing, self.step))
+            self._check_gradients()
+        self._await_writes()
+        self._written_step = self.step
+
+    def _forget(self) -> None:
+        with self._lock:
+            for known in self._alive.values():
+                if (batch := known()) is not None:
+                    batch.is_dropped = True
+            self._alive = {}
+        self._directory = KeyDirectory(self.memory.device)
+        self._free = torch.arange(self.memory.num_slots, device=self.memory.device)
+        self.memory.last_use.fill_(_NEW)
+
+    def _check_gradients(self) -> None:
+        if bool(self.memory.has_failed):
+            raise TableError(
+                f"NaN or infinity in the gradient of table '{self.spec.name}', in one of the last steps. The rows with "
+                "such a gradient were not changed. Look for it in the loss "
+                "(torch.autograd.set_detect_anomaly(True) says where it begins), lower the learning rate, or clip the "
+                "gradients."
+            )
+
+    def _too_small(self, num: int) -> ModelError:
+        size = RowMemory.bytes_per_row(self.spec)
+        return ModelError(
+            f"SparseEmbedding(cache=...) of table '{self.spec.name}' has room for {self.memory.num_slots:,} rows of "
+            f"{size:,} bytes, and the batches under way need {num:,} more. Give it more memory, at least "
+            f"{2 * (self.memory.num_slots + num) * size:,} bytes, or use smaller batches."
+        )
+
+
+def _host_keys(keys: torch.Tensor) -> Keys:
+    found: Keys = keys.cpu().numpy().view(np.uint64)
+    return found
