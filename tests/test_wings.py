@@ -28,6 +28,7 @@ PARTS = (
     "ps/tables",
     "ps/checkpoint",
     "ps/server",
+    "ps/gpu",
     "ps/worker",
     "data",
     "collective",

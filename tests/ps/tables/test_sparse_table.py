@@ -131,7 +131,7 @@ def test_the_first_value_of_a_row_is_the_same_whatever_the_number_of_servers(kin
     size = 500 * (kind == "array")
     spec = TableSpec("t", kind, dim=3, size=size, seed=4, initializer=Initializer("normal", 0.0, 1.0))
     keys = np.arange(500, dtype=np.uint64)
-    stream = int(rowstore._stream(4, "t"))
+    stream = int(rowstore.value_stream(4, "t"))
     expected = np.array([twins.first_value(stream, key, 3, "normal", 0.0, 1.0) for key in range(500)])
     parts = shard(spec, keys, num_servers)
     rows = []

@@ -57,7 +57,7 @@ class RowStore(Table):
         self.index = self._make_index(num_words, len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
         self._row_words, self._value_words = num_words, num_words - (spec.num_words - spec.dim)
-        self._stream = _stream(spec.seed, spec.name)
+        self._stream = value_stream(spec.seed, spec.name)
         codec = stored_codec(spec.format, spec.dim)
         self.narrow = None if codec is None else NarrowRows(codec, spec.num_words - spec.dim, self._stream)
         self._found: Rows = np.empty(CHUNK, np.int64)
@@ -423,7 +423,7 @@ class RowStore(Table):
             self.tracking.mark(at)
 
 
-def _stream(seed: int, name: str) -> np.uint64:
+def value_stream(seed: int, name: str) -> np.uint64:
     """The part of a row's initial value that depends on (seed, table). Uses the name, not the order of creation."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
     stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))

@@ -1,0 +1,291 @@
+"""A table of rows in the memory of a device: find, gather, update, grow, evict, iterate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.gpu import device_errors, eviction
+from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
+from torchfleet.ps.gpu.occupancy import Occupancy
+from torchfleet.ps.gpu.plain_kernels import positions
+from torchfleet.ps.gpu.plain_rules import check_rule
+from torchfleet.ps.gpu.row_blocks import Columns, RowBlock, joined, last_of_each, split
+from torchfleet.ps.gpu.row_layout import RowLayout
+from torchfleet.ps.gpu.table_memory import (
+    EMPTY,
+    FRESH,
+    LIMIT,
+    MAX_SLOTS,
+    NUM_FREE,
+    PENDING,
+    READY,
+    REFUSED,
+    REMOVED,
+    SPARE,
+    STEP,
+    TAKEN,
+    clear_directory,
+    empty_directory,
+    new_memory,
+)
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import TableSpec
+
+FIRST_ROWS = 1 << 20  # rows of a new table on a GPU that declares no capacity
+FIRST_ROWS_ON_CPU = 1 << 10
+MOST_REMOVED = 0.125  # share of the directory's entries; above it, the directory is made anew
+
+
+class DeviceTable:
+    """Rows for any 64-bit key. Keys are int64 tensors on the table's device; a slot (int32) is a row's number.
+
+    A slot is valid while its row exists: rows do not move when the table grows, and only `remove`, `shrink` and the
+    limit of `spec.shrink` end a row. Calls are issued to the current stream in order, and wait for the device only if
+    their documentation says so. One thread uses a table at a time.
+
+    `capacity`: rows that exist from the start; the table grows beyond them. `deterministic`: rows are numbered in the
+    order of their keys, which makes results equal from run to run; slower where keys are new.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        device: torch.device | str = "cuda",
+        capacity: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.device = device_errors.checked_device(device, spec.name)
+        check_rule(spec.rule, spec.name)
+        eviction.check_policies(spec)
+        self.spec, self.deterministic = spec, deterministic
+        self.layout = RowLayout.of(spec)
+        self.max_rows = eviction.row_limit(spec, self.layout.width)
+        first = FIRST_ROWS if self.device.type == "cuda" else FIRST_ROWS_ON_CPU
+        with device_errors.naming(self, capacity or first):
+            self.memory = new_memory(self.layout.width, self.max_rows or capacity or first, self.device)
+        if self.max_rows is not None:
+            self.memory.counters[LIMIT] = self.max_rows
+        self.kernels: Kernels = kernels_for(self.device)
+        self.occupancy = Occupancy(self.memory)
+        self.num_evicted = 0
+        self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
+        self._num_removed = 0  # entries of the directory marked REMOVED
+        self._lr = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self._rates = torch.zeros(2, dtype=torch.float32, device=self.device)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def dim(self) -> int:
+        return self.spec.dim
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use. Waits for the device."""
+        return self.occupancy.num_rows
+
+    @property
+    def capacity(self) -> int:
+        """Rows that exist, in use or not."""
+        return self.memory.rows.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the table holds."""
+        return self.memory.num_bytes
+
+    @property
+    def step(self) -> int:
+        """Updates so far. Waits for the device."""
+        return int(self.memory.counters[STEP])
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.memory.counters[STEP] = step
+
+    def find(self, keys: torch.Tensor, insert: bool = False) -> torch.Tensor:
+        """Slots of keys of any shape, flattened; -1 for a key without a row. Keys may repeat.
+
+        `insert`: missing keys get a row with its first values, and the rows count as used. Raises TableError if there
+        is no memory for them.
+        """
+        keys = self._checked(keys)
+        if not insert:
+            return self.kernels.find(self.memory, self.layout, keys, False, self.deterministic)
+        self._make_room(keys)
+        slots = self.kernels.find(self.memory, self.layout, keys, True, self.deterministic)
+        self._used(slots)
+        return slots
+
+    def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(len(slots), dim): the values of these rows; zeros for -1."""
+        return self.kernels.gather(self.memory, slots, self.dim, dtype)
+
+    def find_and_gather(
+        self, keys: torch.Tensor, insert: bool = False, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slots, values), as `find` and `gather` together, with one kernel less."""
+        keys = self._checked(keys)
+        if insert:
+            self._make_room(keys)
+        slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, insert, dtype, self.deterministic)
+        if insert:
+            self._used(slots)
+        return slots, values
+
+    def push(self, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor | None = None) -> None:
+        """One update: the gradients of equal slots are summed, then the rule is applied once per row. -1 is left out.
+
+        `grads`: (len(slots), dim), of any floating type. `lr` overrides the rule's own; a CUDA graph reads a tensor
+        anew at every replay.
+        """
+        if grads.shape != (len(slots), self.dim):
+            raise TableError(
+                f"table '{self.name}': expected gradients of shape {(len(slots), self.dim)}, found {tuple(grads.shape)}"
+            )
+        if isinstance(lr, torch.Tensor):
+            self._lr.copy_(lr)
+        else:
+            self._lr.fill_(self.spec.rule.lr if lr is None else lr)
+        self.kernels.advance(self.memory, self.spec.rule, self._lr, self._rates)
+        self.kernels.push(self.memory, self.layout, slots, grads, self._rates)
+
+    def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
+        """All rows in blocks, in the order of their slots. Waits for the device."""
+        used, special = self._num_slots(), self._slot_of_empty()
+        for start in range(0, used, num_rows):
+            slots = torch.arange(start, min(start + num_rows, used), device=self.device)
+            keys = self.memory.row_keys[slots]
+            slots = slots[(keys != EMPTY) | (slots == special)]
+            words = self.memory.rows.read(slots, 0, self.layout.width)
+            yield split(self.layout, self.memory.row_keys[slots], slots, words)
+
+    def put(self, keys: torch.Tensor, words: torch.Tensor, columns: Columns | None = None) -> None:
+        """Overwrite or create rows: `words` are values, or values and optimizer state. Statistics that are not given
+        become those of a new row. Among equal keys the last one wins. Raises TableError if they do not fit.
+        """
+        keys = self._checked(keys)
+        if words.shape not in ((len(keys), self.dim), (len(keys), self.layout.num_words)):
+            raise TableError(
+                f"table '{self.name}': expected rows of {self.dim} values or {self.layout.num_words} with state, found "
+                f"{tuple(words.shape)} for {len(keys)} keys"
+            )
+        slots = self.find(keys, insert=True)
+        kept = last_of_each(slots)
+        slots, words = slots[kept].long(), words.to(self.device, torch.float32)[kept]
+        self.memory.rows.write(slots, 0, words)
+        if columns and self.layout.columns:
+            block = joined(self.layout, {name: column[kept.to(column.device)] for name, column in columns.items()})
+            self.memory.rows.write(slots, self.layout.num_words, block.to(self.device))
+
+    def remove(self, keys: torch.Tensor) -> int:
+        """Drop rows; keys without a row are ignored. Returns how many were dropped. Waits for the device."""
+        keys = torch.unique(self._checked(keys))
+        at, slots = positions(self.memory, keys)
+        at, slots = at[slots >= 0], slots[slots >= 0]
+        memory = self.memory
+        memory.directory[at, 0] = torch.where(at < memory.num_positions, REMOVED, EMPTY)
+        memory.directory[at, 1] = PENDING
+        memory.row_keys[slots] = EMPTY
+        self._num_removed += len(slots)
+        has_refused = self.occupancy.num_refused > 0
+        self._give_back(slots)
+        if has_refused or self._num_removed > MOST_REMOVED * memory.num_positions:
+            self._rebuild()
+        return len(slots)
+
+    def shrink(self, policy: Shrink | None = None) -> int:
+        """Drop the rows that a policy (the table's own by default) names, as servers do. Returns how many."""
+        num = eviction.shrink(self, policy or self.spec.shrink)
+        self.num_evicted += num
+        return num
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for this many rows beside those in use. Raises TableError if there is no memory. A CUDA graph
+        cannot capture growth: reserve before.
+        """
+        room = self.occupancy.room
+        if room < num_rows:
+            self._grow(num_rows - room)
+
+    def check(self) -> None:
+        """Raise TableError if a kernel found no row for a key, which only a captured graph can come to."""
+        if self.occupancy.num_refused:
+            raise device_errors.full(self, self.occupancy.num_refused)
+
+    def _checked(self, keys: torch.Tensor) -> torch.Tensor:
+        return device_errors.checked_keys(keys, self.name, self.device)
+
+    def _make_room(self, keys: torch.Tensor) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.is_captured = True
+            return
+        self.check()
+        if self.occupancy.is_enough_for(len(keys)):
+            return
+        if self.max_rows is not None:
+            self.num_evicted += eviction.make_room(self, keys)
+        else:
+            self._grow(max(len(keys) - self.occupancy.room, self.capacity))
+
+    def _used(self, slots: torch.Tensor) -> None:
+        if self.layout.columns:
+            self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.occupancy.note(len(slots))
+
+    def _grow(self, num_rows: int) -> None:
+        """Add at least `num_rows` rows; as many again as exist, if memory allows."""
+        num_rows = self.memory.rows.rounded(num_rows)
+        if self.is_captured or self.max_rows is not None or self.capacity + num_rows > MAX_SLOTS:
+            raise device_errors.full(self, num_rows)
+        memory = self.memory
+        with device_errors.naming(self, num_rows):
+            keys = torch.full((num_rows,), EMPTY, dtype=torch.int64, device=self.device)
+            keys = torch.cat([memory.row_keys, keys])
+            free = torch.cat([memory.free, torch.zeros(num_rows, dtype=torch.int32, device=self.device)])
+            needs_directory = int((self.capacity + num_rows) * SPARE) > memory.num_positions
+            directory = empty_directory(self.capacity + num_rows, self.device) if needs_directory else None
+            memory.rows.grow(num_rows)
+        memory.row_keys, memory.free = keys, free
+        if directory is not None:
+            special = self._slot_of_empty()
+            memory.directory = directory
+            self.kernels.place(memory, self._num_slots(), special)
+            self._num_removed = 0
+        memory.counters[LIMIT] = memory.rows.num_rows
+        self.occupancy.refresh()
+
+    def _rebuild(self) -> None:
+        """Make the directory anew in its memory, without the entries of rows that were removed."""
+        special = self._slot_of_empty()
+        clear_directory(self.memory.directory)
+        self.kernels.place(self.memory, self._num_slots(), special)
+        self._num_removed = 0
+
+    def _num_slots(self) -> int:
+        """Slots that were ever in use, from 0 on. Waits for the device."""
+        counters = self.memory.counters.tolist()
+        return min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT])
+
+    def _slot_of_empty(self) -> int:
+        """The slot of the key that equals EMPTY, or -1."""
+        key, slot = self.memory.directory[self.memory.num_positions].tolist()
+        return -1 if key == EMPTY else slot
+
+    def _give_back(self, slots: torch.Tensor) -> None:
+        """Make the free list of what is left of it and these slots."""
+        memory, used = self.memory, self._num_slots()
+        counters = memory.counters.tolist()
+        free = torch.cat([memory.free[counters[TAKEN] : counters[NUM_FREE]], slots.int()])
+        memory.free[: len(free)] = free
+        changes = {TAKEN: 0, READY: 0, NUM_FREE: len(free), FRESH: used, REFUSED: 0}
+        for counter, value in changes.items():
+            memory.counters[counter] = value
+        self.occupancy.refresh()

@@ -1,0 +1,57 @@
+"""Which kernels work on a device: Triton's on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from torchfleet.base.errors import MissingPackage
+from torchfleet.ps.gpu import plain_kernels
+from torchfleet.ps.gpu.row_layout import RowLayout
+from torchfleet.ps.gpu.table_memory import TableMemory
+from torchfleet.ps.tables.settings.rule import Rule
+
+
+class Kernels(Protocol):
+    """The functions of plain_kernels.py, which documents them."""
+
+    def find(
+        self, memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, deterministic: bool = ...
+    ) -> torch.Tensor: ...
+
+    def gather(self, memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def find_and_gather(
+        self,
+        memory: TableMemory,
+        layout: RowLayout,
+        keys: torch.Tensor,
+        insert: bool,
+        dtype: torch.dtype,
+        deterministic: bool = ...,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def advance(self, memory: TableMemory, rule: Rule, lr: torch.Tensor, rates: torch.Tensor) -> None: ...
+
+    def push(
+        self, memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, rates: torch.Tensor
+    ) -> None: ...
+
+    def stamp(self, memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None: ...
+
+    def place(self, memory: TableMemory, num_slots: int, slot_of_empty: int) -> None: ...
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Raises MissingPackage if Triton is not installed, and TableError if it does not work on this GPU."""
+    if device.type == "cpu":
+        return plain_kernels
+    try:
+        from torchfleet.ps.gpu import triton_kernels
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"tables in GPU memory need Triton, which torch's wheels for CUDA bring along ({error}): pip install triton"
+        ) from None
+    triton_kernels.check_device(device)
+    return triton_kernels

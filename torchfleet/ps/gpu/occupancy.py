@@ -1,0 +1,90 @@
+"""How many rows of a table are left, without waiting for the device.
+
+A kernel that inserts keys advances counters in device memory. The host copies them after each call and reads a copy
+when it has arrived; until then every id of the calls since counts as a new key. Only if the rows might not suffice by
+this count does the host wait for the exact one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchfleet.ps.gpu.table_memory import FRESH, LIMIT, NUM_COUNTERS, NUM_FREE, REFUSED, TAKEN, TableMemory
+
+
+class Occupancy:
+    """The rows that a table's memory has left."""
+
+    def __init__(self, memory: TableMemory) -> None:
+        self._memory = memory
+        self._is_cuda = memory.counters.is_cuda
+        self._copy = torch.zeros(NUM_COUNTERS, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._arrival: torch.cuda.Event | None = None  # of the copy, while it is on its way
+        self._num_copied = 0  # ids of calls that the copy does not contain
+        self._num_since = 0  # ids of calls that the known counters do not contain
+        self._known = self._exact()
+
+    def _exact(self) -> list[int]:
+        counters: list[int] = self._memory.counters.tolist()  # waits for the device
+        return counters
+
+    def is_enough_for(self, num_keys: int) -> bool:
+        """Whether this many new keys have room for certain. Does not wait if the answer is yes."""
+        if _room(self._known) - self._num_since >= num_keys:
+            return True
+        self._look()
+        if _room(self._known) - self._num_since >= num_keys:
+            return True
+        self.refresh()
+        return _room(self._known) >= num_keys
+
+    def _look(self) -> None:
+        """Take over a copy that has arrived."""
+        if self._arrival is not None and self._arrival.query():
+            self._known, self._num_since, self._arrival = self._copy.tolist(), self._num_copied, None
+
+    def note(self, num_keys: int) -> None:
+        """A call that may insert this many keys was issued."""
+        self._num_since += num_keys
+        self._num_copied += num_keys
+        if self._is_cuda:
+            self._look()
+            if self._arrival is None:
+                self._copy.copy_(self._memory.counters, non_blocking=True)
+                self._arrival, self._num_copied = torch.cuda.Event(), 0
+                self._arrival.record()
+
+    def refresh(self) -> None:
+        """Wait for the device, and read its counters. Called whenever the memory was changed."""
+        self._known, self._num_since, self._num_copied, self._arrival = self._exact(), 0, 0, None
+
+    @property
+    def num_refused(self) -> int:
+        """Keys that got no row, as far as is known without waiting."""
+        self._look()
+        return self._known[REFUSED]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use. Waits for the device."""
+        self.refresh()
+        return rows_in_use(self._known)
+
+    @property
+    def room(self) -> int:
+        """Rows that are left. Waits for the device."""
+        self.refresh()
+        return _room(self._known)
+
+
+def rows_in_use(counters: list[int]) -> int:
+    return counters[FRESH] - counters[NUM_FREE] + min(counters[TAKEN], _all(counters))
+
+
+def _all(counters: list[int]) -> int:
+    """Rows that could be given out when the list of free rows was made."""
+    return counters[NUM_FREE] + counters[LIMIT] - counters[FRESH]
+
+
+def _room(counters: list[int]) -> int:
+    return max(0, _all(counters) - counters[TAKEN])
