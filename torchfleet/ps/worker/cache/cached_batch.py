@@ -28,6 +28,19 @@ class Pending:
     grads: torch.Tensor
     touched: torch.Tensor
 
+    def pending(self) -> Pending:
+        """Itself."""
+        return self
+
+    def whole_gradients(self) -> torch.Tensor:
+        """The gradients of all rows, zeros for those without one. What changes it changes the update."""
+        self.grads.masked_fill_(~self.touched[:, None], 0.0)
+        return self.grads
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are; waits for the device."""
+        return bool((self.grads.isfinite().all(1) | ~self.touched).all())
+
     @staticmethod
     def joined(parts: Sequence[Pending]) -> Pending:
         """The gradients of several batches, summed by slot."""
@@ -53,8 +66,10 @@ class CachedBatch:
         self.memory, self.number, self.ids = memory, number, list(ids)
         self.on_gradient: Callable[[CachedBatch], None] = lambda batch: None
         self.is_ready, self.is_dropped = threading.Event(), False
+        self.error: BaseException | None = None
         self.event: Any = None  # of the cache's stream, when the rows are there
         self.keys = self.places = torch.empty(0, dtype=torch.int64)
+        self.asked = torch.empty(0, dtype=torch.int64, device=memory.device)  # slots whose rows are on their way
         self._index: dict[tuple[Stamp, int | None], torch.Tensor] = {}
         self._values: torch.Tensor | None = None
         self._grads: torch.Tensor | None = None  # one row more than keys, for padding
@@ -82,10 +97,11 @@ class CachedBatch:
         return self.keys
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait for the cache's thread; `check` raises its error."""
+        """Wait for the rows. Raises the error that prevented them; `check` raises one if the thread has ended."""
         while not self.is_ready.wait(_WAIT):
             check()
-        check()
+        if self.error is not None:
+            raise self.error
         if self.event is not None:
             current = torch.cuda.current_stream(self.memory.device)
             current.wait_event(self.event)
@@ -142,11 +158,6 @@ class CachedBatch:
 
     def drop_gradients(self) -> None:
         self._grads = self._touched = None
-
-    def end_step(self) -> None:
-        """Forget values that are about to change."""
-        self.drop_gradients()
-        self._values = None
 
 
 class CachedLookup(torch.autograd.Function):

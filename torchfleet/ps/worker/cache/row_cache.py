@@ -4,9 +4,11 @@ here, and are written back when their place is needed or the worker hands over.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,8 @@ import torch
 
 from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.tables.settings.spec import TableSpec
-from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
 from torchfleet.ps.worker.cache.key_directory import KeyDirectory
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 from torchfleet.ps.worker.client.client import Client
@@ -25,6 +27,30 @@ from torchfleet.ps.worker.client.shard import Floats, Keys
 _CHUNK = 1 << 16  # rows of one request
 _EVICTED_SHARE = 16  # an eviction frees 1/16 of the slots, or more: many batches then need none
 _NEW = -1  # the last use of a slot without a row
+
+
+@dataclass
+class CachedUpdate:
+    """One step of a table with a cache, before it is made."""
+
+    cache: RowCache
+    pending: list[Pending]
+    lr: float
+
+    def apply(self) -> None:
+        self.cache.update(self.pending, self.lr)
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are, as far as this is known without waiting for a device; RowMemory.update has the
+        rest.
+        """
+        return self.cache.memory.device.type == "cuda" or all(part.is_finite() for part in self.pending)
+
+    def scale(self, factor: float) -> bool:
+        """Multiply the gradients. Returns whether the result is finite; waits for the device."""
+        for part in self.pending:
+            part.grads.mul_(factor)
+        return all(part.is_finite() for part in self.pending)
 
 
 class RowCache:
@@ -60,7 +86,7 @@ class RowCache:
             batch = CachedBatch(self.memory, self._num_batches, ids)
             self._alive[batch.number] = weakref.ref(batch)
         given = torch.cuda.current_stream(self.memory.device).record_event() if self._is_cuda else None
-        self._thread.prepare(lambda client: self._begin(client, batch, given))
+        self._thread.prepare(lambda client: self._begin(client, batch, given), lambda error: self._fail(batch, error))
         return batch
 
     def update(self, pending: Sequence[Pending], lr: float | None) -> None:
@@ -88,11 +114,18 @@ class RowCache:
         used = {"slots": memory.num_slots, "bytes": memory.num_slots * RowMemory.bytes_per_row(self.spec)}
         return {"rows": len(self._directory), **used, **self.counts}
 
+    def check(self) -> None:
+        """Raise an error if the cache's thread has ended."""
+        self._thread.check()
+
     # In the cache's thread
+
+    def _beside(self) -> Any:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _begin(self, client: Client, batch: CachedBatch, given: Any) -> Any:
         """The first half; returns the second."""
-        with torch.cuda.stream(self._stream):
+        with self._beside():
             if self._stream is not None and any(ids.is_cuda for ids, _ in batch.ids):
                 self._stream.wait_event(given)
             keys = batch.collect()
@@ -104,7 +137,7 @@ class RowCache:
             self.memory.last_use[slots[~is_missing]] = batch.number
             pulls: list[Future[tuple[Floats, int]]] = []
             if len(missing):
-                taken = self._take_slots(client, len(missing), batch)
+                batch.asked = taken = self._take_slots(client, len(missing), batch)
                 slots = slots.masked_scatter(is_missing, taken)
                 self._directory.insert(missing, taken)
                 self.memory.last_use[taken] = batch.number
@@ -113,19 +146,39 @@ class RowCache:
                 for start in range(0, len(wanted), _CHUNK):
                     pulls.append(client.pull_rows(self.spec.name, wanted[start : start + _CHUNK]))
             batch.places = slots
-        return lambda: self._end(batch, slots[is_missing], pulls)
+        return lambda: self._end(batch, pulls)
 
-    def _end(self, batch: CachedBatch, taken: torch.Tensor, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
-        with torch.cuda.stream(self._stream):
+    def _end(self, batch: CachedBatch, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+        with self._beside():
             start = 0
             for pull in pulls:
                 rows = torch.from_numpy(pull.result()[0])
+                if batch.error is not None:  # its slots are taken back
+                    continue
                 rows = rows.pin_memory() if self._is_cuda else rows
-                self.memory.words[taken[start : start + len(rows)]] = rows.to(self.memory.device, non_blocking=True)
+                some = batch.asked[start : start + len(rows)]
+                self.memory.words[some] = rows.to(self.memory.device, non_blocking=True)
                 start += len(rows)
+            batch.asked = batch.asked[:0]
             if self._stream is not None:
                 batch.event = self._stream.record_event()
         batch.is_ready.set()
+
+    def _fail(self, batch: CachedBatch, error: BaseException) -> None:
+        """Give an error to a batch, and to later ones that may count on its rows. Forget the rows that did not come."""
+        with self._lock:
+            known = [there() for number, there in self._alive.items() if number >= batch.number]
+        is_gone = torch.zeros(self.memory.num_slots, dtype=torch.bool, device=self.memory.device)
+        for failed in known:
+            if failed is not None and not failed.is_ready.is_set():
+                failed.error = error
+                is_gone[failed.asked] = True
+        _, slots = self._directory.erase(is_gone)
+        self.memory.last_use[slots] = _NEW
+        self._free = torch.cat([self._free, slots])
+        for failed in known:
+            if failed is not None:
+                failed.is_ready.set()
 
     def _take_slots(self, client: Client, num: int, batch: CachedBatch) -> torch.Tensor:
         if len(self._free) < num:
@@ -173,7 +226,7 @@ class RowCache:
             write.result()
 
     def _write_back(self, client: Client) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._beside():
             self._write(client, *self._directory.items())
             nothing = np.empty((0, self.spec.num_words), np.float32)
             self._writes.append(client.assign_rows(self.spec.name, np.empty(0, np.uint64), nothing, self.step))

@@ -54,6 +54,7 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             "weight_bounds",
             "optimizer",
             "row_format",
+            "cache",
         ):
             values = {getattr(module, field) for module in modules}
             if len(values) > 1:

@@ -18,6 +18,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
     checked_bounds,
+    checked_cache,
     checked_format,
     checked_kind,
     checked_optimizer,
@@ -84,6 +85,9 @@ class SparseEmbedding(EmbeddingState):
     dtype in which values and gradients travel; left out, values travel as stored and gradients as float32. All of it:
     docs/rows.md.
 
+    `cache="2GB"`: this much memory of the device on which the layer lies keeps the rows used last, which are trained
+    there and written back to the servers before every save: docs/gpu_cache.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -114,6 +118,7 @@ class SparseEmbedding(EmbeddingState):
         step: str | None = None,
         step_rate: float | None = None,
         wire: str | None = None,
+        cache: str | int | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -125,6 +130,7 @@ class SparseEmbedding(EmbeddingState):
         self.optimizer = checked_optimizer(optimizer, name)
         self.storage = checked_storage(storage, num_embeddings)
         self.row_format = checked_format(dtype, step, step_rate, wire, self.weight_bounds)
+        self.cache = checked_cache(cache)  # bytes; 0: none
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed
