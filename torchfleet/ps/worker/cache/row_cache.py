@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ class RowCache:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self.counts = {"looked_up": 0, "missed": 0, "evicted": 0, "written": 0}
+        self.seconds = dict.fromkeys(("wait", "begin", "end", "pull", "evict"), 0.0)
 
     def prepare(self, ids: Sequence[Slot]) -> CachedBatch:
         """Begin to bring the rows of these ids into the cache. Does not wait."""
@@ -109,14 +111,26 @@ class RowCache:
         self._thread.run(lambda client: self._forget())
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start; `looked_up` counts distinct keys of batches."""
+        """Counts since the start; `looked_up` counts distinct keys of batches. Milliseconds: `wait` of the training
+        thread; of the cache's thread `begin` (in it `evict`) and `end` (in it `pull`, the wait for the servers).
+        """
         memory = self.memory
         used = {"slots": memory.num_slots, "bytes": memory.num_slots * RowMemory.bytes_per_row(self.spec)}
-        return {"rows": len(self._directory), **used, **self.counts}
+        times = {f"{name}_ms": 1000 * seconds for name, seconds in self.seconds.items()}
+        return {"rows": len(self._directory), **used, **self.counts, **times}
 
-    def check(self) -> None:
-        """Raise an error if the cache's thread has ended."""
-        self._thread.check()
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+
+    def wait_for(self, batch: CachedBatch) -> None:
+        """Wait until the rows of a batch are here. Raises the error that prevented them."""
+        with self._timed("wait"):
+            batch.wait(self._thread.check)
 
     # In the cache's thread
 
@@ -125,7 +139,7 @@ class RowCache:
 
     def _begin(self, client: Client, batch: CachedBatch, given: Any) -> Any:
         """The first half; returns the second."""
-        with self._beside():
+        with self._beside(), self._timed("begin"):
             if self._stream is not None and any(ids.is_cuda for ids, _ in batch.ids):
                 self._stream.wait_event(given)
             keys = batch.collect()
@@ -149,10 +163,11 @@ class RowCache:
         return lambda: self._end(batch, pulls)
 
     def _end(self, batch: CachedBatch, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
-        with self._beside():
+        with self._beside(), self._timed("end"):
             start = 0
             for pull in pulls:
-                rows = torch.from_numpy(pull.result()[0])
+                with self._timed("pull"):
+                    rows = torch.from_numpy(pull.result()[0])
                 if batch.error is not None:  # its slots are taken back
                     continue
                 rows = rows.pin_memory() if self._is_cuda else rows
@@ -182,7 +197,8 @@ class RowCache:
 
     def _take_slots(self, client: Client, num: int, batch: CachedBatch) -> torch.Tensor:
         if len(self._free) < num:
-            self._evict(client, num - len(self._free), batch)
+            with self._timed("evict"):
+                self._evict(client, num - len(self._free), batch)
         taken, self._free = self._free[:num], self._free[num:]
         return taken
 

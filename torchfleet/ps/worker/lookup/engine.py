@@ -167,7 +167,7 @@ class Engine(LookingAhead):
         if batch is not None and table in batch.cached:
             own.keep(table, batch.cached[table])
         for rows in own.known(table):
-            rows.wait(cache.check)
+            cache.wait_for(rows)
             index = rows.index_of(slots, padding_idx)
             if index is not None:
                 own.note_lookup(table, rows, index)
@@ -180,7 +180,7 @@ class Engine(LookingAhead):
             batch.cached.setdefault(table, rows)
         replay = Replay({}) if batch is None else batch.replay
         self.foresight.learn(replay, table, slots, padding_idx, self._own.recorder)
-        rows.wait(cache.check)
+        cache.wait_for(rows)
         self.unforeseen_cost.waited(time.monotonic() - began)
         index = rows.index_of(slots, padding_idx)
         assert index is not None
