@@ -1,8 +1,8 @@
 """A worker on a GPU with its tables on CPU servers of the same machine, with and without a cache of hot rows.
 
-python -m benchmarks.gpu_worker --json               4 servers, 100 million ids, a cache of 10 % of the rows, batch 16,384
-python -m benchmarks.gpu_worker --quick --json       smaller and shorter, to see that it works; also on a CPU (--device cpu)
-python -m benchmarks.gpu_worker --profile --json     also where the time of a step goes
+python -m benchmarks.gpu_worker --json             4 servers, 100 million ids, a cache of 10 % of the rows, batch 16,384
+python -m benchmarks.gpu_worker --quick --json     smaller and shorter, to see that it works (--device cpu: no GPU)
+python -m benchmarks.gpu_worker --profile --json   also where the time of a step goes
 
 CTR-DNN, 26 ids of dim 16, Adam on rows and network, bfloat16, hybrid mode; ids by Zipf's law, drawn before.
 """

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class CtrDnn(torch.nn.Module):
         first = fleet.nn.Uniform(-0.01, 0.01)
         self.rows = fleet.nn.SparseEmbedding(options.dim, name="rows", initializer=first, cache=cache)
         widths = [options.slots * options.dim + NUM_DENSE, 400, 400, 400]
-        layers = [(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in zip(widths, widths[1:], strict=False)]
+        layers = [(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in pairwise(widths)]
         self.tower = torch.nn.Sequential(*(layer for pair in layers for layer in pair), torch.nn.Linear(400, 1))
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

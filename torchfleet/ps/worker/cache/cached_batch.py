@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
 from torchfleet.base.errors import FleetError
+from torchfleet.ps.kernels.lookup import NOTHING, add_rows
 from torchfleet.ps.worker.batch.bags import Bags
 from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of
 from torchfleet.ps.worker.cache.row_memory import RowMemory
@@ -139,13 +141,17 @@ class CachedBatch:
         return self._values
 
     def add(self, index: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add a gradient for each index. Sums of equal indices are in their order."""
+        """Add a gradient for each index. On a CPU the order of a sum is that of the lookups without a cache."""
         num = len(self.keys) + 1
         if self._grads is None:
-            self._grads = torch.zeros(num, self.dim, device=grads.device)
+            self._grads = torch.full((num, self.dim), float(NOTHING), device=grads.device)
             self._touched = torch.zeros(num, dtype=torch.bool, device=grads.device)
             self.on_gradient(self)
         assert self._touched is not None
+        if grads.device.type == "cpu":
+            flat, at = np.ascontiguousarray(grads.numpy()).reshape(-1), index.numpy().astype(np.int32)
+            add_rows(flat, self.dim, self.dim, at, self._grads.numpy().reshape(-1), self._touched.numpy())
+            return
         # sorts by index, so that a sum does not depend on the order of threads
         self._grads += torch.ops.aten.embedding_dense_backward(grads.float(), index, num, -1, False)
         self._touched[index] = True

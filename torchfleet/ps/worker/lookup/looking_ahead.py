@@ -208,6 +208,17 @@ class LookingAhead:
         batch.cached = cached
         return batch
 
+    def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
+        """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
+        tensors = tensors_of(item, "batch")
+        tensors |= self.foresight.in_call(tensors)
+        found = self.foresight.keys(Replay(tensors))
+        return {table: expected.tensors for table, expected in found.items() if table in self.caches}
+
+    def padding_of(self, table: str) -> int | None:
+        """The id that stands for padding in all lookups of a table."""
+        return self._embeddings[table][0].padding_idx
+
     def _trains(self, table: str) -> bool:
         """Whether a lookup now is for training."""
         return torch.is_grad_enabled() and any(map(_is_training, self._embeddings[table]))
