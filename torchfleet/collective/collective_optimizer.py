@@ -11,6 +11,7 @@ import torch
 from torchfleet.base.adoption import AdoptedOptimizer
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.collective.clipping import scale_down, total_norm
+from torchfleet.collective.device_rows import DeviceRows
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
@@ -30,11 +31,12 @@ class CollectiveOptimizer(AdoptedOptimizer):
         strategies: Sequence[Strategy],
         parameters: Sequence[torch.nn.Parameter],
         world: World,
+        device_rows: DeviceRows | None = None,
     ) -> None:
         super().__init__(user)
         self.inner, self._strategies = inner, tuple(strategies)
         self._parameters = parameters  # of the model; an optimizer of float32 copies has others
-        self._world = world
+        self._world, self._rows = world, device_rows
         self.grad_norm = torch.full((), math.nan)  # the norm that clip_grad_norm_ found last
         self._max_norm: float | None = None
         self._is_gathering = False
@@ -62,16 +64,33 @@ class CollectiveOptimizer(AdoptedOptimizer):
             for strategy in self._strategies:
                 strategy.note_accumulated()
             return
+        factor = self._row_factor()
         answers = [strategy.before_step() for strategy in self._strategies]
         self.is_skipped = not all(answers)
         if not self.is_skipped:
             self._clip()
             self.inner.step()
+            if self._rows is not None:
+                self._rows.step(self._user, factor)
+        elif self._rows is not None:
+            self._rows.drop()
         self._max_norm = None
         for strategy in reversed(self._strategies):
             strategy.after_step()
         self.num_steps += 1
         self.after_step()
+
+    def _row_factor(self) -> float:
+        """By what the gradients of rows are multiplied. Tells the strategies if scaled ones have overflown."""
+        if self._rows is None:
+            return 1.0
+        scales = [strategy.row_scale() for strategy in self._strategies]
+        if any(scale != 1.0 for scale in scales) and not self._rows.is_finite():
+            for strategy in self._strategies:
+                strategy.note_overflow()
+        factors = [strategy.gradient_factor() for strategy in self._strategies]
+        # of a strategy that scales the loss, the factor of other gradients may be 1: they are divided in backward
+        return math.prod(factor if scale == 1.0 else 1.0 / scale for factor, scale in zip(factors, scales, strict=True))
 
     def _is_due(self) -> bool:
         answers = [strategy.is_due() for strategy in self._strategies]
@@ -116,6 +135,8 @@ class CollectiveOptimizer(AdoptedOptimizer):
         if self._is_gathering:
             return
         self._max_norm = None  # the gradients that it was meant for are dropped
+        if self._rows is not None:
+            self._rows.drop()
         if set_to_none:
             for parameter in self._parameters:
                 parameter.grad = None

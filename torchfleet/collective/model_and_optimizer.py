@@ -13,6 +13,7 @@ from torchfleet.collective.build import build
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
+from torchfleet.collective.device_rows import DeviceRows, on_devices
 from torchfleet.collective.first_values import Filling, is_without_memory, set_aside, share_seed
 from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
@@ -33,6 +34,7 @@ class ModelAndOptimizer(JobSettings):
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
         self.strategies: list[Strategy] = []
+        self.device_rows: DeviceRows | None = None  # tables on this rank's device
 
     def _reason_not_to_change(self) -> str:
         if self.optimizer is not None or (self.model is not None and self.model.num_samples):
@@ -60,13 +62,10 @@ class ModelAndOptimizer(JobSettings):
             raise ModelError(
                 "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
             )
-        if sparse is not None:
-            raise ModelError(
-                f"fleet.distributed_model(sparse={sparse!r}) moves embeddings to servers, and a collective job has none"
-            )
         model = _own_model(model)
         self.strategies = build(self.settings, self.world)
         self._refuse_local_parameters(model)
+        self.device_rows = None if self._beside_rows else on_devices(model, sparse, self.world)
         model = self._convert(model)
         forward: Forward = self._forward_of(model)
         for strategy in self.strategies:
@@ -148,10 +147,14 @@ class ModelAndOptimizer(JobSettings):
         self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._check_parameters(parameters)
+        if self.device_rows is not None:
+            self.device_rows.make_tables(optimizer)
         inner = optimizer
         for strategy in self.strategies:
             inner = strategy.optimizer(inner, self.names)
-        self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
+        self.optimizer = CollectiveOptimizer(
+            optimizer, inner, self.strategies, parameters, self.world, self.device_rows
+        )
         self.model.clear = self.optimizer.zero_grad
         self._optimizer_made(self.model, self.optimizer)
         if self.info.worker_index == 0:
@@ -182,6 +185,8 @@ class ModelAndOptimizer(JobSettings):
             }
             keys = ", ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
+        if self.device_rows is not None:
+            lines.append(self.device_rows.describe())
         return "\n".join(lines)
 
     def _note_loss(self, loss: float | torch.Tensor) -> None:

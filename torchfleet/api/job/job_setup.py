@@ -21,7 +21,7 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.ps.worker.global_schedules import count_globally
-from torchfleet.ps.worker.lookup.conversion import convert
+from torchfleet.ps.worker.lookup.conversion import check_on_servers, convert
 from torchfleet.ps.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
 from torchfleet.ps.worker.lookup.optimizer_rules import has_plain_decay
 from torchfleet.ps.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
@@ -52,6 +52,7 @@ class JobSetup:
             raise ModelError(
                 "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
             )
+        check_on_servers(model)
         choice = choose(model, sparse)
         self.model = convert(model, choice)
         if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchfleet.base.errors import TableError
+from torchfleet.base.errors import TableError, WrongIds
 from torchfleet.ps.gpu import device_errors, eviction
 from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
 from torchfleet.ps.gpu.occupancy import Occupancy
@@ -21,6 +21,7 @@ from torchfleet.ps.gpu.table_memory import (
     LIMIT,
     MAX_SLOTS,
     NUM_FREE,
+    OUTSIDE,
     PENDING,
     READY,
     REFUSED,
@@ -109,18 +110,15 @@ class DeviceTable:
     def step(self, step: int) -> None:
         self.memory.counters[STEP] = step
 
-    def find(self, keys: torch.Tensor, insert: bool = False) -> torch.Tensor:
-        """Slots of keys of any shape, flattened; -1 for a key without a row. Keys may repeat.
+    def find(self, keys: torch.Tensor, insert: bool = False, padding: int | None = None) -> torch.Tensor:
+        """Slots of keys of any shape, flattened; -1 for a key without a row, and for `padding`. Keys may repeat.
 
         `insert`: missing keys get a row with its first values, and the rows count as used. Raises TableError if there
         is no memory for them.
         """
-        keys = self._checked(keys)
-        if not insert:
-            return self.kernels.find(self.memory, self.layout, keys, False, self.deterministic)
-        self._make_room(keys)
-        slots = self.kernels.find(self.memory, self.layout, keys, True, self.deterministic)
-        self._used(slots)
+        keys = self._begin(keys, insert)
+        slots = self.kernels.find(self.memory, self.layout, keys, insert, padding, self.deterministic)
+        self._end(slots, insert)
         return slots
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,15 +126,17 @@ class DeviceTable:
         return self.kernels.gather(self.memory, slots, self.dim, dtype)
 
     def find_and_gather(
-        self, keys: torch.Tensor, insert: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        keys: torch.Tensor,
+        insert: bool = False,
+        dtype: torch.dtype = torch.float32,
+        padding: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots, values), as `find` and `gather` together, with one kernel less."""
-        keys = self._checked(keys)
-        if insert:
-            self._make_room(keys)
-        slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, insert, dtype, self.deterministic)
-        if insert:
-            self._used(slots)
+        keys = self._begin(keys, insert)
+        how = insert, dtype, padding, self.deterministic
+        slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, *how)
+        self._end(slots, insert)
         return slots, values
 
     def push(self, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor | None = None) -> None:
@@ -170,7 +170,7 @@ class DeviceTable:
         """Overwrite or create rows: `words` are values, or values and optimizer state. Statistics that are not given
         become those of a new row. Among equal keys the last one wins. Raises TableError if they do not fit.
         """
-        keys = self._checked(keys)
+        keys = device_errors.checked_keys(keys, self.name, self.device)
         if words.shape not in ((len(keys), self.dim), (len(keys), self.layout.num_words)):
             raise TableError(
                 f"table '{self.name}': expected rows of {self.dim} values or {self.layout.num_words} with state, found "
@@ -186,7 +186,7 @@ class DeviceTable:
 
     def remove(self, keys: torch.Tensor) -> int:
         """Drop rows; keys without a row are ignored. Returns how many were dropped. Waits for the device."""
-        keys = torch.unique(self._checked(keys))
+        keys = torch.unique(device_errors.checked_keys(keys, self.name, self.device))
         at, slots = positions(self.memory, keys)
         at, slots = at[slots >= 0], slots[slots >= 0]
         memory = self.memory
@@ -194,7 +194,7 @@ class DeviceTable:
         memory.directory[at, 1] = PENDING
         memory.row_keys[slots] = EMPTY
         self._num_removed += len(slots)
-        has_refused = self.occupancy.num_refused > 0
+        has_refused = self.occupancy.known[REFUSED] > 0
         self._give_back(slots)
         if has_refused or self._num_removed > MOST_REMOVED * memory.num_positions:
             self._rebuild()
@@ -215,30 +215,47 @@ class DeviceTable:
             self._grow(num_rows - room)
 
     def check(self) -> None:
-        """Raise TableError if a kernel found no row for a key, which only a captured graph can come to."""
-        if self.occupancy.num_refused:
-            raise device_errors.full(self, self.occupancy.num_refused)
+        """Raise an error about earlier lookups, as far as is known without waiting for the device: WrongIds for ids
+        that are not below the table's declared size, TableError if there was no row for a key, which only a captured
+        graph can come to.
+        """
+        known = self.occupancy.known
+        if known[OUTSIDE]:
+            raise WrongIds(
+                f"table '{self.name}': {known[OUTSIDE]:,} ids are not in 0..{self.spec.size - 1:,}, its declared size"
+            )
+        if known[REFUSED]:
+            raise device_errors.full(self, known[REFUSED])
 
-    def _checked(self, keys: torch.Tensor) -> torch.Tensor:
-        return device_errors.checked_keys(keys, self.name, self.device)
+    def _begin(self, keys: torch.Tensor, insert: bool) -> torch.Tensor:
+        """Check the keys of a lookup, and make room for those that it inserts."""
+        keys = device_errors.checked_keys(keys, self.name, self.device)
+        if insert and self._is_capturing:
+            self.is_captured = True
+        elif insert:
+            self.check()
+            if not self.occupancy.is_enough_for(len(keys)):
+                self._make_room(keys)
+        return keys
+
+    def _end(self, slots: torch.Tensor, insert: bool) -> None:
+        """Note that a lookup was issued."""
+        if insert and self.layout.columns:
+            self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
+        if (insert or self.layout.size) and not self._is_capturing:
+            self.occupancy.note(len(slots) if insert else 0)
+            if self.device.type == "cpu":
+                self.check()
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _make_room(self, keys: torch.Tensor) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.is_captured = True
-            return
-        self.check()
-        if self.occupancy.is_enough_for(len(keys)):
-            return
         if self.max_rows is not None:
             self.num_evicted += eviction.make_room(self, keys)
         else:
             self._grow(max(len(keys) - self.occupancy.room, self.capacity))
-
-    def _used(self, slots: torch.Tensor) -> None:
-        if self.layout.columns:
-            self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self.occupancy.note(len(slots))
 
     def _grow(self, num_rows: int) -> None:
         """Add at least `num_rows` rows; as many again as exist, if memory allows."""

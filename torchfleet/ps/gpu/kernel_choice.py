@@ -17,7 +17,13 @@ class Kernels(Protocol):
     """The functions of plain_kernels.py, which documents them."""
 
     def find(
-        self, memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, deterministic: bool = ...
+        self,
+        memory: TableMemory,
+        layout: RowLayout,
+        keys: torch.Tensor,
+        insert: bool,
+        padding: int | None = ...,
+        deterministic: bool = ...,
     ) -> torch.Tensor: ...
 
     def gather(self, memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor: ...
@@ -29,6 +35,7 @@ class Kernels(Protocol):
         keys: torch.Tensor,
         insert: bool,
         dtype: torch.dtype,
+        padding: int | None = ...,
         deterministic: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -48,10 +55,10 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cpu":
         return plain_kernels
     try:
-        from torchfleet.ps.gpu import triton_kernels
+        from torchfleet.ps.gpu import self_test, triton_kernels
     except ModuleNotFoundError as error:
         raise MissingPackage(
             f"tables in GPU memory need Triton, which torch's wheels for CUDA bring along ({error}): pip install triton"
         ) from None
-    triton_kernels.check_device(device)
+    self_test.check_device(device)
     return triton_kernels

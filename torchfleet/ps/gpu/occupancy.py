@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from torchfleet.ps.gpu.table_memory import FRESH, LIMIT, NUM_COUNTERS, NUM_FREE, REFUSED, TAKEN, TableMemory
+from torchfleet.ps.gpu.table_memory import FRESH, LIMIT, NUM_COUNTERS, NUM_FREE, TAKEN, TableMemory
 
 
 class Occupancy:
@@ -47,7 +47,9 @@ class Occupancy:
         """A call that may insert this many keys was issued."""
         self._num_since += num_keys
         self._num_copied += num_keys
-        if self._is_cuda:
+        if not self._is_cuda:
+            self.refresh()
+        else:
             self._look()
             if self._arrival is None:
                 self._copy.copy_(self._memory.counters, non_blocking=True)
@@ -59,10 +61,10 @@ class Occupancy:
         self._known, self._num_since, self._num_copied, self._arrival = self._exact(), 0, 0, None
 
     @property
-    def num_refused(self) -> int:
-        """Keys that got no row, as far as is known without waiting."""
+    def known(self) -> list[int]:
+        """The counters, as far as they are known without waiting."""
         self._look()
-        return self._known[REFUSED]
+        return self._known
 
     @property
     def num_rows(self) -> int:

@@ -15,6 +15,7 @@ from torchfleet.ps.gpu.table_memory import (
     FRESH,
     LIMIT,
     NUM_FREE,
+    OUTSIDE,
     READY,
     REFUSED,
     STEP,
@@ -27,14 +28,25 @@ from torchfleet.ps.tables.settings.rule import Rule
 
 
 def find(
-    memory: TableMemory, layout: RowLayout, keys: torch.Tensor, insert: bool, deterministic: bool = True
+    memory: TableMemory,
+    layout: RowLayout,
+    keys: torch.Tensor,
+    insert: bool,
+    padding: int | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
-    """Slots (int32) of keys, which may repeat; ABSENT for a key without a row. `insert`: such keys get one, with its
-    first values, while there are rows; others are counted as refused.
+    """Slots (int32) of keys, which may repeat; ABSENT for a key without a row, and for `padding`. `insert`: such keys
+    get one, with its first values, while there are rows; others are counted as refused.
     """
     slots = positions(memory, keys)[1]
+    is_known = torch.ones_like(keys, dtype=torch.bool) if padding is None else keys != padding
+    if layout.size:
+        is_outside = is_known & ((keys < 0) | (keys >= layout.size))
+        memory.counters[OUTSIDE] += is_outside.sum()
+        is_known &= ~is_outside
+    slots[~is_known] = ABSENT
     if insert:
-        missing = slots == ABSENT
+        missing = is_known & (slots == ABSENT)
         if bool(missing.any()):
             _insert(memory, layout, torch.unique(keys[missing]))
             slots[missing] = positions(memory, keys[missing])[1]
@@ -47,10 +59,11 @@ def find_and_gather(
     keys: torch.Tensor,
     insert: bool,
     dtype: torch.dtype,
+    padding: int | None = None,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(slots, values)."""
-    slots = find(memory, layout, keys, insert)
+    slots = find(memory, layout, keys, insert, padding)
     return slots, gather(memory, slots, layout.dim, dtype)
 
 

@@ -28,6 +28,7 @@ class RowLayout:
     initializer: Initializer
     stream: int  # of first values, as a signed integer
     first_state: float
+    size: int  # ids are those below it; 0: any
 
     @classmethod
     def of(cls, spec: TableSpec) -> RowLayout:
@@ -43,6 +44,7 @@ class RowLayout:
             initializer=spec.initializer,
             stream=signed(int(value_stream(spec.seed, spec.name))),
             first_state=spec.rule.row_rule.initial_state(spec.rule),
+            size=spec.size,
         )
 
     def first_words(self, keys: torch.Tensor) -> torch.Tensor:

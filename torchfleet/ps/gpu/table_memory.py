@@ -1,8 +1,9 @@
 """The memory of a table on a device: what the kernels read and write.
 
 The directory is an array of entries (key, slot) with open addressing: a key stands at the position that its hash gives,
-or at the next one that was free. A slot is the number of a row. Two more entries at the end hold the keys whose values
-mark empty and removed entries.
+or at the next one that was free. A slot is the number of a row. Behind the positions stand two entries for the keys
+whose values mark empty and removed entries, and entries that stay empty: Triton's compare-and-swap has no mask, and a
+lane that has nothing to insert exchanges nothing there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ ABSENT = -1  # the slot of a key that has no row
 PENDING = -2  # the slot of an entry while a kernel inserts it
 MAX_SLOTS = 1 << 30  # slots and positions are 32-bit numbers
 SPARE = 1.5  # directory entries per row
+NUM_IDLE = 1024  # entries that stay empty
+NUM_BEHIND = 2 + NUM_IDLE  # entries behind the positions
 
 # Counters in device memory, which kernels read and advance without the host
 TAKEN = 0  # rows given to keys since the list of free rows was made
@@ -30,6 +33,7 @@ LIMIT = 3  # rows that exist
 REFUSED = 4  # keys that got no row, because there was none
 READY = 5  # of the rows taken, those that have their first values
 STEP = 6  # updates so far
+OUTSIDE = 7  # ids that were looked up and are not below the table's declared size
 NUM_COUNTERS = 8
 
 
@@ -37,7 +41,7 @@ NUM_COUNTERS = 8
 class TableMemory:
     """All tensors of a table. `rows` has words [value | optimizer state | statistics | padding]."""
 
-    directory: torch.Tensor  # (positions + 2, 2) int64: key, slot
+    directory: torch.Tensor  # (positions + NUM_BEHIND, 2) int64: key, slot
     counters: torch.Tensor  # int64
     row_keys: torch.Tensor  # int64, by slot; EMPTY for a slot without a row
     free: torch.Tensor  # int32: slots to give out again
@@ -46,7 +50,7 @@ class TableMemory:
 
     @property
     def num_positions(self) -> int:
-        return len(self.directory) - 2
+        return len(self.directory) - NUM_BEHIND
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +64,7 @@ def new_secret() -> int:
 
 def empty_directory(num_rows: int, device: torch.device) -> torch.Tensor:
     """A directory for `num_rows` rows."""
-    directory = torch.empty(int(num_rows * SPARE) + 2, 2, dtype=torch.int64, device=device)
+    directory = torch.empty(int(num_rows * SPARE) + NUM_BEHIND, 2, dtype=torch.int64, device=device)
     clear_directory(directory)
     return directory
 

@@ -55,6 +55,7 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             "optimizer",
             "row_format",
             "cache",
+            "table_device",
         ):
             values = {getattr(module, field) for module in modules}
             if len(values) > 1:
@@ -62,6 +63,16 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
                     f"table '{name}' is shared by embeddings with different {field}: {values}. Make them equal."
                 )
     return found
+
+
+def check_on_servers(model: torch.nn.Module) -> None:
+    """Raise ModelError for an embedding with a table on a device."""
+    for path, module in model.named_modules():
+        if isinstance(module, SparseEmbedding) and module.table_device is not None:
+            raise ModelError(
+                f"'{path}' has device={module.table_device!r}, a table in its own process, and this job has "
+                "servers: use fleet.init(is_collective=True), or leave device out"
+            )
 
 
 def _name(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""SparseEmbedding: a layer whose rows live on the servers."""
+"""SparseEmbedding: a layer whose rows live on the servers, or in a table on the device of its process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
+from torchfleet.ps.worker.lookup import device_forward
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
+from torchfleet.ps.worker.lookup.device_lookups import RowsOnDevice
 from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
     checked_bounds,
     checked_cache,
+    checked_device,
     checked_format,
     checked_kind,
     checked_optimizer,
@@ -88,6 +91,9 @@ class SparseEmbedding(EmbeddingState):
     `cache="2GB"`: this much memory of the device on which the layer lies keeps the rows used last, which are trained
     there and written back to the servers before every save: docs/gpu_cache.md.
 
+    `device="cuda"`: the rows are in a table in the memory of this process's GPU, in collective jobs ("cpu": the same on
+    the CPU, to try it). `capacity`: rows to make room for at the start; the table grows beyond: docs/gpu.md.
+
     `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
@@ -119,6 +125,8 @@ class SparseEmbedding(EmbeddingState):
         step_rate: float | None = None,
         wire: str | None = None,
         cache: str | int | None = None,
+        device: str | torch.device | None = None,
+        capacity: int | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
@@ -131,6 +139,7 @@ class SparseEmbedding(EmbeddingState):
         self.storage = checked_storage(storage, num_embeddings)
         self.row_format = checked_format(dtype, step, step_rate, wire, self.weight_bounds)
         self.cache = checked_cache(cache)  # bytes; 0: none
+        self.table_device, self.capacity = checked_device(device, capacity, self.storage, kind)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding
         self.path = ""  # in its model, once that is distributed
@@ -159,7 +168,8 @@ class SparseEmbedding(EmbeddingState):
         """Bind all embeddings of the table, copies included."""
         self.table_rows.engine = engine
         self.row_weight.pending = engine.thread_state
-        _keep_from_compilers()
+        if self.table_device is None:
+            _keep_from_compilers()
 
     def batch_rows(self) -> torch.Tensor:
         """The distinct rows looked up for training since the model was called: (rows, dim), differentiable.
@@ -182,9 +192,11 @@ class SparseEmbedding(EmbeddingState):
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        engine: Lookups | None = self.table_rows.engine
+        engine: Any = self.table_rows.engine
         if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
+        if self.table_device is not None:
+            return self._on_device(engine.rows[self.name], ids, offsets, per_sample_weights)
         with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
             return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
@@ -206,14 +218,31 @@ class SparseEmbedding(EmbeddingState):
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
-            raise WrongIds(
-                f"table '{table}' expects ids in a tensor, a slot of a batch or a list of slots, found "
-                f"{type(ids).__name__}: use torch.as_tensor(ids)"
-            )
+            raise WrongIds(_wrong_ids(table, ids))
         self._check_weights(per_sample_weights, ids[0] if is_single else None)
         slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
         bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
         out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_single else out
+
+    def _on_device(
+        self, rows: RowsOnDevice, ids: Ids, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`_looked_up`, in a table on this process's device."""
+        if not torch.compiler.is_compiling():
+            rows.trains = self.weight.requires_grad
+        how = self.padding_idx, self.training and torch.is_grad_enabled(), rows.trains
+        if isinstance(ids, torch.Tensor) and offsets is None:
+            if per_sample_weights is not None:
+                self._check_weights(per_sample_weights, None)
+            return rows.lookup(ids, *how)
+        if offsets is not None:
+            ids = (ids, offsets)
+        is_single = isinstance(ids, tuple)
+        if not is_single and not isinstance(ids, list):
+            raise WrongIds(_wrong_ids(rows.table.name, ids))
+        self._check_weights(per_sample_weights, ids[0] if is_single else None)
+        out = device_forward.pooled(rows, [ids] if is_single else ids, self.pooling, per_sample_weights, *how)
         return out.squeeze(1) if is_single else out
 
     def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
@@ -233,7 +262,15 @@ class SparseEmbedding(EmbeddingState):
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
         dtype = f", dtype={self.row_format.dtype!r}" if self.row_format.is_narrow else ""
-        return f"{self.dim}, name={self.name!r}{size}{bounds}{dtype}"
+        device = "" if self.table_device is None else f", device={self.table_device!r}"
+        return f"{self.dim}, name={self.name!r}{size}{bounds}{dtype}{device}"
+
+
+def _wrong_ids(table: str, ids: Any) -> str:
+    return (
+        f"table '{table}' expects ids in a tensor, a slot of a batch or a list of slots, found {type(ids).__name__}: "
+        "use torch.as_tensor(ids)"
+    )
 
 
 def _not_connected(name: str | None) -> str:
@@ -258,6 +295,8 @@ class SparseEmbeddingBag(SparseEmbedding):
                 raise ModelError(
                     "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
                 )
+            if self.table_device is not None:
+                return super().forward([ids], None, per_sample_weights).squeeze(1)
             offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
         elif offsets is None:
             raise ModelError("EmbeddingBag: one-dimensional ids need offsets")

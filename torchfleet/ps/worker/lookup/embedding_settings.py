@@ -144,6 +144,21 @@ def checked_format(dtype: Any, step: Any, step_rate: Any, wire: Any, bounds: Bou
     return made
 
 
+def checked_device(device: Any, capacity: Any, storage: TierStorage, kind: str | None) -> tuple[str | None, int | None]:
+    """(the device of a table in this process, rows to make room for); both None for a table on servers."""
+    if device is None:
+        if capacity is not None:
+            raise ModelError(f"SparseEmbedding: capacity={capacity!r} is for tables with device=; leave it out")
+        return None, None
+    if str(device).partition(":")[0] not in ("cuda", "cpu"):
+        raise ModelError(f"SparseEmbedding(device=...): expected 'cuda' or 'cpu', found {device!r:.100}")
+    if capacity is not None:
+        check_whole_number("capacity", capacity, 1, 1 << 30)
+    if storage != IN_MEMORY or kind is not None:
+        raise ModelError("SparseEmbedding: device= has its rows in this process; storage and kind are for servers")
+    return str(device), capacity
+
+
 def checked_bounds(bounds: Any) -> Bounds:
     """(low, high), as two floats; NO_BOUNDS for None."""
     if bounds is None:

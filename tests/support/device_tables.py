@@ -1,0 +1,60 @@
+"""Tables on devices for tests, and the same tables on servers as their oracle."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchfleet.ps.gpu import plain_kernels
+from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.gpu.kernel_choice import Kernels
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+
+ANY_IDS = np.array([0, 1, -1, 7, 1 << 40, -(1 << 63), -(1 << 63) + 1, (1 << 63) - 1, -2, -3], np.int64)
+RULES = {
+    "sgd": Rule("sgd", 0.1),
+    "sgd bounded": Rule("sgd", 0.1, low=-0.02, high=0.02),
+    "adagrad": Rule("adagrad", 0.1, initial_accumulator=0.1, lr_decay=0.1),
+    "rowwise_adagrad": Rule("rowwise_adagrad", 0.1, eps=1e-8),
+    "adam": Rule("adam", 0.1, eps=1e-8),
+    "adam decayed": Rule("adam", 0.1, eps=1e-8, weight_decay=0.1),
+    "adamw": Rule("adam", 0.1, eps=1e-8, weight_decay=0.1, decoupled_decay=True),
+}
+
+
+def spec(**fields: Any) -> TableSpec:
+    first = Initializer("uniform", -0.05, 0.05)
+    return TableSpec(**{"name": "ads", "dim": 8, "initializer": first, "seed": 3, **fields})
+
+
+def on_server(described: TableSpec) -> SparseTable:
+    return SparseTable(described, 1 << 30)
+
+
+def kernels_under_test(name: str) -> tuple[Kernels, str]:
+    """(kernels, device): Triton's run on a GPU, or without one in its interpreter, if the environment asks for it."""
+    if name == "plain":
+        return plain_kernels, "cpu"
+    pytest.importorskip("triton")
+    has_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    if not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+    from torchfleet.ps.gpu import triton_kernels
+
+    return triton_kernels, "cuda" if has_gpu else "cpu"
+
+
+def device_table(described: TableSpec, kernels: str, capacity: int = 256, deterministic: bool = False) -> DeviceTable:
+    found, device = kernels_under_test(kernels)
+    table = DeviceTable(described, device, capacity, deterministic)
+    table.kernels = found
+    return table
+
+
+def ids_of(table: DeviceTable, ids: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(table.device)

@@ -1,0 +1,129 @@
+"""Tables on devices in a collective job: which embeddings have one, and their updates within the optimizer's step.
+
+The weight of such an embedding is empty, belongs to each rank alone and has no gradient, so that strategies and the
+user's optimizer pass it by. Rows are updated right after the optimizer has stepped the network, with the rule and the
+learning rate of the param group that the embedding is in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.collective.world import World
+from torchfleet.ps.worker.lookup.conversion import convert
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_choice import choose
+
+if TYPE_CHECKING:  # most collective jobs have no tables, and need no kernels of theirs
+    from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
+    from torchfleet.ps.worker.lookup.plan import Plan
+
+DEVICES = ("cuda", "cpu")  # values of fleet.distributed_model(sparse=...)
+
+
+def on_devices(model: torch.nn.Module, sparse: str | int | None, world: World) -> DeviceRows | None:
+    """Prepare the model's embeddings with tables on devices; None if it has none. `sparse`: a device for those of
+    torch's embeddings that have sparse=True or weights of 1 MiB or more.
+    """
+    if sparse is not None and sparse not in DEVICES:
+        raise ModelError(
+            f"fleet.distributed_model(sparse={sparse!r}): a collective job has no servers. sparse='cuda' puts the "
+            "large embeddings into tables in GPU memory."
+        )
+    declared = [module for module in model.modules() if isinstance(module, SparseEmbedding)]
+    if sparse is None and not any(module.table_device for module in declared):
+        return None
+    choice = choose(model, None if sparse is None else "auto")
+    if sparse is None:
+        choice.chosen.clear()  # torch's own embeddings are trained by all ranks, as without tables
+    convert(model, choice)
+    for module in model.modules():
+        if isinstance(module, SparseEmbedding):
+            module.table_device = module.table_device or (None if sparse is None else str(sparse))
+            if module.table_device is None:
+                raise ModelError(
+                    f"'{module.path}' has its rows on servers, and a collective job has none: give it device='cuda'"
+                )
+            module.weight.fleet_local = True  # type: ignore[attr-defined]
+            module.row_weight.is_shown = False
+    return DeviceRows(model, world)
+
+
+class DeviceRows:
+    """The tables of a model, once there is an optimizer."""
+
+    def __init__(self, model: torch.nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+        self._plan: Plan | None = None
+        self._lookups: DeviceLookups | None = None
+
+    def make_tables(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the tables, with the rules of this optimizer's param groups."""
+        from torchfleet.ps.gpu.device_table import DeviceTable
+        from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
+        from torchfleet.ps.worker.lookup.plan import make_plan
+
+        self._plan = make_plan(self._model, optimizer, 1, steps_here=True)
+        tables = {}
+        for name, group in self._plan.sparse.items():
+            first = group.modules[0]
+            if self._world.size > 1:
+                raise ModelError(
+                    f"table '{name}' is on a device (device='{first.table_device}'), and the job has "
+                    f"{self._world.size} ranks: such tables are for jobs with one"
+                )
+            assert first.table_device is not None
+            device = self._world.device if first.table_device == self._world.device.type else first.table_device
+            tables[name] = DeviceTable(group.spec, device, first.capacity, _is_deterministic())
+            _begin_with(tables[name], first)
+        self._lookups = DeviceLookups(tables)
+        for group in self._plan.sparse.values():
+            for module in group.modules:
+                module.bind(self._lookups)
+                module.table_rows.source = self._lookups
+
+    def is_finite(self) -> bool:
+        """Whether the gradients of this step's rows are finite. Waits for the device."""
+        assert self._lookups is not None
+        return all(rows.is_finite() for rows in self._lookups.rows.values())
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update the rows by their gradients since the last step, times `factor`."""
+        assert self._plan is not None
+        assert self._lookups is not None
+        self._plan.check_options(optimizer)
+        for name, rows in self._lookups.rows.items():
+            rows.step(self._plan.sparse[name].group["lr"], factor)
+
+    def drop(self) -> None:
+        """Forget the gradients of rows since the last step."""
+        if self._lookups is not None:
+            for rows in self._lookups.rows.values():
+                rows.drop()
+
+    def describe(self) -> str:
+        """A line per table."""
+        assert self._plan is not None
+        lines = [f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe()]
+        return "\n".join(line for line in lines if not line.startswith("  table dense."))
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _begin_with(table: object, module: SparseEmbedding) -> None:
+    """Give a table the values of the torch embedding that it replaces, or of a loaded state."""
+    from torchfleet.ps.gpu.device_table import DeviceTable
+
+    first = module.table_rows
+    if first.first_values is None:
+        return
+    assert isinstance(table, DeviceTable)
+    values = torch.from_numpy(first.first_values)
+    keys = torch.arange(len(values)) if first.first_keys is None else torch.from_numpy(first.first_keys)
+    table.reserve(len(keys))
+    table.put(keys.to(table.device), values)
