@@ -27,6 +27,7 @@ from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
+FILES_OF_RANK = 1_000_000
 BLOCK_BYTES = 1 << 26  # bytes of rows that are copied at once: a fraction of a millisecond of a GPU's memory
 
 
@@ -171,10 +172,12 @@ def _signed(column: Any) -> Any:
 
 
 def write_tables(
-    storage: Storage, folder: str, num_shards: int, tables: Mapping[str, TableSaves], mode: SaveMode
+    storage: Storage, folder: str, rank: int, tables: Mapping[str, TableSaves], mode: SaveMode
 ) -> list[Part]:
-    """Write the part files of these tables, whose saves have begun; a row goes to a file of the shard that owns it."""
-    with Files(storage, folder, num_shards, lambda text: None) as files:
+    """Write the part files of these tables, whose saves have begun, as files of one server. The files of different
+    ranks have different numbers.
+    """
+    with Files(storage, folder, 1, lambda text: None, rank * FILES_OF_RANK) as files:
         for saves in tables.values():
             width = saves.spec.dim if mode == "inference" else saves.num_words
             if mode == "delta":
