@@ -45,6 +45,7 @@ def options() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.batch, chosen.num_ids, chosen.warm, chosen.steps, chosen.servers = 256, 20_000, 20, 20, 2
+        chosen.cached_rows = 0.5  # the batches under way must fit
     return chosen
 
 

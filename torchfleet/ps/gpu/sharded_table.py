@@ -112,8 +112,8 @@ class ShardedTable:
     def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
         """Refuses: a rank has a part of the rows only."""
         raise ModelError(
-            f"table '{self.name}' has its rows on {self.num_ranks} ranks: save it with fleet.save(dirname), or give its "
-            'embedding state="none" to leave it out of state_dict()'
+            f"table '{self.name}' has its rows on {self.num_ranks} ranks: save it with fleet.save(dirname), or give "
+            'its embedding state="none" to leave it out of state_dict()'
         )
 
     def _route(self, keys: torch.Tensor, insert: bool, padding: int | None) -> Route:
