@@ -79,18 +79,12 @@ def predicted(model: Any) -> torch.Tensor:
     return found
 
 
-def prepare_ranks() -> None:
-    fleet.init(is_collective=True)
-    train(*begin(), batches(1))
-    fleet.stop_worker()
-
-
 def trained(optimizer: str, folder: str, loads: str = "") -> dict[str, Any]:
     """Train, or go on from a save; then save in both ways."""
     model, made = begin(optimizer)
     if loads:
         fleet.load(f"{folder}/{loads}")
-    train(model, made, batches(STEPS, seed=bool(loads)))
+    train(model, made, batches(STEPS, seed=int(bool(loads))))
     size = fleet.worker_num()
     fleet.save(f"{folder}/collective-{size}{loads}")
     fleet.save_persistables(f"{folder}/tables-{size}{loads}")

@@ -12,6 +12,7 @@ from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
 from torchfleet.ps.worker.cache.row_cache import RowCache
+from torchfleet.ps.worker.cache.write_back import WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.lookup.plan import Plan, SparseGroup
 
@@ -57,14 +58,17 @@ def check_caches(plan: Plan, strategy: DistributedStrategy, info: RoleInfo) -> N
 
 
 def make_caches(plan: Plan, client: Client, connect: Callable[[], Client], ends: ExitStack) -> dict[str, RowCache]:
-    """The caches, on the devices of their embeddings. `ends`: closes their thread."""
+    """The caches, on the devices of their embeddings. `ends`: closes their threads."""
     groups = cached_groups(plan)
     if not groups:
         return {}
     steps = {name: client.pull_rows(name, []).result()[1] for name in groups}
+    write_back = WriteBack(connect)
+    ends.callback(write_back.close)
     thread = CacheThread(connect)
     ends.callback(thread.close)
-    return {
-        name: RowCache(group.spec, group.modules[0].cache, group.modules[0].weight.device, steps[name], thread)
-        for name, group in groups.items()
-    }
+    made = {}
+    for name, group in groups.items():
+        size, device = group.modules[0].cache, group.modules[0].weight.device
+        made[name] = RowCache(group.spec, size, device, steps[name], thread, write_back)
+    return made

@@ -21,12 +21,14 @@ from torchfleet.ps.worker.cache.cache_thread import CacheThread
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
 from torchfleet.ps.worker.cache.key_directory import KeyDirectory
 from torchfleet.ps.worker.cache.row_memory import RowMemory
+from torchfleet.ps.worker.cache.write_back import Write, WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
 from torchfleet.ps.worker.client.shard import Floats, Keys
 
-_CHUNK = 1 << 16  # rows of one request
-_EVICTED_SHARE = 16  # an eviction frees 1/16 of the slots, or more: many batches then need none
+_CHUNK = 1 << 16  # rows of one pull
+_WRITTEN = 1 << 14  # rows of one write: a pull behind it waits for a few milliseconds
+_EVICTED_SHARE = 64  # an eviction frees 1/64 of the slots, or more: several batches then need none
 _NEW = -1  # the last use of a slot without a row
 
 
@@ -63,14 +65,22 @@ class RowCache:
     order in which they were prepared, so that a batch may use rows that an earlier one has asked for.
     """
 
-    def __init__(self, spec: TableSpec, num_bytes: int, device: torch.device, step: int, thread: CacheThread) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        num_bytes: int,
+        device: torch.device,
+        step: int,
+        thread: CacheThread,
+        write_back: WriteBack,
+    ) -> None:
         """`step`: the table's number of updates so far."""
         num_slots = num_bytes // RowMemory.bytes_per_row(spec)
-        self.spec, self.step, self._thread = spec, step, thread
+        self.spec, self.step, self._thread, self._write_back = spec, step, thread, write_back
         self.memory = RowMemory(spec, max(1, num_slots), device)
         self._directory = KeyDirectory(device)
         self._free = torch.arange(self.memory.num_slots, device=device)
-        self._writes: list[Future[None]] = []
+        self._writes: list[Write] = []  # that the servers may not have yet
         self._written_step = step
         self._alive: dict[int, weakref.ref[CachedBatch]] = {}
         self._lock = threading.Lock()
@@ -103,7 +113,7 @@ class RowCache:
     def flush(self) -> None:
         """Write all changed rows to the servers, and wait until they have them. The rows stay cached."""
         if self._written_step != self.step:
-            self._thread.run(self._write_back)
+            self._thread.run(self._do_write_back)
 
     def empty(self) -> None:
         """Flush, and forget all rows: others may change them on the servers."""
@@ -151,12 +161,12 @@ class RowCache:
             self.memory.last_use[slots[~is_missing]] = batch.number
             pulls: list[Future[tuple[Floats, int]]] = []
             if len(missing):
-                batch.asked = taken = self._take_slots(client, len(missing), batch)
+                batch.asked = taken = self._take_slots(len(missing), batch)
                 slots = slots.masked_scatter(is_missing, taken)
                 self._directory.insert(missing, taken)
                 self.memory.last_use[taken] = batch.number
                 wanted = _host_keys(missing)
-                self._await_writes()  # one of the keys may have been written back a moment ago
+                self._await_writes(missing)
                 for start in range(0, len(wanted), _CHUNK):
                     pulls.append(client.pull_rows(self.spec.name, wanted[start : start + _CHUNK]))
             batch.places = slots
@@ -195,14 +205,14 @@ class RowCache:
             if failed is not None:
                 failed.is_ready.set()
 
-    def _take_slots(self, client: Client, num: int, batch: CachedBatch) -> torch.Tensor:
+    def _take_slots(self, num: int, batch: CachedBatch) -> torch.Tensor:
         if len(self._free) < num:
             with self._timed("evict"):
-                self._evict(client, num - len(self._free), batch)
+                self._evict(num - len(self._free), batch)
         taken, self._free = self._free[:num], self._free[num:]
         return taken
 
-    def _evict(self, client: Client, num: int, batch: CachedBatch) -> None:
+    def _evict(self, num: int, batch: CachedBatch) -> None:
         """Free at least `num` slots: those that were used least recently, by no batch that is alive."""
         self._check_gradients()
         last_use = self.memory.last_use
@@ -212,7 +222,7 @@ class RowCache:
         wanted = min(len(candidates), max(num, self.memory.num_slots // _EVICTED_SHARE))
         latest = torch.kthvalue(candidates, wanted).values
         keys, slots = self._directory.erase((last_use > _NEW) & (last_use <= latest))
-        self._write(client, keys, slots)
+        self._write(keys, slots)
         last_use[slots] = _NEW
         self._free = torch.cat([self._free, slots])
         self.counts["evicted"] += len(slots)
@@ -222,32 +232,44 @@ class RowCache:
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             return min(self._alive, default=batch.number)
 
-    def _write(self, client: Client, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    def _write(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Send those of these rows that have changed."""
         if self._stream is not None and self._updated is not None:
             self._stream.wait_event(self._updated)
         is_changed = self.memory.is_changed[slots]
         keys, slots = keys[is_changed], slots[is_changed]
-        for start in range(0, len(keys), _CHUNK):
-            some = slots[start : start + _CHUNK]
-            rows = self.memory.words.index_select(0, some).cpu().numpy()
-            own = _host_keys(keys[start : start + _CHUNK])
-            self._writes.append(client.assign_rows(self.spec.name, own, rows, self.step))
+        for start in range(0, len(keys), _WRITTEN):
+            own = keys[start : start + _WRITTEN]
+            self._give(own, self.memory.words.index_select(0, slots[start : start + _WRITTEN]))
         self.memory.is_changed[slots] = False
         self.counts["written"] += len(keys)
 
-    def _await_writes(self) -> None:
-        writes, self._writes = self._writes, []
-        for write in writes:
-            write.result()
+    def _give(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+        host_keys, host_rows, copied = keys, rows, None
+        if self._stream is not None:
+            host_keys, host_rows = (
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in (keys, rows)
+            )
+            copied = self._stream.record_event()
+        write = Write(self.spec.name, keys, host_keys, host_rows, copied, self.step)
+        self._writes.append(write)
+        self._write_back.give(write)
 
-    def _write_back(self, client: Client) -> None:
+    def _await_writes(self, keys: torch.Tensor | None = None) -> None:
+        """Wait until the servers have all rows that were given back, or those of these keys."""
+        self._writes = [write for write in self._writes if not write.is_done.is_set()]
+        for write in self._writes:
+            if keys is None or bool(torch.isin(keys, write.keys).any()):
+                self._write_back.wait(write)
+
+    def _do_write_back(self, client: Client) -> None:
         with self._beside():
-            self._write(client, *self._directory.items())
-            nothing = np.empty((0, self.spec.num_words), np.float32)
-            self._writes.append(client.assign_rows(self.spec.name, np.empty(0, np.uint64), nothing, self.step))
             self._check_gradients()
-        self._await_writes()
+            self._write(*self._directory.items())
+            nothing = torch.empty(0, self.spec.num_words)
+            self._give(torch.empty(0, dtype=torch.int64, device=self.memory.device), nothing)  # tells the step
+            self._await_writes()
         self._written_step = self.step
 
     def _forget(self) -> None:
