@@ -78,6 +78,8 @@ def main() -> None:
         fleet.init_server()
         fleet.run_server()
         return
+    if num_rows:
+        torch.set_num_threads(1)  # threads that spin between copies take the cores of the servers
     data = drawn(options, options.warm + options.steps)
     fleet.init_worker()
     batches = fleet.prefetch(data)

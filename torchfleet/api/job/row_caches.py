@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -15,6 +16,10 @@ from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.cache.write_back import WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.lookup.plan import Plan, SparseGroup
+
+# Seconds after which a thread lets others run. Python's own 5 ms are longer than a step: the threads of a cache, which
+# wait for a device or server in between, would come too late.
+SWITCH_INTERVAL = 0.0002
 
 
 def cached_groups(plan: Plan) -> dict[str, SparseGroup]:
@@ -62,6 +67,9 @@ def make_caches(plan: Plan, client: Client, connect: Callable[[], Client], ends:
     groups = cached_groups(plan)
     if not groups:
         return {}
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL))
+    ends.callback(sys.setswitchinterval, before)
     steps = {name: client.pull_rows(name, []).result()[1] for name in groups}
     write_back = WriteBack(connect)
     ends.callback(write_back.close)

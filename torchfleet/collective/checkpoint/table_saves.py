@@ -17,7 +17,7 @@ from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.planning import error_text
 from torchfleet.collective.world import Gathering
-from torchfleet.ps.checkpoint.manifest import Manifest, Part, Table, read_manifest
+from torchfleet.ps.checkpoint.manifest import Manifest, Part, Table, present_model, read_manifest
 from torchfleet.ps.checkpoint.part_reader import load_sparse, read_dense
 from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_tables
 from torchfleet.ps.net.transport import InProcess
@@ -64,12 +64,13 @@ class RankTables:
         if not self.is_ordered:
             self._tell(Order(error=error_text(error)))
 
-    def follow(self, storage: Storage) -> None:
-        """Write this rank's rows, as rank 0 says."""
+    def follow(self, storage: Storage) -> int:
+        """Write this rank's rows, as rank 0 says. Returns 0: rank 0 knows the number of the save."""
         order = self._tell(None)
         if order.error:
             raise CheckpointError(f"rank 0: {order.error}")
         self._write(storage, order)
+        return 0
 
     def described(self, with_state: bool) -> list[Table]:
         found = described_tables(self._tables, with_state)
@@ -110,12 +111,11 @@ def save_tables(
     """
     beside, storage = RankTables(tables, ranks), Storage(dirname)
     if ranks.rank:
-        beside.follow(storage)
-        return _agree(ranks, lambda: 0)
+        return _agree(ranks, lambda: beside.follow(storage))
     with contextlib.ExitStack() as stack:
 
         def save() -> int:
-            client = stack.enter_context(_keeper(plan))
+            client = stack.enter_context(_keeper(plan, storage))
             network = dataclasses.replace(plan, sparse={})
             try:
                 return save_model(client, network, dirname, _TIMEOUT, kind, extra, beside).number
@@ -142,9 +142,11 @@ def _agree(ranks: Gathering, save: Callable[[], int]) -> int:
     return found
 
 
-def _keeper(plan: Plan) -> Client:
-    """A server in this process with the network's values, and its client."""
-    client = Client([InProcess(Server(num_workers=1)).connect()], names=["the local server"], role=Role.LAUNCHER)
+def _keeper(plan: Plan, storage: Storage) -> Client:
+    """A server in this process with the network's values, which every save writes whole, and its client."""
+    server, before = Server(num_workers=1), present_model(storage)
+    server.state.saves.chain.attempt = 0 if before is None else before.token
+    client = Client([InProcess(server).connect()], names=["the local server"], role=Role.LAUNCHER)
     for group in (*plan.dense, *plan.fixed):
         client.create_table(group.spec)
         client.set_dense(group.spec.name, group.values())

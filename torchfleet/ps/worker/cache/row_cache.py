@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torchfleet.ps.worker.cache.cache_thread import CacheThread
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
 from torchfleet.ps.worker.cache.key_directory import KeyDirectory
 from torchfleet.ps.worker.cache.row_memory import RowMemory
+from torchfleet.ps.worker.cache.staging import Staging
 from torchfleet.ps.worker.cache.write_back import Write, WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
@@ -30,30 +30,6 @@ _CHUNK = 1 << 16  # rows of one pull
 _WRITTEN = 1 << 14  # rows of one write: a pull behind it waits for a few milliseconds
 _EVICTED_SHARE = 64  # an eviction frees 1/64 of the slots, or more: several batches then need none
 _NEW = -1  # the last use of a slot without a row
-
-
-@dataclass
-class CachedUpdate:
-    """One step of a table with a cache, before it is made."""
-
-    cache: RowCache
-    pending: list[Pending]
-    lr: float
-
-    def apply(self) -> None:
-        self.cache.update(self.pending, self.lr)
-
-    def is_finite(self) -> bool:
-        """Whether all gradients are, as far as this is known without waiting for a device; RowMemory.update has the
-        rest.
-        """
-        return self.cache.memory.device.type == "cuda" or all(part.is_finite() for part in self.pending)
-
-    def scale(self, factor: float) -> bool:
-        """Multiply the gradients. Returns whether the result is finite; waits for the device."""
-        for part in self.pending:
-            part.grads.mul_(factor)
-        return all(part.is_finite() for part in self.pending)
 
 
 class RowCache:
@@ -88,6 +64,7 @@ class RowCache:
         self._updated: Any = None  # CUDA event after the last update
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._staging = None if self._stream is None else Staging(spec.num_words, device, self._stream)
         self.counts = {"looked_up": 0, "missed": 0, "evicted": 0, "written": 0}
         self.seconds = dict.fromkeys(("wait", "begin", "end", "pull", "evict"), 0.0)
 
@@ -180,9 +157,8 @@ class RowCache:
                     rows = torch.from_numpy(pull.result()[0])
                 if batch.error is not None:  # its slots are taken back
                     continue
-                rows = rows.pin_memory() if self._is_cuda else rows
                 some = batch.asked[start : start + len(rows)]
-                self.memory.words[some] = rows.to(self.memory.device, non_blocking=True)
+                self.memory.words.index_copy_(0, some, rows if self._staging is None else self._staging.moved(rows))
                 start += len(rows)
             batch.asked = batch.asked[:0]
             if self._stream is not None:

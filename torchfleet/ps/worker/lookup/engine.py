@@ -16,7 +16,7 @@ from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import ROWS
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch
 from torchfleet.ps.worker.cache.cached_batch import pooled as pooled_rows
-from torchfleet.ps.worker.cache.row_cache import CachedUpdate
+from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead

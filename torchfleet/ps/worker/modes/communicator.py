@@ -21,7 +21,8 @@ from typing import Any
 from torchfleet.base.tracing.span_recorder import Mark
 from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
 from torchfleet.ps.worker.batch.sample_count import SampleCount
-from torchfleet.ps.worker.cache.row_cache import CachedUpdate, RowCache
+from torchfleet.ps.worker.cache.cached_update import CachedUpdate
+from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Dense, Future
 from torchfleet.ps.worker.client.shard import Floats, Keys
