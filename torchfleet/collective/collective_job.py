@@ -173,15 +173,19 @@ class CollectiveJob(ModelAndOptimizer):
             strategy.before_save()
         inner, strategies, world = optimizer.inner, self.strategies, self.world
         planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
-        if self.device_rows is not None:  # first: the manifest of the network completes the save
-            self.device_rows.save(_tables_of(dirname, planned.number), extra=extra)
+        rows, first = self.device_rows, None
+        if rows is not None:  # before the manifest of the network, which completes the save
+            tables = _tables_of(dirname, planned.number)
+            if asynchronous and rows.can_save_beside:
+                first = rows.saving_beside(tables)
+            else:
+                rows.save(tables)
         if asynchronous:
             self._saves = self._saves or BackgroundSaves(world)
-            self._saves.begin(planned, tensors)
+            self._saves.begin(planned, tensors, first)
         else:
             write_save(planned, tensors, world)
-        if self.device_rows is not None and world.rank == 0:
-            _remove_other_tables(dirname, planned.number)
+            _remove_other_tables(dirname, planned.number, world.rank)
         return planned.number
 
     def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
@@ -260,10 +264,10 @@ def _tables_of(dirname: str, number: int) -> str:
     return Storage(dirname).place(f"tables-{number:06}")
 
 
-def _remove_other_tables(dirname: str, number: int) -> None:
-    """Remove the tables of earlier saves."""
+def _remove_other_tables(dirname: str, number: int, rank: int) -> None:
+    """Remove the tables of earlier saves, on rank 0; those of a save beside training go with the next save."""
     storage = Storage(dirname)
-    for name in storage.folders():
+    for name in storage.folders() if rank == 0 else ():
         if re.fullmatch(r"tables-[0-9]{6,18}", name) and name != f"tables-{number:06}":
             storage.remove_folder(name)
 

@@ -7,14 +7,14 @@ learning rate of the param group that the embedding is in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torchfleet.base.errors import ModelError
-from torchfleet.collective.world import World
+from torchfleet.collective.world import Gathering, World
 from torchfleet.ps.worker.lookup.conversion import convert
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.embedding_choice import choose
@@ -73,6 +73,26 @@ class DeviceRows:
 
         assert self._plan is not None
         return save_tables(dirname, self._plan, self._saves, self._world, kind, extra)
+
+    @property
+    def can_save_beside(self) -> bool:
+        """Whether tables can be saved while they are trained: on GPUs, whose streams keep rows whole."""
+        return all(saves.table.device.type == "cuda" for saves in self._saves.values())
+
+    def saving_beside(self, dirname: str) -> Callable[[Gathering], int]:
+        """`save`, for a thread beside training, which gives the ranks' own connections of that thread. To be called by
+        the thread that trains: its stream is the one on which rows are copied.
+        """
+        from torchfleet.collective.checkpoint.table_saves import save_tables
+
+        assert self._plan is not None
+        plan, saves, stream = self._plan, self._saves, torch.cuda.current_stream()
+
+        def save(ranks: Gathering) -> int:
+            with torch.cuda.stream(stream):
+                return save_tables(dirname, plan, saves, ranks)
+
+        return save
 
     def load(self, dirname: str, with_network: bool) -> dict[str, Any]:
         """Load the tables from such a save, or one of servers; `with_network`: and the network's values. Returns the

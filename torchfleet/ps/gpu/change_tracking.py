@@ -4,6 +4,7 @@ writes. There are two generations. A save writes one of them; changes made durin
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
@@ -23,29 +24,32 @@ class ChangeTracking:
     """Marks by slot. A call costs one kernel, and does not wait for the device."""
 
     def __init__(self, table: Slotted) -> None:
-        self._table = table
+        self._table, self._lock = table, threading.Lock()  # a thread may save while another one trains
         self._marks = [self._none(), self._none()]  # of the current save, and since it began
         self._gone: list[list[torch.Tensor]] = [[], []]
 
     def mark(self, slots: torch.Tensor) -> None:
         """Mark rows as changed. Slots may repeat; -1 is ignored."""
-        marks = self._marks[1]
-        if len(marks) <= self._table.capacity:
-            marks = self._marks[1] = self._grown(marks)
-        marks[slots.long()] = True  # -1 marks the last place, which belongs to no row
+        with self._lock:
+            marks = self._marks[1]
+            if len(marks) <= self._table.capacity:
+                marks = self._marks[1] = self._grown(marks)
+            marks[slots.long()] = True  # -1 marks the last place, which belongs to no row
 
     def note_gone(self, keys: torch.Tensor) -> None:
         """Record that these keys lost their rows."""
-        self._gone[1].append(keys.clone())
+        with self._lock:
+            self._gone[1].append(keys.clone())
 
     def begin(self, is_committed: bool) -> None:
         """Begin a save, which must write everything since the previous save began; also what that one wrote, if it was
         not committed.
         """
-        marks, gone = self._grown(self._marks[1]), self._gone[1]
-        if not is_committed:
-            marks, gone = marks | self._grown(self._marks[0]), [*self._gone[0], *gone]
-        self._marks, self._gone = [marks, self._none()], [gone, []]
+        with self._lock:
+            marks, gone = self._grown(self._marks[1]), self._gone[1]
+            if not is_committed:
+                marks, gone = marks | self._grown(self._marks[0]), [*self._gone[0], *gone]
+            self._marks, self._gone = [marks, self._none()], [gone, []]
 
     def changed(self, start: int, stop: int) -> torch.Tensor:
         """Those of the slots start..stop that the current save must write."""
