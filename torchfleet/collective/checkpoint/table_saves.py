@@ -133,12 +133,12 @@ def _agree(ranks: Gathering, save: Callable[[], int]) -> int:
         number = save()
     except Exception as error:
         failed = error
-    text = "" if failed is None else error_text(failed)
-    found, error = msgspec.json.decode(ranks.gather(msgspec.json.encode((number, text)))[0], type=tuple[int, str])
+    own = number, "" if failed is None else error_text(failed)
+    found, text = msgspec.json.decode(ranks.gather(msgspec.json.encode(own))[0], type=tuple[int, str])
     if failed is not None:
         raise failed
-    if error:
-        raise CheckpointError(f"rank 0: {error}")
+    if text:
+        raise CheckpointError(f"rank 0: {text}")
     return found
 
 

@@ -60,7 +60,8 @@ class ChangeTracking:
     def gone(self) -> torch.Tensor:
         """Distinct keys that lost a row since the previous save began; some may have a new one."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._table.device)
-        return torch.unique(torch.cat([nothing, *self._gone[0]]))
+        distinct: torch.Tensor = torch.unique(torch.cat([nothing, *self._gone[0]]))
+        return distinct
 
     def _none(self) -> torch.Tensor:
         return torch.zeros(self._table.capacity + 1, dtype=torch.bool, device=self._table.device)
