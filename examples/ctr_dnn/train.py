@@ -6,6 +6,7 @@ fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync    
 ... --row_rule rowwise_adagrad                                                    another rule for rows: docs/rows.md
 ... --row_dtype bfloat16                                                          narrower rows: docs/rows.md
 ... --table_memory 8GB --table_path /nvme/rows                                     rows on disk: docs/tiered.md
+... --tables cuda                                                                 rows in GPU memory: docs/gpu.md
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
 ... --reader pipe                                                                 read through `python reader.py`
@@ -42,6 +43,9 @@ class MetricsPrinter(fleet.FetchHandler):
 def main() -> None:
     options = parse()
     torch.manual_seed(options.seed)
+    if options.tables != "servers":
+        train_on_device(options)
+        return
     fleet.init()
     storage = fleet.Tiered(options.table_memory, options.table_path) if options.table_memory else None
     dtype, _, step = options.row_dtype.partition("-")
@@ -91,6 +95,32 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
         if options.save and fleet.is_first_worker():
             fleet.save_persistables(options.save)
             print(f"epoch {epoch}: saved to {options.save}")
+
+
+def train_on_device(options: argparse.Namespace) -> None:
+    """Rows and network in the memory of one device, in a collective job: no servers."""
+    fleet.init(is_collective=True)
+    model = fleet.distributed_model(CTRDNN(device=options.tables))
+    optimizer = fleet.distributed_optimizer(optimizer_of(model, options))
+    device = next(model.tower.parameters()).device
+    data, test = dataset_of(options, "train"), dataset_of(options, "test")
+    data.set_filelist(parts(options, "train"))
+    test.set_filelist(parts(options, "test"))
+    data.load_into_memory()
+    for epoch in range(options.epochs):
+        data.local_shuffle(options.seed + epoch)
+        for read in data:
+            batch = {name: values.to(device, non_blocking=True) for name, values in read.items()}
+            loss_of(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        meter = fleet.metrics.AUC()
+        with torch.no_grad():
+            for read in test:
+                batch = {name: values.to(device) for name, values in read.items()}
+                meter.update(model(batch), batch["label"])
+        print(f"epoch {epoch}: test AUC {meter.compute()[0]:.6f}", flush=True)
+    fleet.stop_worker()
 
 
 def evaluate(model: torch.nn.Module, test: Any) -> float:
@@ -188,6 +218,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--table_memory", help="memory for rows on each server, such as 8GB; others are on disk")
     parser.add_argument("--table_path", default="rows", help="folder on each server's disk for --table_memory")
+    parser.add_argument(
+        "--tables",
+        default="servers",
+        choices=["servers", "cuda", "cpu"],
+        help="where rows are: on servers, in GPU memory (one process), or the same on the CPU",
+    )
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
     parser.add_argument("--gather", type=int, help="pushes whose mean is one update, in async and half_async mode")
@@ -213,6 +249,9 @@ def parse() -> argparse.Namespace:
         parser.error("--max_staleness is for --mode async")
     if options.gather is not None and options.mode not in ("async", "half_async"):
         parser.error("--gather is for --mode async and half_async")
+    for name in ("mode", "threads", "save", "init_model", "table_memory", "row_dtype", "row_wire", "curve"):
+        if options.tables != "servers" and getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name} is for --tables servers")
     if options.mode in ("sync", "hybrid") and options.threads > 1:
         parser.error(f"--threads: in {options.mode} mode a worker makes one step at a time")
     if options.row_rule not in (None, "sgd") and options.mode == "geo":

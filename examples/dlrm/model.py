@@ -16,12 +16,15 @@ class DLRM(torch.nn.Module):
     """Logits for a batch with `ids` (N, 26) and `dense` (N, 13). Ids are any 64-bit numbers: tables grow with them.
 
     The bottom network turns the numbers of a sample into one more vector beside those of its ids. The top network sees
-    that vector, and how each pair of vectors goes together.
+    that vector, and how each pair of vectors goes together. `device`: of a table in this process (docs/gpu.md).
     """
 
-    def __init__(self, dim: int = 8, bottom: Sequence[int] = (32,), top: Sequence[int] = (64, 32)) -> None:
+    def __init__(
+        self, dim: int = 8, bottom: Sequence[int] = (32,), top: Sequence[int] = (64, 32), device: str | None = None
+    ) -> None:
         super().__init__()
-        self.rows = fleet.nn.SparseEmbedding(dim, name="rows", initializer=fleet.nn.Uniform(-0.05, 0.05))
+        first = fleet.nn.Uniform(-0.05, 0.05)
+        self.rows = fleet.nn.SparseEmbedding(dim, name="rows", initializer=first, device=device)
         self.bottom = torch.nn.Sequential(*_layers([NUM_DENSE, *bottom, dim]), torch.nn.ReLU())
         num_pairs = (NUM_SLOTS + 1) * NUM_SLOTS // 2
         self.top = torch.nn.Sequential(*_layers([dim + num_pairs, *top, 1]))

@@ -4,6 +4,7 @@ python examples/dlrm/train.py                                                one
 fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py                servers and workers on this machine
 fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py --mode hybrid  another mode
 ... --data kaggle.txt.xz                                                     raw rows of the Criteo challenge
+... --tables cuda                                                            rows in GPU memory, no servers
 ... --save model                                                             then: predict.py --model model
 """
 
@@ -17,4 +18,4 @@ from examples.click_models import train_clicks
 from examples.dlrm.model import DLRM
 
 if __name__ == "__main__":
-    train_clicks(DLRM, __doc__, geo_lr=None)
+    train_clicks(DLRM, __doc__, geo_lr=None, on_device=DLRM)

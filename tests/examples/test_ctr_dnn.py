@@ -104,6 +104,11 @@ def trained(data: Path, printed: str) -> tuple[Path, float]:
     return data.parent / "model", test_aucs(printed)[0]
 
 
+def test_tables_on_a_device_reach_the_auc_of_servers(data: Path, trained: tuple[Path, float]) -> None:
+    (found,) = test_aucs(run("train.py", "--data", data, *QUICK, "--tables", "cpu"))
+    assert found == pytest.approx(trained[1], abs=1e-3)
+
+
 # prepare.py
 
 

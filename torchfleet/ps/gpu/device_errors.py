@@ -14,9 +14,14 @@ from torchfleet.base.errors import TableError, WrongIds
 class Sized(Protocol):
     """What an error tells about a table."""
 
-    name: str
-    capacity: int
-    num_bytes: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 def checked_device(device: torch.device | str, table: str) -> torch.device:

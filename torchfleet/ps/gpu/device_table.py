@@ -302,12 +302,12 @@ class DeviceTable:
     def num_slots(self) -> int:
         """Slots that were ever in use, from 0 on. Waits for the device."""
         counters = self.memory.counters.tolist()
-        return min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT])
+        return int(min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT]))
 
     def slot_of_empty(self) -> int:
         """The slot of the key that equals EMPTY, or -1."""
         key, slot = self.memory.directory[self.memory.num_positions].tolist()
-        return -1 if key == EMPTY else slot
+        return -1 if key == EMPTY else int(slot)
 
     def _give_back(self, slots: torch.Tensor) -> None:
         """Make the free list of what is left of it and these slots."""

@@ -7,6 +7,8 @@ this count does the host wait for the exact one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchfleet.ps.gpu.table_memory import FRESH, LIMIT, NUM_COUNTERS, NUM_FREE, TAKEN, TableMemory
@@ -19,7 +21,7 @@ class Occupancy:
         self._memory = memory
         self._is_cuda = memory.counters.is_cuda
         self._copy = torch.zeros(NUM_COUNTERS, dtype=torch.int64, pin_memory=self._is_cuda)
-        self._arrival: torch.cuda.Event | None = None  # of the copy, while it is on its way
+        self._arrival: Any = None  # of the copy, while it is on its way
         self._num_copied = 0  # ids of calls that the copy does not contain
         self._num_since = 0  # ids of calls that the known counters do not contain
         self._known = self._exact()
@@ -53,7 +55,7 @@ class Occupancy:
             self._look()
             if self._arrival is None:
                 self._copy.copy_(self._memory.counters, non_blocking=True)
-                self._arrival, self._num_copied = torch.cuda.Event(), 0
+                self._arrival, self._num_copied = torch.cuda.Event(), 0  # type: ignore[no-untyped-call]
                 self._arrival.record()
 
     def refresh(self) -> None:

@@ -16,9 +16,9 @@ from torchfleet.ps.tables.settings.rule import Rule
 
 # Tile sizes, the fastest on an H200 (benchmarks/log.md)
 FIND_BLOCK, FIND_WARPS = 128, 4
-GATHER_WORDS = 2048  # of a program
+GATHER_WORDS, GATHER_WARPS = 2048, 4  # of a program
 TILE, NEXT_TILE = 32, 16  # positions of the order, at the first level and the next ones
-UPDATE_WORDS = 128  # of a program's step
+UPDATE_WORDS, WORDS_PER_WARP = 128, 128  # of a program's step
 MOST_WORDS = 4096  # the longest row that one program holds
 
 _KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
@@ -95,7 +95,7 @@ def read_values(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch
         triton_rows.gather[(triton.cdiv(len(slots), block),)](
             memory.rows.segments[0], memory.rows.offsets, memory.directory, memory.counters, slots, out, len(slots),
             RESOLVE=has_new, D=dim, PADDED=padded, WIDTH=memory.rows.width, SHIFT=_shift(memory), BLOCK=block,
-            num_warps=4,
+            num_warps=GATHER_WARPS,
         )  # fmt: skip
     return out
 
@@ -138,7 +138,7 @@ def _level(
         rates, 1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay, rule.low, rule.high,
         HAS_PERM=has_perm, IS_LAST=num_tiles == 1, RULE=_RULES[rule.name], DECAY=decay, BOUNDED=rule.has_bounds,
         D=layout.dim, PADDED=padded, WIDTH=layout.width, SHIFT=_shift(memory), TILE=tile, TILES=tiles,
-        num_warps=max(1, min(8, tiles * padded // 128)),
+        num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
     )  # fmt: skip
     return part_slots, parts, num_tiles == 1
 

@@ -61,7 +61,9 @@ class RowsOnDevice:
     def lookup(self, ids: torch.Tensor, padding: int | None, create: bool, trains: bool) -> torch.Tensor:
         """(*ids.shape, dim). `create`: missing ids get rows; `trains`: the rows get gradients."""
         if torch.compiler.is_compiling():
-            return rows_of_ids(self.anchor, ids, self.number, self.table.dim, padding, create, trains)[0]
+            made: torch.Tensor
+            made, _ = rows_of_ids(self.anchor, ids, self.number, self.table.dim, padding, create, trains)
+            return made
         if create:
             self.looked_up.append(ids)
         if not (trains and torch.is_grad_enabled()):

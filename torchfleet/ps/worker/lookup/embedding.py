@@ -15,7 +15,7 @@ from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.lookup import device_forward
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
-from torchfleet.ps.worker.lookup.device_lookups import RowsOnDevice
+from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
 from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
@@ -145,8 +145,8 @@ class SparseEmbedding(EmbeddingState):
         self.path = ""  # in its model, once that is distributed
 
     @property
-    def _engine(self) -> Lookups | None:
-        engine: Lookups | None = self.table_rows.engine
+    def _engine(self) -> Lookups | DeviceLookups | None:
+        engine: Lookups | DeviceLookups | None = self.table_rows.engine
         return engine
 
     def place(self, path: str) -> None:
@@ -164,7 +164,7 @@ class SparseEmbedding(EmbeddingState):
         assert isinstance(self.weight, RowWeight)
         return self.weight
 
-    def bind(self, engine: Lookups) -> None:
+    def bind(self, engine: Lookups | DeviceLookups) -> None:
         """Bind all embeddings of the table, copies included."""
         self.table_rows.engine = engine
         self.row_weight.pending = engine.thread_state

@@ -67,7 +67,8 @@ class Plan:
             if not is_trained or self._checked.get(group.spec.name) == options:
                 continue
             kept = group.spec.rule  # the rate may change; bounds belong to the table, not the optimizer
-            asked = (rule_of if group.spec.is_dense else row_rule_of)(own or optimizer, group.group)
+            found = rule_options(group.modules, group.group) if isinstance(group, SparseGroup) else group.group
+            asked = (rule_of if group.spec.is_dense else row_rule_of)(own or optimizer, found)
             now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
             if now != kept:
                 raise ModelError(
@@ -226,7 +227,7 @@ def _add_sparse(
         plan.sparse[name] = _sparse_group(name, embeddings[name], rule, own.param_groups[0], num_servers)
         plan.sparse[name].own = own
         return
-    rule = _named(name, optimizer, group)
+    rule = _named(name, optimizer, rule_options(embeddings[name], group))
     is_apart = all(id(parameter) in owners for parameter in group["params"])
     refused = rule.row_rule.refused_on_rows(rule) or ("weight_decay" if needs_row_decay(rule, group, is_apart) else "")
     if refused:
@@ -237,6 +238,13 @@ def _add_sparse(
             f"[{{'params': dense}}, {{'params': sparse, '{refused}': 0}}].{decay if refused == 'weight_decay' else ''}"
         )
     plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
+
+
+def rule_options(modules: list[SparseEmbedding], group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a table's rule. A CUDA graph captures the updates of a table on a device as they are, so that
+    `capturable` says nothing about them.
+    """
+    return {**group, "capturable": False} if modules[0].table_device is not None else group
 
 
 def _named(table: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:

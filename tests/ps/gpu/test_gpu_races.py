@@ -1,0 +1,141 @@
+"""Keys that many programs insert at once, on a GPU: an interpreter shows no races."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.device_tables import RULES, spec
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.gpu import plain_kernels
+from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import Rule
+
+pytestmark = pytest.mark.gpu
+
+
+def drawn(num: int, distinct: int, seed: int) -> torch.Tensor:
+    """Ids that repeat, some of them much more often than others."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (distinct,), generator=generator, device="cuda")
+    keys[:2] = torch.tensor([-(1 << 63), -(1 << 63) + 1])  # the marks of empty and removed entries
+    places = torch.rand(num, generator=generator, device="cuda").pow(4) * distinct
+    return keys[places.long()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_key_gets_one_row(seed: int) -> None:
+    table = DeviceTable(spec(dim=4), "cuda", capacity=1 << 18)
+    ids = drawn(1 << 20, 200_000, seed)
+    slots, values = table.find_and_gather(ids, insert=True)
+    num = len(torch.unique(ids))
+    assert table.num_rows == num
+    assert len(torch.unique(slots)) == num
+    assert torch.equal(table.memory.row_keys[slots.long()], ids)
+    assert torch.equal(values, table.layout.first_words(ids)[:, :4])
+    assert torch.equal(table.find(ids), slots)
+
+
+def test_rows_survive_growth_and_removal_under_load() -> None:
+    table = DeviceTable(spec(dim=4), "cuda", capacity=1 << 12)
+    known = torch.empty(0, dtype=torch.int64, device="cuda")
+    for seed in range(12):
+        ids = drawn(1 << 17, 60_000, seed)
+        table.find(ids, insert=True)
+        known = torch.unique(torch.cat([known, ids]))
+        gone = known[::3]
+        assert table.remove(gone) == len(gone)
+        known = known[~torch.isin(known, gone)]
+        assert table.num_rows == len(known)
+        slots, values = table.find_and_gather(known)
+        assert torch.equal(table.memory.row_keys[slots.long()], known)
+        assert torch.equal(values, table.layout.first_words(known)[:, :4])
+        assert bool((table.find(gone) == -1).all())
+
+
+@pytest.mark.parametrize("dim", [16, 10, 128, 200])
+@pytest.mark.parametrize("rule", RULES)
+def test_updates_equal_those_in_plain_torch(rule: str, dim: int) -> None:
+    tables = [DeviceTable(spec(dim=dim, rule=RULES[rule]), device, 1 << 16) for device in ("cuda", "cpu")]
+    for seed in range(3):
+        ids = drawn(1 << 15, 20_000, seed)
+        grads = torch.randn(len(ids), dim, generator=torch.Generator("cuda").manual_seed(seed), device="cuda") * 0.1
+        for table in tables:
+            slots = table.find(ids.to(table.device), insert=True)
+            table.push(slots, grads.to(table.device))
+    ids = torch.unique(ids)
+    found, expected = (table.find_and_gather(ids.to(table.device))[1].cpu() for table in tables)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_deterministic_tables_are_equal_bit_for_bit() -> None:
+    results = []
+    for _ in range(3):
+        table = DeviceTable(spec(dim=16, rule=Rule("adam", 0.1)), "cuda", 1 << 16, deterministic=True)
+        for seed in range(4):
+            ids = drawn(1 << 17, 30_000, seed)
+            generator = torch.Generator("cuda").manual_seed(seed)
+            grads = torch.randn(len(ids), 16, generator=generator, device="cuda")
+            table.push(table.find(ids, insert=True), grads)
+        results.append(table.find_and_gather(torch.unique(ids))[1])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_captured_step_replays() -> None:
+    """The rows after a replay are those of the same step without a graph; a full table is reported."""
+    described = spec(dim=16, rule=Rule("adam", 0.1), shrink=Shrink())
+    graphed, plain = (DeviceTable(described, "cuda", 1 << 12) for _ in range(2))
+    ids, grads = drawn(1 << 10, 500, 0), torch.randn(1 << 10, 16, device="cuda")
+    static = ids.clone()
+
+    def step(table: DeviceTable, ids: torch.Tensor) -> None:
+        table.push(table.find_and_gather(ids, insert=True)[0], grads)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(graphed, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(graphed, static)
+    step(plain, ids)
+    for seed in range(1, 4):
+        static.copy_(drawn(1 << 10, 500, seed))
+        graph.replay()
+        step(plain, drawn(1 << 10, 500, seed))
+    every = torch.cat([drawn(1 << 10, 500, seed) for seed in range(4)])
+    torch.testing.assert_close(graphed.find_and_gather(every)[1], plain.find_and_gather(every)[1], rtol=1e-5, atol=1e-6)
+    assert graphed.step == plain.step == 4
+    for seed in range(4, 14):
+        static.copy_(drawn(1 << 10, 2000, seed))
+        graph.replay()
+    torch.cuda.synchronize()
+    graphed.occupancy.refresh()
+    with pytest.raises(TableError, match="'ads'"):
+        graphed.check()
+    assert sum(len(block.keys) for block in graphed.rows()) == graphed.num_rows == 1 << 12
+
+
+def test_find_needs_no_host() -> None:
+    """The kernels of a step in which all keys are known do not wait for the device."""
+    table = DeviceTable(spec(dim=16), "cuda", 1 << 16)
+    ids, grads = drawn(1 << 12, 2000, 0), torch.randn(1 << 12, 16, device="cuda")
+    table.push(table.find(ids, insert=True), grads)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            table.push(table.find_and_gather(ids, insert=True)[0], grads)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plain_kernels_work_on_a_gpu() -> None:
+    table = DeviceTable(spec(dim=4), "cuda", 1 << 12)
+    other = DeviceTable(spec(dim=4), "cuda", 1 << 12)
+    other.kernels = plain_kernels
+    ids = drawn(1 << 12, 2000, 0)
+    assert torch.equal(table.find_and_gather(ids, insert=True)[1], other.find_and_gather(ids, insert=True)[1])
