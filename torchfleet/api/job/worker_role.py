@@ -180,6 +180,12 @@ class WorkerRole:
         """From now on, train on whole copies of the tables instead of in the worker's mode."""
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
+        if self._caches:
+            found = ", ".join(map(repr, self._caches))
+            raise FleetError(
+                f"fleet.whole_tables(): table {found} has a cache (SparseEmbedding(cache=...)), and whole tables are "
+                "copies of their own. Leave cache out."
+            )
         tables = make_whole_tables(self._setup, self.client, self._connect, self.workers, share, shared)
         self._replace_communicator(tables)
         return tables
