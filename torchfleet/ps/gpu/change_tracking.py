@@ -49,7 +49,8 @@ class ChangeTracking:
             marks, gone = self._grown(self._marks[1]), self._gone[1]
             if not is_committed:
                 marks, gone = marks | self._grown(self._marks[0]), [*self._gone[0], *gone]
-            self._marks, self._gone = [marks, self._none()], [gone, []]
+            self._marks[1].zero_()  # in place: a CUDA graph may hold its address
+            self._marks[0], self._gone = marks, [gone, []]
 
     def changed(self, start: int, stop: int) -> torch.Tensor:
         """Those of the slots start..stop that the current save must write."""

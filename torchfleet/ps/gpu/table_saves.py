@@ -63,6 +63,11 @@ class TableSaves:
         """Mark the begin of a save that continues `parent`. Raises CheckpointError if a delta cannot."""
         if mode == "inference":
             return
+        if mode == "delta" and self.table.is_captured:
+            raise CheckpointError(
+                f"table '{self.spec.name}' is updated by a CUDA graph, which notes no changes for a delta: make a full "
+                "save (mode=0)"
+            )
         is_committed = self._chain.begin(token, parent, mode == "delta")
         if self.table.tracking is None:
             self.table.tracking = ChangeTracking(self.table)
