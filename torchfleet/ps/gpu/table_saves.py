@@ -169,7 +169,8 @@ class TableSaves:
     def continue_from(self, token: int) -> None:
         """Note that the table has the rows of this save: the next one may be a delta."""
         self._chain.attempt = token
-        self.table.tracking = ChangeTracking(self.table)
+        self.table.tracking = self.table.tracking or ChangeTracking(self.table)
+        self.table.tracking.begin(is_committed=True)  # forget what the load has changed
 
 
 def _signed(column: Any) -> Any:
