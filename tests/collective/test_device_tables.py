@@ -14,6 +14,8 @@ from support.ranks import Ranks
 
 import torchfleet as fleet
 from torchfleet.base.storage import Storage
+from torchfleet.observe.commands.inspect_saved import inspect_model
+from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.gpu.sharded_table import owners
 from torchfleet.ps.server.table_loading import load_model
@@ -165,6 +167,8 @@ def test_saves_of_servers_and_of_devices_load_into_each_other(ranks: Ranks, tmp_
     from_device = on_servers(str(tmp_path / "tables-2"), "")
     for when in ("before", "after"):  # the state of rows is loaded too, and the network's optimizer starts anew
         torch.testing.assert_close(from_device[when], single[when], atol=1e-6, rtol=1e-5)
+    inspect_model(str(tmp_path / "tables-2"), check=True, tables=[], histograms=True, top=3, as_json=False)
+    compact(str(tmp_path / "tables-2"))  # full save and delta become one
     plain = fleet.load_inference_model(str(tmp_path / "tables-2"), Model(None))
     torch.testing.assert_close(predicted(plain), single["before"], atol=1e-6, rtol=1e-5)
 

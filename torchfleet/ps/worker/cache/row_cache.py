@@ -73,6 +73,8 @@ class RowCache:
         with self._lock:
             self._num_batches += 1
             batch = CachedBatch(self.memory, self._num_batches, ids)
+            # at most a few batches live at once: those that have ended are forgotten here
+            self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             self._alive[batch.number] = weakref.ref(batch)
         given = torch.cuda.current_stream(self.memory.device).record_event() if self._is_cuda else None
         self._thread.prepare(lambda client: self._begin(client, batch, given), lambda error: self._fail(batch, error))
