@@ -62,6 +62,7 @@ class DeviceRows:
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._model, self._world = model, world
         self._plan: Plan | None = None
+        self._saved_plan: Plan | None = None  # with the network, whose values are saved beside the tables
         self._lookups: DeviceLookups | None = None
         self._saves: dict[str, TableSaves] = {}
 
@@ -71,8 +72,8 @@ class DeviceRows:
         """
         from torchfleet.collective.checkpoint.table_saves import save_tables
 
-        assert self._plan is not None
-        return save_tables(dirname, self._plan, self._saves, self._world, kind, extra)
+        assert self._saved_plan is not None
+        return save_tables(dirname, self._saved_plan, self._saves, self._world, kind, extra)
 
     @property
     def can_save_beside(self) -> bool:
@@ -85,8 +86,8 @@ class DeviceRows:
         """
         from torchfleet.collective.checkpoint.table_saves import save_tables
 
-        assert self._plan is not None
-        plan, saves, stream = self._plan, self._saves, torch.cuda.current_stream()
+        assert self._saved_plan is not None
+        plan, saves, stream = self._saved_plan, self._saves, torch.cuda.current_stream()
 
         def save(ranks: Gathering) -> int:
             with torch.cuda.stream(stream):
@@ -100,8 +101,8 @@ class DeviceRows:
         """
         from torchfleet.collective.checkpoint.table_saves import load_together
 
-        assert self._plan is not None
-        return load_together(dirname, self._plan if with_network else None, self._saves, self._world)
+        assert self._saved_plan is not None
+        return load_together(dirname, self._saved_plan if with_network else None, self._saves, self._world)
 
     def make_tables(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the tables, with the rules of this optimizer's param groups."""
@@ -111,9 +112,11 @@ class DeviceRows:
         from torchfleet.ps.gpu.table_saves import TableSaves
         from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
         from torchfleet.ps.worker.lookup.plan import make_plan
+        from torchfleet.ps.worker.modes.hybrid import rows_of
 
         check_alone(self._world.degrees)
-        self._plan = make_plan(self._model, optimizer, 1, steps_here=True)
+        self._saved_plan = make_plan(self._model, optimizer, 1, steps_here=True)
+        self._plan = rows_of(self._saved_plan)
         tables: dict[str, LookupTable] = {}
         rank, num_ranks = self._world.rank, self._world.size
         for name, group in self._plan.sparse.items():
@@ -152,8 +155,7 @@ class DeviceRows:
     def describe(self) -> str:
         """A line per table."""
         assert self._plan is not None
-        lines = [f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe()]
-        return "\n".join(line for line in lines if not line.startswith("  table dense."))
+        return "\n".join(f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe())
 
 
 def _group() -> dist.ProcessGroup:

@@ -75,6 +75,7 @@ class LookingAhead:
         iterator = iter(self.agreed(loader))
         # A dataset's iterator yields None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
+        goes_on = getattr(iterator, "goes_on", lambda: True)  # of hybrid mode: other workers may end the loop
         ahead: deque[tuple[Any, Batch | None]] = deque()
         current = None
         try:
@@ -83,7 +84,7 @@ class LookingAhead:
                     item = next(iterator, _END)
                     ahead.append((item, self._foresee(item)))
                 item, batch = ahead.popleft()
-                if item is _END:
+                if item is _END or not goes_on():
                     return
                 if self.caches and batch is not None and not batch.cached:  # its ids could not be predicted then
                     batch = self._foresee(item)
