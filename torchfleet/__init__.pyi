@@ -52,6 +52,7 @@ from torchfleet.api.process_role import (
     worker_index as worker_index,
     worker_num as worker_num,
 )
+from torchfleet.api.row_passes import begin_pass as begin_pass, end_pass as end_pass
 from torchfleet.api.saves import (
     load as load,
     save as save,

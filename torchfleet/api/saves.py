@@ -22,7 +22,8 @@ _MODES = {2: "fleet.save_inference_model(dirname), the model for prediction", 3:
 
 @with_paddle_arguments(SAVING)
 def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
-    """Save tables, parameters and optimizer state, to continue training from: docs/checkpoints.md. Worker 0 only.
+    """Save tables, parameters and optimizer state, to continue training from: docs/checkpoints.md. Worker 0 only; in a
+    collective job, whose tables are on devices, all ranks together.
 
     `dirname`: a folder or URL. All servers write there, so it must be the same place for all of them. `mode`: 0 for a
     full save, 1 for a delta, with the changes since the last save there. `extra`: values that can be stored as JSON;
@@ -32,8 +33,7 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     if isinstance(mode, bool) or mode not in (0, 1):
         advice = f"; instead of Paddle's mode {mode}: {_MODES[mode]}" if mode in _MODES else ""
         raise FleetError(f"save_persistables(mode={mode!r:.80}): 0 is a full save, 1 a delta{advice}")
-    worker = get_job(NO_WORKER).first_worker("save_persistables")
-    number = worker.save(dirname, "delta" if mode else "full", extra).number
+    number = any_job(NO_WORKER).save_tables(dirname, "delta" if mode else "full", extra)
     current.callbacks.save(dirname)
     return number
 

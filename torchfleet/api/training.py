@@ -160,8 +160,9 @@ def train(
         )
     if num_threads > 1 and not communicator.takes_threads:
         raise FleetError(
-            f"thread={num_threads}: in sync and hybrid mode, and with max_staleness, a worker makes one step at a "
-            "time. Use thread=1 and more workers, or async, half_async or geo mode (strategy.a_sync=True)."
+            f"thread={num_threads}: in sync and hybrid mode, with max_staleness, and with SparseEmbedding(cache=...), "
+            "a worker makes one step at a time. Use thread=1 and more workers, or async, half_async or geo mode "
+            "(strategy.a_sync=True) without a cache."
         )
 
     communicator.has_threads = num_threads > 1

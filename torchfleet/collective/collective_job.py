@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.monitor.training_pace import TrainingPace
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.step_tracing import StepTracing
+from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName
@@ -35,6 +37,7 @@ from torchfleet.collective.world import begun
 
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+    from torchfleet.ps.worker.model_saving import Kind
 
 _PATIENCE = 10.0  # seconds that an aborted job waits for its save
 
@@ -170,12 +173,30 @@ class CollectiveJob(ModelAndOptimizer):
             strategy.before_save()
         inner, strategies, world = optimizer.inner, self.strategies, self.world
         planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
+        rows, first = self.device_rows, None
+        if rows is not None:  # before the manifest of the network, which completes the save
+            tables = _tables_of(dirname, planned.number)
+            if asynchronous and rows.can_save_beside:
+                first = rows.saving_beside(tables)
+            else:
+                rows.save(tables)
         if asynchronous:
             self._saves = self._saves or BackgroundSaves(world)
-            self._saves.begin(planned, tensors)
+            self._saves.begin(planned, tensors, first)
         else:
             write_save(planned, tensors, world)
+            _remove_other_tables(dirname, planned.number, world.rank)
         return planned.number
+
+    def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
+        """Save the tables on devices and the network's values in the format of servers; no state of the network."""
+        self._trained()
+        if self.device_rows is None:
+            raise FleetError(
+                "fleet.save_persistables saves tables, and this job is collective and has none: use fleet.save(dirname)"
+            )
+        self._meetings.meet("fleet.save_persistables")
+        return self.device_rows.save(dirname, kind, extra)
 
     def is_asked_to_stop(self) -> bool:
         """Whether any rank is asked to stop: all ranks stop after the same step."""
@@ -187,11 +208,17 @@ class CollectiveJob(ModelAndOptimizer):
             self._saves.finish(timeout)
 
     def load(self, dirname: str) -> dict[str, Any]:
+        from torchfleet.collective.checkpoint import collective_manifest
         from torchfleet.collective.checkpoint.loading import load
 
         model, optimizer = self._trained()
         self._finish_save()
         self._meetings.meet("fleet.load")
+        if self.device_rows is not None:
+            if not collective_manifest.is_collective(dirname):
+                return self.device_rows.load(dirname, with_network=True)
+            number = collective_manifest.read(Storage(dirname)).number
+            self.device_rows.load(_tables_of(dirname, number), with_network=False)
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
@@ -230,6 +257,19 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
+
+
+def _tables_of(dirname: str, number: int) -> str:
+    """The folder of the tables of a save."""
+    return Storage(dirname).place(f"tables-{number:06}")
+
+
+def _remove_other_tables(dirname: str, number: int, rank: int) -> None:
+    """Remove the tables of earlier saves, on rank 0; those of a save beside training go with the next save."""
+    storage = Storage(dirname)
+    for name in storage.folders() if rank == 0 else ():
+        if re.fullmatch(r"tables-[0-9]{6,18}", name) and name != f"tables-{number:06}":
+            storage.remove_folder(name)
 
 
 def _write_last(job: weakref.ref[CollectiveJob], pid: int) -> None:

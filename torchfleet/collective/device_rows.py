@@ -7,19 +7,23 @@ learning rate of the param group that the embedding is in.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from torchfleet.base.errors import ModelError
-from torchfleet.collective.world import World
+from torchfleet.collective.world import Gathering, World
 from torchfleet.ps.worker.lookup.conversion import convert
 from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.embedding_choice import choose
 
 if TYPE_CHECKING:  # most collective jobs have no tables, and need no kernels of theirs
-    from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
+    from torchfleet.ps.gpu.table_saves import TableSaves
+    from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, LookupTable
     from torchfleet.ps.worker.lookup.plan import Plan
+    from torchfleet.ps.worker.model_saving import Kind
 
 DEVICES = ("cuda", "cpu")  # values of fleet.distributed_model(sparse=...)
 
@@ -58,28 +62,71 @@ class DeviceRows:
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._model, self._world = model, world
         self._plan: Plan | None = None
+        self._saved_plan: Plan | None = None  # with the network, whose values are saved beside the tables
         self._lookups: DeviceLookups | None = None
+        self._saves: dict[str, TableSaves] = {}
+
+    def save(self, dirname: str, kind: Kind = "full", extra: Mapping[str, Any] | None = None) -> int:
+        """Save the tables of all ranks, and the network's values, in the format of servers. Returns the number of the
+        save. All ranks call it together.
+        """
+        from torchfleet.collective.checkpoint.table_saves import save_tables
+
+        assert self._saved_plan is not None
+        return save_tables(dirname, self._saved_plan, self._saves, self._world, kind, extra)
+
+    @property
+    def can_save_beside(self) -> bool:
+        """Whether tables can be saved while they are trained: on GPUs, whose streams keep rows whole."""
+        return all(saves.table.device.type == "cuda" for saves in self._saves.values())
+
+    def saving_beside(self, dirname: str) -> Callable[[Gathering], int]:
+        """`save`, for a thread beside training, which gives the ranks' own connections of that thread. To be called by
+        the thread that trains: its stream is the one on which rows are copied.
+        """
+        from torchfleet.collective.checkpoint.table_saves import save_tables
+
+        assert self._saved_plan is not None
+        plan, saves, stream = self._saved_plan, self._saves, torch.cuda.current_stream()
+
+        def save(ranks: Gathering) -> int:
+            with torch.cuda.stream(stream):
+                return save_tables(dirname, plan, saves, ranks)
+
+        return save
+
+    def load(self, dirname: str, with_network: bool) -> dict[str, Any]:
+        """Load the tables from such a save, or one of servers; `with_network`: and the network's values. Returns the
+        `extra` of the save.
+        """
+        from torchfleet.collective.checkpoint.table_saves import load_together
+
+        assert self._saved_plan is not None
+        return load_together(dirname, self._saved_plan if with_network else None, self._saves, self._world)
 
     def make_tables(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the tables, with the rules of this optimizer's param groups."""
+        from torchfleet.collective.checkpoint.table_saves import check_alone
         from torchfleet.ps.gpu.device_table import DeviceTable
+        from torchfleet.ps.gpu.sharded_table import ShardedTable
+        from torchfleet.ps.gpu.table_saves import TableSaves
         from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
         from torchfleet.ps.worker.lookup.plan import make_plan
         from torchfleet.ps.worker.modes.hybrid import rows_of
 
-        self._plan = rows_of(make_plan(self._model, optimizer, 1, steps_here=True))
-        tables = {}
+        check_alone(self._world.degrees)
+        self._saved_plan = make_plan(self._model, optimizer, 1, steps_here=True)
+        self._plan = rows_of(self._saved_plan)
+        tables: dict[str, LookupTable] = {}
+        rank, num_ranks = self._world.rank, self._world.size
         for name, group in self._plan.sparse.items():
             first = group.modules[0]
-            if self._world.size > 1:
-                raise ModelError(
-                    f"table '{name}' is on a device (device='{first.table_device}'), and the job has "
-                    f"{self._world.size} ranks: such tables are for jobs with one"
-                )
             assert first.table_device is not None
             device = self._world.device if first.table_device == self._world.device.type else first.table_device
-            tables[name] = DeviceTable(group.spec, device, first.capacity, _is_deterministic())
-            _begin_with(tables[name], first)
+            own = DeviceTable(group.spec.for_shard(rank, num_ranks), device, first.capacity, _is_deterministic())
+            _begin_with(own, first)
+            self._saves[name] = TableSaves(own)
+            tables[name] = own if num_ranks == 1 else ShardedTable(own, _group())
         self._lookups = DeviceLookups(tables)
         for group in self._plan.sparse.values():
             for module in group.modules:
@@ -111,6 +158,12 @@ class DeviceRows:
         return "\n".join(f"  table {' '.join(line[:4])} on {self._world.device}" for line in self._plan.describe())
 
 
+def _group() -> dist.ProcessGroup:
+    """All ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
@@ -118,6 +171,7 @@ def _is_deterministic() -> bool:
 def _begin_with(table: object, module: SparseEmbedding) -> None:
     """Give a table the values of the torch embedding that it replaces, or of a loaded state."""
     from torchfleet.ps.gpu.device_table import DeviceTable
+    from torchfleet.ps.gpu.sharded_table import owners
 
     first = module.table_rows
     if first.first_values is None:
@@ -125,5 +179,7 @@ def _begin_with(table: object, module: SparseEmbedding) -> None:
     assert isinstance(table, DeviceTable)
     values = torch.from_numpy(first.first_values)
     keys = torch.arange(len(values)) if first.first_keys is None else torch.from_numpy(first.first_keys)
+    is_own = owners(table.spec, keys, table.spec.num_shards) == table.spec.shard
+    keys, values = keys[is_own], values[is_own]
     table.reserve(len(keys))
     table.put(keys.to(table.device), values)

@@ -74,6 +74,8 @@ class HybridOptimizer(DistributedOptimizer):
         for table, (_, grads) in gradients.sparse.items():
             grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
             is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
+        for update in gradients.cached:
+            is_finite &= update.scale(1.0 / scale)
         return is_finite
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.printing import embeddings
+from torchfleet.api.job.row_caches import check_caches
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.role.role_info import WORKER, RoleInfo
@@ -107,6 +108,7 @@ class JobSetup:
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
         _check_policies(plan, strategy.mode)
+        check_caches(plan, strategy, self.info)
         if self.info.role == WORKER and self.info.worker_index == 0:
             _tell_of_decay(plan)
             _tell_of_momentum(plan)

@@ -11,6 +11,7 @@ from torchfleet.base.adoption import AdoptedOptimizer
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.lookup.embedding_choice import Sparse
+from torchfleet.ps.worker.model_saving import Kind
 
 
 class Job(Protocol):
@@ -72,6 +73,10 @@ class Job(Protocol):
 
     def report(self, metrics: dict[str, float]) -> None:
         """Report numbers to the launcher's display."""
+        ...
+
+    def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
+        """Save the tables and the network in the format of servers; returns the number of the save."""
         ...
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:

@@ -16,6 +16,7 @@ from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import HETER_WORKER, SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.worker.model_saving import Kind
 
 NO_WORKER = "call fleet.init_worker() first (on a worker)"
 NO_SERVER = "call fleet.init_server() before fleet.run_server()"
@@ -46,6 +47,9 @@ class ParameterServerJob(JobSetup):
                 "is_first_worker()"
             )
         return worker
+
+    def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
+        return self.first_worker("save_persistables").save(dirname, kind, extra).number
 
     @property
     def mode(self) -> str:

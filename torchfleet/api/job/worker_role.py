@@ -20,6 +20,7 @@ from torchfleet.api.job.joining import FREE_MODES, catch_up, check_loss_rule, ch
 from torchfleet.api.job.last_saves import LastSave, LastSaves
 from torchfleet.api.job.mode_choice import make_communicator, make_unbounded, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, global_schedules, hook_model, trace_steps
+from torchfleet.api.job.row_caches import make_caches
 from torchfleet.api.job.server_links import ServerLinks
 from torchfleet.api.job.worker_start import (
     check_loaded,
@@ -115,7 +116,9 @@ class WorkerRole:
             self._ends.callback(self._hybrid.close, True)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
-        self.engine = Engine(self.communicator, modules, pushed)
+        self._caches = make_caches(self._plan, self.client, self._connect, self._ends)
+        self._use_caches(self.communicator)
+        self.engine = Engine(self.communicator, modules, pushed, self._caches)
         self.describer = ModelDescriber(self.model)
         if self.info.worker_index == 0:
             self.engine.on_first_call = self.describer.note_call
@@ -187,6 +190,12 @@ class WorkerRole:
         """From now on, train on whole copies of the tables instead of in the worker's mode."""
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
+        if self._caches:
+            found = ", ".join(map(repr, self._caches))
+            raise FleetError(
+                f"fleet.whole_tables(): table {found} has a cache (SparseEmbedding(cache=...)), and whole tables are "
+                "copies of their own. Leave cache out."
+            )
         tables = make_whole_tables(self._setup, self.client, self._connect, self.workers, share, shared)
         self._replace_communicator(tables)
         return tables
@@ -214,11 +223,17 @@ class WorkerRole:
 
     def _replace_communicator(self, communicator: Communicator) -> None:
         self.communicator.stop()
+        self._use_caches(communicator)
         self.communicator = communicator
         self.engine.use(communicator)
         for optimizer in self._optimizers:
             optimizer.bind(self.engine, communicator)
         communicator.start()
+
+    def _use_caches(self, communicator: Communicator) -> None:
+        communicator.caches = list(self._caches.values())
+        if self._caches:
+            communicator.takes_threads = False  # a cache is filled for the batches of one thread
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is on the servers, including this worker's gradients."""
@@ -266,7 +281,10 @@ class WorkerRole:
 
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
-        return self.client.shrink(table or "", policy, self.strategy.sync_timeout)
+        dropped = self.client.shrink(table or "", policy, self.strategy.sync_timeout)
+        for cache in self._caches.values():  # of rows that may be gone
+            cache.empty()
+        return dropped
 
     def set_time(self, seconds: float) -> dict[str, int]:
         try:

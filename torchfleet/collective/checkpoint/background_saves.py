@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -26,17 +26,31 @@ class BackgroundSaves:
         self._snapshots = Snapshots()
         self._thread: BackgroundThreads | None = None
 
-    def begin(self, planned: PlannedSave, tensors: Mapping[Key, torch.Tensor]) -> None:
-        """Start a save; returns when the tensors are copied. The previous save must be finished."""
+    def begin(
+        self,
+        planned: PlannedSave,
+        tensors: Mapping[Key, torch.Tensor],
+        first: Callable[[Gathering], object] | None = None,
+    ) -> None:
+        """Start a save; returns when the tensors are copied. The previous save must be finished. `first`: what all
+        ranks write before the tensors.
+        """
         assert self._thread is None
         ranks = self._ranks = self._ranks or self._world.aside()
         with contextlib.ExitStack() as stack:
             stack.enter_context(planned.place or contextlib.nullcontext())  # if copying runs out of memory
             copies = self._snapshots.take(tensors)
             stack.pop_all()
-        self._thread = BackgroundThreads(
-            [lambda: write_save(planned, copies, ranks)], f"save {planned.number} beside training", daemon=False
-        )
+
+        def write() -> None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(planned.place or contextlib.nullcontext())  # if `first` fails
+                if first is not None:
+                    first(ranks)
+                stack.pop_all()
+            write_save(planned, copies, ranks)
+
+        self._thread = BackgroundThreads([write], f"save {planned.number} beside training", daemon=False)
         self._thread.start()
 
     def finish(self, timeout: float | None = None) -> None:

@@ -39,7 +39,9 @@ def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
 class Files:
     """Part files of one folder, filled per server and written by threads."""
 
-    def __init__(self, target: Storage, folder: str, num_servers: int, show: Show) -> None:
+    def __init__(self, target: Storage, folder: str, num_servers: int, show: Show, first: int = 0) -> None:
+        """`first`: the number of the first file of each table, kind and server."""
+        self._first = first
         self._target, self._folder, self._num_servers, self._show = target, folder, num_servers, show
         self._pool = ThreadPoolExecutor(_UNDER_WAY)
         self._under_way: deque[Future[Part]] = deque()
@@ -55,7 +57,7 @@ class Files:
         """Write every row to a file of the server that owns it; returns how many. A server without rows gets a file
         with `nothing`, or no file if that is empty.
         """
-        fillings = [Filling(spec.name, kind, server) for server in range(self._num_servers)]
+        fillings = [Filling(spec.name, kind, server, self._first) for server in range(self._num_servers)]
         num = 0
         for keys, arrays in live:
             nothing = {name: array[:0] for name, array in arrays.items()} if not num else nothing
@@ -70,7 +72,7 @@ class Files:
             num += len(keys)
             self._show(f"{spec.name}: {num:,} {kind}")
         for filling in fillings:
-            if not filling.pieces and not filling.number and nothing:
+            if not filling.pieces and filling.number == self._first and nothing:
                 filling.add({"keys": np.empty(0, np.uint64), **nothing})
             if filling.pieces:
                 self._submit(filling)

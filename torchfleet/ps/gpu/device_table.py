@@ -9,6 +9,7 @@ import torch
 
 from torchfleet.base.errors import TableError, WrongIds
 from torchfleet.ps.gpu import device_errors, eviction
+from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
 from torchfleet.ps.gpu.occupancy import Occupancy
 from torchfleet.ps.gpu.plain_kernels import positions
@@ -74,6 +75,7 @@ class DeviceTable:
         self.occupancy = Occupancy(self.memory)
         self.num_evicted = 0
         self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
+        self.tracking: ChangeTracking | None = None  # from the first save on
         self._num_removed = 0  # entries of the directory marked REMOVED
 
     @property
@@ -148,10 +150,11 @@ class DeviceTable:
                 f"table '{self.name}': expected gradients of shape {(len(slots), self.dim)}, found {tuple(grads.shape)}"
             )
         self.kernels.push(self.memory, self.layout, slots, grads, self.spec.rule.lr if lr is None else lr)
+        self._mark(slots)
 
     def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
         """All rows in blocks, in the order of their slots. Waits for the device."""
-        used, special = self._num_slots(), self._slot_of_empty()
+        used, special = self.num_slots, self.slot_of_empty()
         for start in range(0, used, num_rows):
             slots = torch.arange(start, min(start + num_rows, used), device=self.device)
             keys = self.memory.row_keys[slots]
@@ -185,6 +188,8 @@ class DeviceTable:
         memory = self.memory
         memory.directory[at, 0] = torch.where(at < memory.num_positions, REMOVED, EMPTY)
         memory.directory[at, 1] = PENDING
+        if self.tracking is not None:
+            self.tracking.note_gone(memory.row_keys[slots])
         memory.row_keys[slots] = EMPTY
         self._num_removed += len(slots)
         has_refused = self.occupancy.known[REFUSED] > 0
@@ -233,6 +238,8 @@ class DeviceTable:
 
     def _end(self, slots: torch.Tensor, insert: bool) -> None:
         """Note that a lookup was issued."""
+        if insert:
+            self._mark(slots)
         if insert and self.layout.columns:
             self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
         if (insert or self.layout.size) and not self._is_capturing:
@@ -265,33 +272,39 @@ class DeviceTable:
             memory.rows.grow(num_rows)
         memory.row_keys, memory.free = keys, free
         if directory is not None:
-            special = self._slot_of_empty()
+            special = self.slot_of_empty()
             memory.directory = directory
-            self.kernels.place(memory, self._num_slots(), special)
+            self.kernels.place(memory, self.num_slots, special)
             self._num_removed = 0
         memory.counters[LIMIT] = memory.rows.num_rows
         self.occupancy.refresh()
 
     def _rebuild(self) -> None:
         """Make the directory anew in its memory, without the entries of rows that were removed."""
-        special = self._slot_of_empty()
+        special = self.slot_of_empty()
         clear_directory(self.memory.directory)
-        self.kernels.place(self.memory, self._num_slots(), special)
+        self.kernels.place(self.memory, self.num_slots, special)
         self._num_removed = 0
 
-    def _num_slots(self) -> int:
+    def _mark(self, slots: torch.Tensor) -> None:
+        """Note for the next delta that these rows change."""
+        if self.tracking is not None:
+            self.tracking.mark(slots)
+
+    @property
+    def num_slots(self) -> int:
         """Slots that were ever in use, from 0 on. Waits for the device."""
         counters = self.memory.counters.tolist()
         return int(min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT]))
 
-    def _slot_of_empty(self) -> int:
+    def slot_of_empty(self) -> int:
         """The slot of the key that equals EMPTY, or -1."""
         key, slot = self.memory.directory[self.memory.num_positions].tolist()
         return -1 if key == EMPTY else int(slot)
 
     def _give_back(self, slots: torch.Tensor) -> None:
         """Make the free list of what is left of it and these slots."""
-        memory, used = self.memory, self._num_slots()
+        memory, used = self.memory, self.num_slots
         counters = memory.counters.tolist()
         free = torch.cat([memory.free[counters[TAKEN] : counters[NUM_FREE]], slots.int()])
         memory.free[: len(free)] = free

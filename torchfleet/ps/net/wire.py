@@ -94,6 +94,8 @@ DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
 GATHERED = 32  # flag of PUSH: update once with the mean of a given number of pushes of any workers; reply at once
 BOUNDED = 64  # flag of PUSH: wait while the push would raise another worker's staleness above the limit; of PULL: this
 # worker computes with these dense values, and pushes next
+STATE = 128  # flag of PULL: rows come with the state of their rule; of SET: the request ends with the step of each of
+# its tables
 
 
 @dataclass(slots=True)

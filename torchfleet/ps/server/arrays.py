@@ -15,6 +15,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import Table
 
 MAX_WORKERS = 1 << 16
+MAX_STEP = 1 << 53  # updates of a table: float64 holds such numbers exactly
 MAX_SAMPLES = 1e15  # samples of one push: float64 adds such numbers exactly
 
 
@@ -75,6 +76,14 @@ def pairs(
         table, own = state.table(keys.number), column(keys, np.uint64)
         found.append((table, own, gradients(table, values, len(own)) if are_gradients else floats(values)))
     return found
+
+
+def given_steps(last: list[Array], num: int) -> list[int]:
+    """The steps of `num` tables, from the last array of a request. Raises WireError for others."""
+    steps = column(last[0], np.uint64).tolist() if last else []
+    if len(steps) != num or any(step > MAX_STEP for step in steps):
+        raise WireError(f"expected the steps of {num} tables, each at most {MAX_STEP}, found {steps[:8]}")
+    return steps
 
 
 def push_sections(state: State, request: Request) -> list[Section]:

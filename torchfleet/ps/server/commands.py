@@ -25,6 +25,7 @@ from torchfleet.ps.net.wire import (
     MAX_BODY,
     MAX_FRAME,
     NO_CREATE,
+    STATE,
     SYNC,
     VERSIONS,
     Array,
@@ -37,6 +38,7 @@ from torchfleet.ps.server.among_workers import barrier, files, gather, join, lea
 from torchfleet.ps.server.arrays import (
     check_worker,
     column,
+    given_steps,
     key_sections,
     only,
     pairs,
@@ -48,7 +50,7 @@ from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
-from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulls_long, steps_of
+from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulled, pulls_long, steps_of
 from torchfleet.ps.server.state.counters import HotKeys
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import keep_for_step
@@ -127,6 +129,8 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
             num_bytes += 4 * len(keys) * table.spec.dim
         else:
             num_bytes += table.check_pull(keys, create)
+        if message.flags & STATE and not table.spec.is_dense:
+            num_bytes += 4 * len(keys) * (table.spec.num_words - table.spec.dim)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
     if message.flags & BOUNDED:
@@ -138,7 +142,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     reply, num_keys, num_new = [], 0, 0
     for array, (table, keys) in zip(message.arrays, sections, strict=True):
         before = table.num_rows
-        reply.append(Array(array.number, table.pull_encoded(keys, create, worker)))
+        reply.append(Array(array.number, pulled(table, message.flags)(keys, create, worker)))
         num_keys, num_new = num_keys + len(keys), num_new + table.num_rows - before
     if num_new:
         state.budgets.note_pull(request.peer, num_keys, num_new, request.arrived)
@@ -214,12 +218,18 @@ def pull_changed(state: State, request: Request) -> Answer:
 
 
 def set_values(state: State, request: Request) -> Answer:
-    """Overwrite values. The arrays are pairs: (keys, values) of a sparse table or (start, values) of a dense one."""
-    sections = pairs(state, request.message.arrays)
+    """Overwrite values. The arrays are pairs: (keys, values) of a sparse table or (start, values) of a dense one. With
+    flag STATE, the step of each table follows.
+    """
+    arrays, has_steps = request.message.arrays, bool(request.message.flags & STATE)
+    sections = pairs(state, arrays[:-1] if has_steps else arrays)
+    steps = given_steps(arrays[-1:], len(sections)) if has_steps else []
     for table, keys, values in sections:
         table.check_assign(keys, values)
     for table, keys, values in sections:
         table.assign(keys, values)
+    for (table, _, _), step in zip(sections, steps, strict=False):
+        table.step = step
     return []
 
 

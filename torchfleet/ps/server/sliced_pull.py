@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import FleetError, TableError
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.net.wire import VERSIONS, Array
+from torchfleet.ps.net.wire import STATE, VERSIONS, Array
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.table import Table
@@ -39,6 +40,11 @@ def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], c
     )
 
 
+def pulled(table: Table, flags: int) -> Callable[[npt.NDArray[np.uint64], bool, int | None], npt.NDArray[Any]]:
+    """The method that a pull with these flags calls: rows with their state, or values as the reply has them."""
+    return table.pull_rows if flags & STATE and not table.spec.is_dense else table.pull_encoded
+
+
 def steps_of(sections: Sequence[PulledKeys]) -> Array:
     """The step of each table, which is its number of updates so far (flag VERSIONS)."""
     return Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1))
@@ -51,7 +57,8 @@ def begin_long_pull(
 
     Raises TableError if the reply would exceed MAX_BYTES, ServerBusy if the client's budget has no room.
     """
-    num_bytes = sum(4 * len(keys) * table.spec.dim for table, keys in sections)
+    width = "num_words" if request.message.flags & STATE else "dim"
+    num_bytes = sum(4 * len(keys) * getattr(table.spec, width) for table, keys in sections)
     if num_bytes > MAX_BYTES:
         raise TableError(
             f"the reply to a pull has at most {MAX_BYTES:,} bytes; found {num_bytes:,}. Pull fewer keys at a time."
@@ -71,7 +78,8 @@ def _slices(
             if table.spec.is_dense:
                 reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
                 continue
-            none = table.pull_encoded(keys[:0], False, None)  # for its type and width
+            read = pulled(table, request.message.flags)
+            none = read(keys[:0], False, None)  # for its type and width
             out = np.empty((len(keys), none.shape[1]), none.dtype)
             reply.append(Array(table.spec.number, out))
             start, size = 0, NEW_SLICE
@@ -79,7 +87,7 @@ def _slices(
                 some = keys[start : start + size]
                 table.check_pull(some, create)  # requests between the slices may have filled the table
                 before = table.num_rows
-                out[start : start + size] = table.pull_encoded(some, create, worker)
+                out[start : start + size] = read(some, create, worker)
                 num_new = table.num_rows - before
                 state.budgets.note_pull(request.peer, len(some), num_new, state.now())
                 start, size = start + size, NEW_SLICE if 2 * num_new > len(some) else SLICE

@@ -81,6 +81,12 @@ class SparseTable(RowStore):
             rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
 
+    def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
+        """As Table.pull_rows. With create=False, keys without a row read as zeros."""
+        if create:
+            self._pull_stored(keys, create, worker)
+        return self.copies(keys, create=False)[0].reshape(len(keys), self.num_words)
+
     def look_up(self, keys: Keys, create: bool = True) -> Floats:
         """`pull`, with its check."""
         self.check_pull(keys, create)

@@ -179,6 +179,10 @@ class Table(ABC):
         """`pull`, as the reply has it: float32, or the bytes of narrower rows (rows/wire_rows.py)."""
         return self.pull(keys, create, worker)
 
+    def pull_rows(self, keys: Keys, create: bool, worker: int | None) -> Floats:
+        """As `pull`, with the state of each row behind its values (flag STATE): shape (keys, num_words)."""
+        self._refuse("give the state of rows")
+
     def admit_waiting(self) -> None:
         """End a step of all workers: count the appearances of its pulls, in the order of the workers."""
 

@@ -87,6 +87,11 @@ class TieredTable(SparseTable):
             return super()._pull_stored(keys, create, worker)
         return self._peek(keys)
 
+    def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
+        """As Table.pull_rows; rows on disk are brought into memory."""
+        self.tiers.bring(keys, self._row_words)
+        return super().pull_rows(keys, create, worker)
+
     def _peek(self, keys: Keys) -> Floats:
         out = np.zeros((len(keys), self._value_words), np.float32)
         at = self.find(keys)

@@ -29,6 +29,7 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
     for table, (keys, grads) in gradients.sparse.items():
         if not _all_finite(grads):
             found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
+    found += [f"table '{update.cache.spec.name}'" for update in gradients.cached if not update.is_finite()]
     if not found:
         gradients.are_finite = True
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -14,6 +14,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import Reservation, alone, check_written, reserve
 from torchfleet.ps.checkpoint.manifest import (
     Manifest,
+    Part,
     Saved,
     Table,
     as_json,
@@ -34,6 +35,16 @@ from torchfleet.ps.worker.lookup.plan import Plan
 Kind = Literal["full", "delta", "inference"]
 
 
+class TablesBeside(Protocol):
+    """Tables of a model that are not on servers, and belong to its saves."""
+
+    def write(self, storage: Storage, folder: str, kind: Kind, token: int, parent: int) -> list[Part]:
+        """Write their part files, as files of server 0. `token`, `parent`: of this save and of the one before."""
+
+    def described(self, with_state: bool) -> list[Table]:
+        """Their entries in the manifest; after `write`, with the rows that it wrote."""
+
+
 def save_model(
     client: Client,
     plan: Plan,
@@ -41,13 +52,16 @@ def save_model(
     timeout: float,
     kind: Kind = "full",
     extra: Mapping[str, Any] | None = None,
+    beside: TablesBeside | None = None,
 ) -> Manifest:
-    """Returns when the whole model is on disk. An error leaves the previous model in place."""
+    """Returns when the whole model is on disk. An error leaves the previous model in place. `beside`: tables that are
+    not on the servers.
+    """
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
     before = read_manifest(storage) if kind == "delta" and has_manifest(storage) else present_model(storage)
     if kind == "delta":
-        _check_base(storage, before, plan)
+        _check_base(storage, before, plan, [] if beside is None else beside.described(True))
     for group in plan.fixed:
         client.set_dense(group.spec.name, group.values())  # buffers live on workers: worker 0's are saved
     token, with_state = secrets.randbits(62) + 1, kind != "inference"
@@ -56,12 +70,16 @@ def save_model(
         is_delta = kind == "delta"
         saved = client.save(storage.path, held.folder, with_state, timeout, token=token, parent=parent, delta=is_delta)
         parts = [part for server in saved for part in server.parts]
+        tables = _tables(plan, saved, with_state)
+        if beside is not None:
+            parts += beside.write(storage, held.folder, kind, token, parent)
+            tables += beside.described(with_state)
         manifest = Manifest(
             held.folder,
             held.number,
             "full" if with_state else "inference",
             client.num_servers,
-            _tables(plan, saved, with_state),
+            tables,
             parts,
             token=token,
             time=max(server.time for server in saved),
@@ -114,13 +132,13 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held:
     return manifest
 
 
-def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
+def _check_base(storage: Storage, before: Manifest | None, plan: Plan, beside: Sequence[Table]) -> None:
     """Raise CheckpointError unless the delta continues a full save of the same tables."""
     if before is None or before.kind != "full":
         found = "nothing" if before is None else f"a save for prediction ({before.save})"
         raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
     known = {table.name: _shape(table) for table in before.tables}
-    now = {table.name: _shape(table) for table in _tables(plan, [], True)}
+    now = {table.name: _shape(table) for table in (*_tables(plan, [], True), *beside)}
     for name in sorted((set(known) | set(now)) - _new_bytes(before, plan)):
         if known.get(name) != now.get(name):
             raise CheckpointError(

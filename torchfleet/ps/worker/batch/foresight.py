@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,13 +68,59 @@ class Guess:
         self.is_right = self.is_right or (len(keys) == len(self.keys) and bool((keys == self.keys).all()))
 
 
-class Expected(NamedTuple):
-    """The predicted lookups in a table."""
+@dataclass
+class Expected:
+    """The predicted lookups in a table: ways, and the ids that they lead to. Ids on a device are copied to the host
+    when `keys`, `stamp` or `guesses` is read.
+    """
 
-    keys: Keys
-    stamp: Stamp | None  # for ids that lie in the batch and have no padding; all others are a copy
-    origin: tuple[Any, ...]  # two tables with the same origin have the same keys
-    guesses: list[Guess]  # of the ways that compute ids
+    slots: Sequence[tuple[Way, torch.Tensor | Keys]]
+
+    @property
+    def origin(self) -> tuple[Any, ...]:
+        """Two tables with the same origin have the same keys."""
+        return tuple((way.recipe, way.padding_idx) for way, _ in self.slots)
+
+    @property
+    def tensors(self) -> list[tuple[torch.Tensor, int | None]]:
+        """The ids, and the padding among them."""
+        found = []
+        for way, ids in self.slots:
+            own = ids if isinstance(ids, torch.Tensor) else torch.from_numpy(ids.view(np.int64))
+            found.append((own, way.padding_idx))
+        return found
+
+    @property
+    def keys(self) -> Keys:
+        """All of them, without padding."""
+        return self._made[0]
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """For ids that lie in the batch and have no padding; all others are a copy."""
+        return self._made[1]
+
+    @property
+    def guesses(self) -> list[Guess]:
+        """Of the ways that compute ids."""
+        return self._made[2] if any(way.recipe.is_computed for way, _ in self.slots) else []
+
+    @cached_property
+    def _made(self) -> tuple[Keys, Stamp | None, list[Guess]]:
+        in_batch = []
+        for way, ids in self.slots:
+            if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed:
+                in_batch.append(ids)
+        if len(in_batch) == len(self.slots):
+            return keys_of(in_batch), stamp_of(in_batch), []
+        keys, guesses = [], []
+        for way, ids in self.slots:
+            own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
+            if way.recipe.is_computed:
+                own = own if way.recipe.makes_memory else own.copy()
+                guesses.append(Guess(way, own))
+            keys.append(own if way.padding_idx is None else own[is_no_padding(own, way.padding_idx)])
+        return (keys[0] if len(keys) == 1 else np.concatenate(keys)), None, guesses
 
 
 @dataclass
@@ -163,10 +209,7 @@ class Foresight:
                 continue
             if not isinstance(ids, torch.Tensor) or not ids.is_floating_point():
                 found.setdefault(way.table, []).append((way, ids))
-        expected: dict[str, Expected] = {}
-        for table, slots in found.items():
-            expected[table] = _expected(slots)
-        return expected
+        return {table: Expected(slots) for table, slots in found.items()}
 
     def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str]) -> None:
         """End a call. `unforeseen`: tables with lookups of ids that were not predicted."""
@@ -237,21 +280,3 @@ def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
     except Exception:  # torch functions may raise anything for this batch
         return False
     return found.shape == ids.shape and bool((found == ids).all())
-
-
-def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
-    origin, in_batch = [], []
-    for way, ids in slots:
-        origin.append((way.recipe, way.padding_idx))
-        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed:
-            in_batch.append(ids)
-    if len(in_batch) == len(slots):
-        return Expected(keys_of(in_batch), stamp_of(in_batch), tuple(origin), [])
-    keys, guesses = [], []
-    for way, ids in slots:
-        own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
-        if way.recipe.is_computed:
-            own = own if way.recipe.makes_memory else own.copy()
-            guesses.append(Guess(way, own))
-        keys.append(own if way.padding_idx is None else own[is_no_padding(own, way.padding_idx)])
-    return Expected(keys[0] if len(keys) == 1 else np.concatenate(keys), None, tuple(origin), guesses)

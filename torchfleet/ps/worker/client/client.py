@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torchfleet.base.errors import TableError
 from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.net.transport import Channel
-from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, STATE, SYNC, VERSIONS, Array, Command, pack
 from torchfleet.ps.server.given_tables import GivenTables
 from torchfleet.ps.tables.dense_table import WITH_STATE
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -270,6 +270,26 @@ class Client(Walks):
         """Overwrite rows of a sparse table: values, or values and state if `values` is that wide."""
         pairs = self._tables[table].shard_rows(keys, values)
         self._ask(Command.SET, [list(pair) for pair in pairs], once=True).result()
+
+    def pull_rows(self, table: str, keys: npt.ArrayLike) -> Future[tuple[Floats, int]]:
+        """(rows with the state of their rule, shape (keys, num_words), the table's largest step). Missing keys are
+        created.
+        """
+        known = self._tables[table]
+        shards = known.shard_keys(keys)
+
+        def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
+            rows = known.join_rows(shards, [reply[0].data for reply in replies], with_state=True)
+            return rows, max(int(reply[-1].data[0, 0]) for reply in replies)
+
+        messages = [[Array(known.number, own)] for own in shards.keys]
+        return self._ask(Command.PULL, messages, STATE | VERSIONS, finish=finish)
+
+    def assign_rows(self, table: str, keys: npt.ArrayLike, rows: Floats, step: int) -> Future[None]:
+        """Overwrite rows with values and state, as `pull_rows` returns them, and set the table's step."""
+        known, last = self._tables[table], Array(0, np.array([step], np.uint64))
+        messages = [[*pair, last] for pair in known.shard_rows(keys, rows)]
+        return self._ask(Command.SET, messages, STATE, once=True, finish=lambda replies: None)
 
     def erase(self, table: str, keys: npt.ArrayLike) -> None:
         """Drop rows; keys without a row are ignored."""

@@ -42,16 +42,16 @@ class KnownTable:
             raise TableError(f"table '{name}' is dense and has no keys: use pull_dense, push_dense and set_dense")
         return shard(self.spec, as_keys(keys), self._num_servers)
 
-    def join_rows(self, shards: Shards, replies: list[Floats]) -> Floats:
-        """Join the servers' rows in the order of the requested keys."""
-        if self._pulled is not None:
+    def join_rows(self, shards: Shards, replies: list[Floats], with_state: bool = False) -> Floats:
+        """Join the servers' rows in the order of the requested keys. `with_state`: they come with flag STATE."""
+        if self._pulled is not None and not with_state:
             counts = [len(keys) for keys in shards.keys]
             replies = [
                 self._pulled.decode(rows, num, f"server {server}, table '{self.spec.name}'")
                 for server, (num, rows) in enumerate(zip(counts, replies, strict=True))
             ]
         for server, (keys, rows) in enumerate(zip(shards.keys, replies, strict=True)):
-            expected = (len(keys), self.dim)
+            expected = (len(keys), self.spec.num_words if with_state else self.dim)
             if rows.dtype != np.float32 or rows.shape != expected:
                 raise WireError(f"server {server} answered with {rows.shape} {rows.dtype}, not {expected} float32")
         return shards.join_rows(replies)

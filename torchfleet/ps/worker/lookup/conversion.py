@@ -54,6 +54,7 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             "weight_bounds",
             "optimizer",
             "row_format",
+            "cache",
             "table_device",
         ):
             values = {getattr(module, field) for module in modules}

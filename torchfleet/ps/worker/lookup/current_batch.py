@@ -21,6 +21,8 @@ from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of
 from torchfleet.ps.worker.batch.foresight import Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch
+from torchfleet.ps.worker.cache.thread_batches import ThreadBatches
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, merged
 from torchfleet.ps.worker.lookup.row_functions import Lookup
@@ -44,6 +46,7 @@ class Batch:
         self.unforeseen: set[str] = set()  # tables with lookups of ids that were not predicted
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
+        self.cached: dict[str, CachedBatch] = {}  # by table, of tables with a cache
         self.is_entered = False  # the model was called with it: another call is another batch
         self.is_open = False  # the model's call with it is running
         self.is_lacking = False  # more ids could be predicted if the form of the model's call were known
@@ -77,7 +80,7 @@ class Batch:
 
     def close(self) -> None:
         """End the model's call."""
-        self.rows, self.foreseen, self.under_way, self.is_open = {}, {}, [], False
+        self.rows, self.foreseen, self.under_way, self.cached, self.is_open = {}, {}, [], {}, False
 
     def receive(self) -> None:
         """Wait for the pulls in flight, and take in their rows."""
@@ -106,6 +109,7 @@ class ThreadState(threading.local):
         self.batch: Batch | None = None
         self.recorder: Recorder | None = None  # of the model's call, if it is recorded
         self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
+        self.cached = ThreadBatches()  # rows and gradients of tables with a cache
         # Weak: a step may never come, and rows that no graph refers to get no gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
         # for training, since the call began
@@ -114,6 +118,7 @@ class ThreadState(threading.local):
     def begin_call(self) -> None:
         """Begin a new call of the model."""
         self._looked_up.clear()
+        self.cached.begin_call()
 
     def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
         """Record a lookup for training at these positions of the rows."""
@@ -132,6 +137,7 @@ class ThreadState(threading.local):
             index = index[~np.isin(rows.keys[index], seen)]
             seen = np.concatenate([seen, rows.keys[index]])
             parts.append(Lookup.apply(weight, rows, index))  # type: ignore[no-untyped-call]
+        parts += self.cached.looked_up(table, weight)
         return torch.cat(parts) if parts else None
 
     @property
@@ -156,6 +162,8 @@ class ThreadState(threading.local):
 
     def gradient(self, table: str) -> torch.Tensor | None:
         """The pending gradient of a table, one row for each key. It is pushed as it is at the step."""
+        if (cached := self.cached.joined(table)) is not None:
+            return cached.whole_gradients()
         found = [rows for name, rows in self.pending if name == table]
         if len(found) > 1:
             together = merged(found)
@@ -212,6 +220,7 @@ class ThreadState(threading.local):
             else:
                 kept.append((table, rows))
         self.pending[:] = kept
+        self.cached.drop_gradients(tables)
 
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
@@ -219,6 +228,7 @@ class ThreadState(threading.local):
         for table in tables:
             self._step.pop(table, None)
             self._looked_up.pop(table, None)
+        self.cached.end_step(tables)
         self.batch = None
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:

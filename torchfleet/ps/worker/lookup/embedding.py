@@ -21,6 +21,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
     checked_bounds,
+    checked_cache,
     checked_device,
     checked_format,
     checked_kind,
@@ -89,6 +90,9 @@ class SparseEmbedding(EmbeddingState):
     dtype in which values and gradients travel; left out, values travel as stored and gradients as float32. All of it:
     docs/rows.md.
 
+    `cache="2GB"`: this much memory of the device on which the layer lies keeps the rows used last, which are trained
+    there and written back to the servers before every save: docs/gpu_cache.md.
+
     `device="cuda"`: the rows are in a table in the memory of this process's GPU, in collective jobs ("cpu": the same on
     the CPU, to try it). `capacity`: rows to make room for at the start; the table grows beyond: docs/gpu.md.
 
@@ -122,6 +126,7 @@ class SparseEmbedding(EmbeddingState):
         step: str | None = None,
         step_rate: float | None = None,
         wire: str | None = None,
+        cache: str | int | None = None,
         device: str | torch.device | None = None,
         capacity: int | None = None,
     ) -> None:
@@ -135,6 +140,7 @@ class SparseEmbedding(EmbeddingState):
         self.optimizer = checked_optimizer(optimizer, name)
         self.storage = checked_storage(storage, num_embeddings)
         self.row_format = checked_format(dtype, step, step_rate, wire, self.weight_bounds)
+        self.cache = checked_cache(cache)  # bytes; 0: none
         self.table_device, self.capacity = checked_device(device, capacity, self.storage, kind)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it replaced a torch embedding

@@ -14,6 +14,7 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combine
 from torchfleet.ps.tables.settings.row_format import DTYPES, STEP_RATE, STEPS, RowFormat
 from torchfleet.ps.tables.settings.spec import KINDS, MAX_DIM, MAX_SIZE, Initializer
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
+from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.worker.lookup.optimizer_rules import rule_of
 from torchfleet.ps.worker.optim.without_parameters import lacks_parameters
 
@@ -107,6 +108,18 @@ def checked_storage(storage: Any, num_embeddings: int | None) -> TierStorage:
     if num_embeddings is not None:
         raise ModelError("SparseEmbedding: storage is for ids without end; leave num_embeddings out")
     return storage
+
+
+def checked_cache(cache: Any) -> int:
+    """The bytes of a cache; 0 for None."""
+    if cache is None:
+        return 0
+    try:
+        if isinstance(cache, int) and not isinstance(cache, bool) and cache > 0:
+            return cache
+        return parse_bytes(cache if isinstance(cache, str) else repr(cache), "SparseEmbedding(cache=...)")
+    except TableError as error:
+        raise ModelError(str(error)) from None
 
 
 def checked_format(dtype: Any, step: Any, step_rate: Any, wire: Any, bounds: Bounds) -> RowFormat:

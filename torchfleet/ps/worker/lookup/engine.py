@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from torchfleet.ps.worker.batch.bags import Bags
 from torchfleet.ps.worker.batch.batch_tensors import is_no_padding, keys_of, stamp_of, values_of_slot
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import ROWS
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch
+from torchfleet.ps.worker.cache.cached_batch import pooled as pooled_rows
+from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
@@ -29,6 +32,9 @@ class Engine(LookingAhead):
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
+        if create and table in self.caches:
+            cached, at = self._find_cached(table, [ids], padding_idx)
+            return self._given(cached.lookup(weight, at).view(*ids.shape, cached.dim), weight, ids)
         rows, index = self._find(table, [ids], padding_idx, create)
         if create:
             self._own.note_lookup(table, rows, index)
@@ -48,6 +54,10 @@ class Engine(LookingAhead):
         create: bool,
     ) -> torch.Tensor:
         """One row per sample and slot, pooled over its bag: shape (samples, slots, dim). `slots`: their ids."""
+        if create and table in self.caches:
+            cached, at = self._find_cached(table, slots, padding_idx)
+            found = pooled_rows(cached.lookup(weight, at), at < len(cached.keys), at, bags)
+            return self._given(found, weight, slots[0])
         rows, index = self._find(table, slots, padding_idx, create)
         if create:
             self._own.note_lookup(table, rows, index)
@@ -67,6 +77,16 @@ class Engine(LookingAhead):
         if self._is_recording:  # if parts of the model are called by themselves, no call of the whole model comes
             self.end_recording()
         return taken
+
+    def take_cached(self, tables: Mapping[str, Any], rates: Mapping[str, float]) -> list[CachedUpdate]:
+        """One update for each of these tables that has a cache, by the gradients of all lookups since the last call.
+        To be called before `take_gradients`, which ends the step.
+        """
+        found = []
+        for table in tables:
+            if table in self.caches:
+                found.append(CachedUpdate(self.caches[table], self._own.cached.take(table), rates[table]))
+        return found
 
     def end_step(self) -> None:
         """Drop this thread's rows and gradients."""
@@ -102,12 +122,9 @@ class Engine(LookingAhead):
 
         Pulls rows that are unknown or no longer valid.
         """
-        for ids in slots:
-            if ids.dtype not in _WHOLE:
-                raise WrongIds(f"table '{table}' expects ids that are whole numbers, found {ids.dtype}: use ids.long()")
-        self.num_lookups += 1
-        if create and self.on_training is not None:
-            self.on_training()
+        self._begin_lookup(table, slots, create)
+        if table in self.caches:  # a prediction reads the servers' rows
+            self.caches[table].flush()
         self._receive()
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
@@ -130,6 +147,45 @@ class Engine(LookingAhead):
             self.foresight.learn(replay, table, slots, padding_idx, self._own.recorder)
         index, _ = rows.find(real_keys)
         return rows, index if is_real is None else with_padding(index, is_real)
+
+    def _begin_lookup(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> None:
+        for ids in slots:
+            if ids.dtype not in _WHOLE:
+                raise WrongIds(f"table '{table}' expects ids that are whole numbers, found {ids.dtype}: use ids.long()")
+        self.num_lookups += 1
+        if create and self.on_training is not None:
+            self.on_training()
+
+    def _find_cached(
+        self, table: str, slots: Sequence[torch.Tensor], padding_idx: int | None
+    ) -> tuple[CachedBatch, torch.Tensor]:
+        """As `_find`, for training with a table that has a cache."""
+        self._begin_lookup(table, slots, create=True)
+        batch, cache, own = self._own.batch, self.caches[table], self._own.cached
+        if batch is not None and table in batch.guesses:
+            batch.note_lookup(table, slots, keys_of(slots))
+        if batch is not None and table in batch.cached:
+            own.keep(table, batch.cached[table])
+        for rows in own.known(table):
+            cache.wait_for(rows)
+            index = rows.index_of(slots, padding_idx)
+            if index is not None:
+                own.note_lookup(table, rows, index)
+                return rows, index
+        began = time.monotonic()
+        rows = cache.prepare([(ids, padding_idx) for ids in slots])
+        own.keep(table, rows)
+        if batch is not None:
+            batch.unforeseen.add(table)
+            batch.cached.setdefault(table, rows)
+        replay = Replay({}) if batch is None else batch.replay
+        self.foresight.learn(replay, table, slots, padding_idx, self._own.recorder)
+        cache.wait_for(rows)
+        self.unforeseen_cost.waited(time.monotonic() - began)
+        index = rows.index_of(slots, padding_idx)
+        assert index is not None
+        own.note_lookup(table, rows, index)
+        return rows, index
 
     def _fill(self, table: str, rows: BatchRows, keys: Keys, known: Sequence[BatchRows], create: bool) -> bool:
         """Add all these keys to `rows`: copies the known ones and pulls the others. Returns whether any were pulled."""

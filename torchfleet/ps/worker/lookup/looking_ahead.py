@@ -6,6 +6,7 @@ import itertools
 import operator
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,12 +21,15 @@ from torchfleet.ps.worker.batch.foresight import Foresight, Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder, hold_compiler, let_compiler_go
 from torchfleet.ps.worker.batch.unforeseen_cost import UnforeseenCost
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch
+from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
+_BATCHES_AHEAD = 4  # of a worker with a cache: rows come while several batches are trained
 
 
 class LookingAhead:
@@ -36,9 +40,14 @@ class LookingAhead:
         source: Source,
         embeddings: Mapping[str, Sequence[Embedding]],
         entries: Mapping[str, AdmissionEntry] | None = None,
+        caches: Mapping[str, RowCache] | None = None,
     ) -> None:
-        """`embeddings`: by table. `entries`: of the tables that keep shows, clicks or slots."""
+        """`embeddings`: by table. `entries`: of the tables that keep shows, clicks or slots. `caches`: of the tables
+        whose rows are trained in a cache of this worker.
+        """
         self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
+        self.caches = dict(caches or {})
+        self.look_ahead = _BATCHES_AHEAD if self.caches else 1  # batches that `prefetch` takes from a loader early
         self._own = ThreadState()
         self._count = threading.Lock()
         self.foresight = Foresight()
@@ -62,26 +71,29 @@ class LookingAhead:
         self._source = source
 
     def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """Yield the loader's batches, and pull the rows of the next batch while the current one is in use."""
+        """Yield the loader's batches, and pull the rows of the next ones while the current one is in use."""
         iterator = iter(self.agreed(loader))
-        item = next(iterator, _END)
-        batch = self._foresee(item)
         # A dataset's iterator yields None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
         goes_on = getattr(iterator, "goes_on", lambda: True)  # of hybrid mode: other workers may end the loop
+        ahead: deque[tuple[Any, Batch | None]] = deque()
         current = None
         try:
-            while item is not _END and goes_on():
-                following = ready()
-                next_batch = self._foresee(following)
+            while True:
+                if not ahead:  # nothing could be prefetched while the last batch was in use
+                    item = next(iterator, _END)
+                    ahead.append((item, self._foresee(item)))
+                item, batch = ahead.popleft()
+                if item is _END or not goes_on():
+                    return
+                if self.caches and batch is not None and not batch.cached:  # its ids could not be predicted then
+                    batch = self._foresee(item)
+                while len(ahead) < self.look_ahead and (following := ready()) is not None:
+                    ahead.append((following, self._foresee(following)))
                 current = self._own.batch = batch
                 yield item
                 if current is not None and not current.is_entered:  # otherwise its call has counted
                     self._count_samples(item, tensors_of(item))
-                if following is None:  # there was no next batch to prefetch while the last one was in use
-                    following = next(iterator, _END)
-                    next_batch = self._foresee(following)
-                item, batch = following, next_batch
         finally:  # also if the loop is left early: its rows must not serve a later one
             if self._own.batch is current:
                 self._own.batch = None
@@ -177,7 +189,12 @@ class LookingAhead:
         """A batch with these tensors and its predicted lookups."""
         replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
         begun: dict[Any, BatchRows] = {}  # tables with the same ids share their keys
+        cached: dict[str, CachedBatch] = {}
         for table, expected in self.foresight.keys(replay).items():
+            if table in self.caches and self._trains(table):
+                cached[table] = self.caches[table].prepare(expected.tensors)
+                guesses |= {table: expected.guesses} if expected.guesses else {}
+                continue
             rows, size = self._new_rows(table), self._embeddings[table][0].num_embeddings
             if (others := begun.setdefault(expected.origin, rows)) is rows:
                 rows.expect(expected.keys, expected.stamp)
@@ -188,7 +205,24 @@ class LookingAhead:
             foreseen[table] = rows
             if expected.guesses:
                 guesses[table] = expected.guesses
-        return Batch(tensors, replay, foreseen, guesses)
+        batch = Batch(tensors, replay, foreseen, guesses)
+        batch.cached = cached
+        return batch
+
+    def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
+        """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
+        tensors = tensors_of(item, "batch")
+        tensors |= self.foresight.in_call(tensors)
+        found = self.foresight.keys(Replay(tensors))
+        return {table: expected.tensors for table, expected in found.items() if table in self.caches}
+
+    def padding_of(self, table: str) -> int | None:
+        """The id that stands for padding in all lookups of a table."""
+        return self._embeddings[table][0].padding_idx
+
+    def _trains(self, table: str) -> bool:
+        """Whether a lookup now is for training."""
+        return torch.is_grad_enabled() and any(map(_is_training, self._embeddings[table]))
 
     def _send(self, batch: Batch) -> None:
         """Send one message per server, or two if some tables create rows and others do not."""

@@ -17,6 +17,7 @@ class Embedding(Protocol):
 
     dim: int
     num_embeddings: int | None  # ids are 0..num_embeddings-1; None: any 64-bit id
+    padding_idx: int | None  # reads as zeros and has no row
     path: str  # in its model; empty if it is the model
     training: bool
 

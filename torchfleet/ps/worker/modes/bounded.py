@@ -78,6 +78,7 @@ class Bounded(Communicator):
         self._is_counted = not self._is_lifted
 
     def settle(self) -> None:
+        self.write_back()
         self._take()
 
     def rest(self) -> None:

@@ -15,12 +15,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchfleet.base.tracing.span_recorder import Mark
 from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
 from torchfleet.ps.worker.batch.sample_count import SampleCount
+from torchfleet.ps.worker.cache.cached_update import CachedUpdate
+from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Dense, Future
 from torchfleet.ps.worker.client.shard import Floats, Keys
@@ -40,10 +42,15 @@ class Gradients:
     share: int = 0  # the index of the optimizer that made the step
     mark: Mark | None = None  # of a traced step, if another thread pushes the gradients
     are_finite: bool = False  # they were checked; sums of them may overflow again
+    cached: list[CachedUpdate] = field(default_factory=list)  # of tables that are trained in this worker's cache
 
     def is_nothing(self) -> bool:
         """Whether no sample contributed to it."""
-        return not any(len(keys) for keys, _ in self.sparse.values()) and not any(b.any() for b in self.dense.values())
+        return (
+            not any(update.pending for update in self.cached)
+            and not any(len(keys) for keys, _ in self.sparse.values())
+            and not any(b.any() for b in self.dense.values())
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Communicator(ABC):
         self._versions: dict[str, list[float]] = {}  # of the dense values in the model, where known
         self._last_call: tuple[bool, bool] | None = None  # training mode and gradients, at the model's last call
         self._is_computing = False  # the model was called with gradients, and no step was made since
+        self.caches: list[RowCache] = []  # of tables whose rows this worker trains itself
 
     @property
     def _client(self) -> Client:
@@ -142,6 +150,7 @@ class Communicator(ABC):
 
     def settle(self) -> None:
         """Wait until everything given to `step` so far has been applied."""
+        self.write_back()
         if self._gathering:
             self._client.push_tables({}, flags=GATHERED, settings=self._gathering.settings).result()
 
@@ -180,7 +189,10 @@ class Communicator(ABC):
         if self._samples is not None and not self.has_threads:  # the count is over all threads together
             gradients.num_samples = self._samples.take(gradients.is_nothing, gradients.share)
         self._is_computing = False
-        self._push(gradients)
+        for update in gradients.cached:
+            update.apply()
+        if gradients.sparse or gradients.dense or not gradients.cached:
+            self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
     def flush(self) -> None:
@@ -191,6 +203,11 @@ class Communicator(ABC):
     def stop(self) -> None:
         """Flush, and stop the background threads."""
         self.flush()
+
+    def write_back(self) -> None:
+        """Write the rows of this worker's caches to the servers."""
+        for cache in self.caches:
+            cache.flush()
 
     def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
         """Yield the rows that this worker trains instead of the servers', in chunks; empty in most modes."""
@@ -204,10 +221,13 @@ class Communicator(ABC):
         self._client.flush()
         self.settle()
 
-    def begin_anew(self, tables: Collection[str]) -> None:  # noqa: B027  (most modes keep no values of their own)
+    def begin_anew(self, tables: Collection[str]) -> None:
         """Start again from values given to the servers: rows of these tables, and all dense values, which the model
         has.
         """
+        for cache in self.caches:
+            if cache.spec.name in tables:
+                cache.empty()
 
     def release(self) -> None:
         """Leave the model as it was, so that it can be used in another job."""
@@ -218,7 +238,8 @@ class Communicator(ABC):
         """The training thread's waiting times in milliseconds per step."""
         steps = max(1, self.num_steps)
         waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
-        return {"steps": self.num_steps, **waits, "retries": self._num_retries, "queue": 0}
+        cached = {"cache": {cache.spec.name: cache.stats() for cache in self.caches}} if self.caches else {}
+        return {"steps": self.num_steps, **waits, "retries": self._num_retries, "queue": 0, **cached}
 
     @property
     def _num_retries(self) -> int:

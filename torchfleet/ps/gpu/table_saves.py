@@ -1,0 +1,197 @@
+"""Saves of tables on devices in the files of servers, and loads of them: full saves, deltas and saves for prediction.
+
+Rows go to the host in blocks. A block is copied within the device on the stream of training, so that every row in it is
+from one moment, and from there to the host on a stream of its own, while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import CheckpointError, TableError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import Part, Table, described
+from torchfleet.ps.checkpoint.part_file import Arrays
+from torchfleet.ps.checkpoint.part_writer import Files
+from torchfleet.ps.gpu.change_tracking import ChangeTracking
+from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.gpu.row_blocks import split
+from torchfleet.ps.gpu.table_memory import EMPTY
+from torchfleet.ps.server.state.saves import Chain
+from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.settings.spec import Floats
+from torchfleet.ps.tables.table import SavedSlice, SaveMode
+from torchfleet.ps.tables.update_bounds import check_block, check_squares
+
+FILES_OF_RANK = 1_000_000
+BLOCK_BYTES = 1 << 26  # bytes of rows that are copied at once: a fraction of a millisecond of a GPU's memory
+
+
+class TableSaves:
+    """A table on a device as saves and loads see it: RowTable of ps/tables/table.py. It tracks changes from its first
+    full save or load on.
+    """
+
+    def __init__(self, table: DeviceTable) -> None:
+        self.table, self.spec = table, table.spec
+        self._chain = Chain()
+        self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def step(self) -> int:
+        return self.table.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.table.step = step
+
+    @property
+    def num_words(self) -> int:
+        return self.spec.num_words
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.num_rows
+
+    # Saves
+
+    def begin(self, token: int, parent: int, mode: SaveMode) -> None:
+        """Mark the begin of a save that continues `parent`. Raises CheckpointError if a delta cannot."""
+        if mode == "inference":
+            return
+        if mode == "delta" and self.table.is_captured:
+            raise CheckpointError(
+                f"table '{self.spec.name}' is updated by a CUDA graph, which notes no changes for a delta: make a full "
+                "save (mode=0)"
+            )
+        is_committed = self._chain.begin(token, parent, mode == "delta")
+        if self.table.tracking is None:
+            self.table.tracking = ChangeTracking(self.table)
+        assert isinstance(self.table.tracking, ChangeTracking)
+        self.table.tracking.begin(is_committed)
+
+    def gone(self) -> Iterator[tuple[Keys, Arrays]]:
+        """Keys that a delta deletes."""
+        assert isinstance(self.table.tracking, ChangeTracking)
+        keys = self.table.tracking.gone
+        keys = keys[self.table.find(keys) < 0]
+        yield keys.cpu().numpy().view(np.uint64), {}
+
+    def live(self, mode: SaveMode) -> Iterator[tuple[Keys, Arrays]]:
+        """(keys, arrays) of the rows that a save must write, in blocks. Training may go on in another thread if the
+        table is on a GPU: a row that exists throughout comes exactly once.
+        """
+        num_words = None if mode != "inference" else self.spec.dim
+        for block in self._blocks(mode == "delta"):
+            arrays = block.arrays(num_words)
+            if mode == "inference":
+                arrays = {name: arrays[name] for name in ("keys", "rows")}
+            keys = arrays.pop("keys")
+            arrays.pop("delta", None)  # accumulated since the last save
+            yield keys, arrays
+
+    def _blocks(self, only_changed: bool) -> Iterator[Any]:
+        table, tracking = self.table, self.table.tracking
+        num_rows = max(1, BLOCK_BYTES // (4 * table.layout.width))
+        used = table.num_slots
+        for start in range(0, used, num_rows):
+            stop = min(start + num_rows, used)
+            slots = torch.arange(start, stop, device=table.device)
+            if only_changed:
+                assert isinstance(tracking, ChangeTracking)
+                slots = tracking.changed(start, stop)
+            yield self._read(slots)
+
+    def _read(self, slots: torch.Tensor) -> Any:
+        """The rows in use among these slots, on the host. A slot that got another key meanwhile is left out: its new
+        row belongs to the next save.
+        """
+        memory = self.table.memory
+        keys = memory.row_keys[slots]
+        words = memory.rows.read(slots, 0, self.table.layout.width)
+        again = memory.row_keys[slots]
+        if not bool(words.isfinite().all()):
+            raise CheckpointError(
+                f"table '{self.spec.name}' holds NaN or infinity: a model with it would not load. Nothing was replaced."
+            )
+        is_row = (keys == again) & ((keys != EMPTY) | (slots == self.table.slot_of_empty()))
+        keys, words = self._to_host(keys), self._to_host(words)
+        is_row = is_row.cpu()
+        return split(self.table.layout, keys[is_row], slots.cpu()[is_row], words[is_row])
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._side is None:
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._side.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._side):
+            pinned.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._side)
+        self._side.synchronize()
+        return pinned
+
+    # Loads
+
+    def reserve(self, num_rows: int) -> None:
+        self.table.reserve(num_rows)
+
+    def check_values(self, keys: Keys, values: Floats) -> None:
+        """As RowTable.check_values."""
+        num_words = self.num_words if values.shape[1:] == (self.num_words,) else self.spec.dim
+        check_block(self.spec, keys, values, num_words, f"values (or {self.num_words} with state)")
+        if num_words > self.spec.dim:
+            check_squares(self.spec, keys, values)
+
+    def load_slice(self, saved: SavedSlice) -> None:
+        """As RowTable.load_slice. Statistics of keys without a row are for tables on servers, which count them."""
+        if saved.kind not in ("rows", "gone"):
+            return
+        columns = dict(saved.arrays)
+        keys = torch.from_numpy(columns.pop("keys").view(np.int64)).to(self.table.device)
+        if saved.kind == "gone":
+            self.table.remove(keys)
+            return
+        if "rows" not in columns:
+            raise TableError(
+                f"table '{self.spec.name}' is on a device and has rows of float32; found {sorted(columns)}"
+            )
+        rows = torch.from_numpy(np.ascontiguousarray(columns.pop("rows")))
+        known = {name: torch.from_numpy(_signed(column)) for name, column in columns.items()}
+        self.table.put(keys, rows, {name: known[name] for name in self.table.layout.columns if name in known})
+
+    def note_loaded(self) -> int:
+        return self.num_rows
+
+    def continue_from(self, token: int) -> None:
+        """Note that the table has the rows of this save: the next one may be a delta."""
+        self._chain.attempt = token
+        self.table.tracking = self.table.tracking or ChangeTracking(self.table)
+        self.table.tracking.begin(is_committed=True)  # forget what the load has changed
+
+
+def _signed(column: Any) -> Any:
+    return column.view(np.int32) if column.dtype == np.uint32 else column
+
+
+def write_tables(
+    storage: Storage, folder: str, rank: int, tables: Mapping[str, TableSaves], mode: SaveMode
+) -> list[Part]:
+    """Write the part files of these tables, whose saves have begun, as files of one server. The files of different
+    ranks have different numbers.
+    """
+    with Files(storage, folder, 1, lambda text: None, rank * FILES_OF_RANK) as files:
+        for saves in tables.values():
+            width = saves.spec.dim if mode == "inference" else saves.num_words
+            if mode == "delta":
+                files.put(saves.spec, "gone", saves.gone(), {})
+            files.put(saves.spec, "rows", saves.live(mode), {"rows": np.empty((0, width), np.float32)})
+        return files.written()
+
+
+def described_tables(tables: Mapping[str, TableSaves], with_state: bool) -> list[Table]:
+    """Their entries in a manifest."""
+    return [described(saves.spec, with_state, saves.step, saves.num_rows, []) for saves in tables.values()]

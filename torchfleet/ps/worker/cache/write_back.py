@@ -1,0 +1,78 @@
+"""Rows on their way from a cache back to the servers: sent by a thread with a client of its own, while others come."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.ps.worker.client.client import Client
+
+_LOOK = 0.1  # seconds
+_MOST_WAITING = 8  # writes; one more waits, so that memory stays bounded
+
+
+@dataclass
+class Write:
+    """Rows with their state. `keys` stay on the device, to be compared with those that a batch asks for."""
+
+    table: str
+    keys: torch.Tensor
+    host_keys: torch.Tensor
+    rows: torch.Tensor  # host memory
+    copied: Any  # CUDA event after which host_keys and rows are filled; None without one
+    step: int
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+class WriteBack:
+    """Writes in the order in which they were given. A failed write is an error of all later calls: its rows exist
+    nowhere else.
+    """
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        """`connect`: makes the thread's client."""
+        self._connect = connect
+        self._queue: queue.Queue[Write] = queue.Queue(_MOST_WAITING)
+        self._ending = threading.Event()
+        self._threads = BackgroundThreads([self._work], "rows of the cache could not be written to the servers")
+        self._threads.start()
+
+    def give(self, write: Write) -> None:
+        """Send rows, later. Waits only if too many wait already."""
+        while True:
+            self._threads.check()
+            try:
+                self._queue.put(write, timeout=_LOOK)
+                return
+            except queue.Full:
+                continue
+
+    def wait(self, write: Write) -> None:
+        """Wait until the servers have the rows."""
+        while not write.is_done.wait(_LOOK):
+            self._threads.check()
+        self._threads.check()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._threads.join(timeout=10)
+
+    def _work(self) -> None:
+        with self._connect() as client:
+            while not self._ending.is_set():
+                try:
+                    write = self._queue.get(timeout=_LOOK)
+                except queue.Empty:
+                    continue
+                if write.copied is not None:
+                    write.copied.synchronize()
+                keys = write.host_keys.numpy().view(np.uint64)
+                client.assign_rows(write.table, keys, write.rows.numpy(), write.step).result()
+                write.is_done.set()
