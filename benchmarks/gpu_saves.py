@@ -49,7 +49,7 @@ def options() -> argparse.Namespace:
 
 def disk_bytes_per_s(folder: Path, num_bytes: int) -> float:
     """Plain files of the same size, written by as many threads."""
-    data = np.random.default_rng(0).integers(0, 255, _FILE, np.uint8)
+    data = np.random.default_rng(0).bytes(_FILE)
 
     def write(number: int) -> None:
         (folder / f"{number}").write_bytes(data)

@@ -68,12 +68,12 @@ def main() -> None:
     num_rows = int(options.cached_rows * options.num_ids)
     row_bytes = RowMemory.bytes_per_row(fleet.nn.SparseEmbedding(options.dim, name="rows").table_spec("rows"))
     state_bytes = 2 * 4 * options.dim  # of Adam
-    model = CtrDnn(options, num_rows * (row_bytes + state_bytes) if num_rows else None).to(options.device)
+    made = CtrDnn(options, num_rows * (row_bytes + state_bytes) if num_rows else None).to(options.device)
     if not options.eager:
-        model.tower.compile()
-    model = fleet.distributed_model(model)
-    kinds = {"fused": True} if options.device == "cuda" else {}
-    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3, **kinds))
+        made.tower.compile()
+    model = fleet.distributed_model(made)
+    is_fused = True if options.device == "cuda" else None
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3, fused=is_fused))
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

@@ -111,7 +111,7 @@ def test_torch_embeddings_move_to_a_table() -> None:
                 stepper.step()
                 stepper.zero_grad()
     torch.testing.assert_close(
-        model.state_dict()["embedding.weight"], plain.embedding.weight.detach(), rtol=0, atol=1e-6
+        model.state_dict()["embedding.weight"], plain.embedding.weight.detach().cpu(), rtol=0, atol=1e-6
     )
 
 

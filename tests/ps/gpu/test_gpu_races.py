@@ -66,7 +66,8 @@ def test_updates_equal_those_in_plain_torch(rule: str, dim: int) -> None:
             table.push(slots, grads.to(table.device))
     ids = torch.unique(ids)
     found, expected = (table.find_and_gather(ids.to(table.device))[1].cpu() for table in tables)
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+    # Sums of gradients in another order differ in the last bits, which Adam divides by a root that may be as small.
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-4)
 
 
 def test_deterministic_tables_are_equal_bit_for_bit() -> None:

@@ -21,7 +21,7 @@ from support.fuzz.search import Target
 from support.zstd import zstd
 
 from torchfleet.apps.word2vec import vector_files
-from torchfleet.base import printable
+from torchfleet.base import network_links, printable
 from torchfleet.base.errors import FleetError, MissingPackage, RoleError
 from torchfleet.base.role import named_variables
 from torchfleet.base.storage import Storage
@@ -34,7 +34,7 @@ from torchfleet.data import arrow_columns
 from torchfleet.data.reading import criteo, decompression, formats, streams
 from torchfleet.data.slots import SampleLayout, Slot
 from torchfleet.launch import server_launcher
-from torchfleet.launch.simulate import conditions, links
+from torchfleet.launch.simulate import conditions
 from torchfleet.ps.checkpoint import manifest, manifest_file, part_file
 from torchfleet.ps.server.log import log_entry, log_records
 from torchfleet.ps.tables.settings import expressions, table_size
@@ -203,13 +203,13 @@ def _addresses(folder: Path) -> Target:
 def _sizes(folder: Path) -> Target:
     def run(data: bytes) -> None:
         text = data.decode("latin-1")
-        readers = (lambda: table_size.parse_bytes(text, "x"), lambda: links.parse_link(text))
+        readers = (lambda: table_size.parse_bytes(text, "x"), lambda: network_links.parse_link(text))
         for read in (*readers, lambda: conditions.parse_straggler(text)):
             with contextlib.suppress(FleetError):
                 read()
 
     seeds, tokens = [b"8GB", b"25Gbit,20us", b"0.05x3"], [b"Gbit", b"us", b"e9"]
-    return Target("sizes and links", run, seeds, [table_size, links, conditions], tokens)
+    return Target("sizes and links", run, seeds, [table_size, network_links, conditions], tokens)
 
 
 # Data

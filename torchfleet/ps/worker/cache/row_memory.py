@@ -58,10 +58,10 @@ class RowMemory:
     ) -> None:
         rule = self.spec.rule
         asked = rule.lr if lr is None else lr
-        rates = torch.tensor([step_rate(rule, asked, step), decays(rule, learning_rate(rule, lr, step))[1]])
+        rate, factor = step_rate(rule, asked, step), decays(rule, learning_rate(rule, lr, step))[1]
         is_finite = grads.isfinite().all(1)
         self.has_failed |= (touched & ~is_finite).any()
         words, is_kept = self.words.index_select(0, slots), ~(touched & is_finite)[:, None]
-        made = updated(rule, self.spec.dim, words, grads, rates)
+        made = updated(rule, self.spec.dim, words, grads, rate, factor)
         self.words.index_copy_(0, slots, torch.where(is_kept, words, made))
         self.is_changed[slots] = self.is_changed[slots] | touched
