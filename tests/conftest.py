@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from torchfleet.ps.server.server import Server
 load_profile()  # before a file of tests is imported: settings of single tests build on it
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
@@ -38,6 +41,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if _shares_fixtures(item) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _shares_fixtures(item: pytest.Item) -> bool:
+    """Whether a fixture is made once for the tests of the item's file: then one process runs them."""
+    found: Any = getattr(item, "_fixtureinfo", None)
+    defs = itertools.chain.from_iterable(found.name2fixturedefs.values()) if found is not None else ()
+    return any(one.scope == "module" and item.nodeid.startswith(f"{one.baseid}::") for one in defs)
 
 
 def has_gpu() -> bool:

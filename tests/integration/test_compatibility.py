@@ -100,7 +100,8 @@ def test_the_record_has_every_command_but_those_that_look_at_clocks_and_disks(
 ) -> None:
     said = {wire.decode(frames_of(exchange.request)).command for exchange in recorded}
     between_servers = {wire.Command.FOLLOW, wire.Command.APPEND, wire.Command.CONFIRM, wire.Command.LOST}
-    unrecorded = {wire.Command.STATS, wire.Command.SAVE, wire.Command.WALK, wire.Command.SUBSCRIBE}
+    of_heter_workers = {wire.Command.FORWARD, wire.Command.BACKWARD}
+    unrecorded = {wire.Command.STATS, wire.Command.SAVE, wire.Command.WALK, wire.Command.SUBSCRIBE, *of_heter_workers}
     assert set(wire.Command) - said - between_servers == unrecorded
 
 

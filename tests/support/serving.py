@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from support import processes
 from support.jobs import one_worker, sgd
 
 import torchfleet as fleet
@@ -87,10 +88,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str) -> Iterator[Served]:
-    """`fleet serve` on a free port of this machine."""
+def serving(model: Path, *options: str, is_forked: bool = True) -> Iterator[Served]:
+    """`fleet serve` on a free port of this machine. `is_forked`: by the nursery, without children of its own."""
     command = [sys.executable, "-m", "torchfleet.observe.commands", "serve", str(model), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    start = processes.Popen if is_forked else subprocess.Popen
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     lines: list[str] = []
     timer = threading.Timer(SECONDS, process.kill)

@@ -223,7 +223,10 @@ def _read_hnswlib(path: str, file: IndexFile) -> Search:
 
 
 def _hnswlib(metric: Metric, dim: int) -> Any:
-    return required("hnswlib", "an index of kind hnswlib", "index").Index("l2" if metric == "l2" else "ip", dim)
+    hnswlib = required(
+        "hnswlib", "an index of kind hnswlib", "index", ", and pip install hnswlib, which needs a compiler"
+    )
+    return hnswlib.Index("l2" if metric == "l2" else "ip", dim)
 
 
 _WRITERS: dict[str, Callable[[Vectors, Metric, str], None]] = {"faiss": _write_faiss, "hnswlib": _write_hnswlib}

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
     bounds = ("--max_batch", "64", "--max_queue", "128", "--max_body", "100000", "--timeout_s", "3")
-    with serving(model, *bounds, "--access_log", str(model / "access.jsonl")) as made:
+    with serving(model, *bounds, "--access_log", str(model / "access.jsonl"), is_forked=False) as made:
         yield made
 
 
@@ -212,7 +212,7 @@ def test_metrics_and_access_log(served: Served, model: Path) -> None:
 def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> None:
     body = json.dumps(as_json(clicks_batch(2))).encode()
     expected = expected_of(model, clicks_batch(2))
-    with serving(model, "--workers", "2") as made:
+    with serving(model, "--workers", "2", is_forked=False) as made:
         before = made.workers()
         assert len(before) == 2
         before[0].kill()

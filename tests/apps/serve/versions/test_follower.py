@@ -12,6 +12,7 @@ import pytest
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain
 
 from torchfleet.apps.serve.versions import follower as follower_module
+from torchfleet.apps.serve.versions.follow_process import run, write_settings
 from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion, read_current
 from torchfleet.apps.serve.versions.rollback import versions
@@ -270,3 +271,18 @@ def test_a_new_writer_stays_at_the_version_that_a_user_went_back_to(followed: Fo
     np.testing.assert_array_equal(followed.version().rows("plain", ASKED), expected)
     assert read_status(followed.work).pinned == 1
     again.close()
+
+
+def test_a_second_writer_makes_no_second_version_of_a_model_that_is_not_followed(tmp_path: Path) -> None:
+    """Two readers may each start a writer: the first has ended when the second gets the lock."""
+    followed = Followed(tmp_path)
+    followed.follower.close()
+    followed.save((1, 1), full=True)
+    write_settings(followed.work, FollowSettings(str(followed.model), follow=False))
+    numbers = []
+    for _ in range(2):
+        assert run(followed.work) == 0
+        current = read_current(followed.work)
+        assert current is not None
+        numbers.append(current.number)
+    assert numbers == [1, 1]

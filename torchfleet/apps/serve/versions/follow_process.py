@@ -66,6 +66,8 @@ def run(folder: Path) -> int:
     settings = read_settings(folder)
     follower = Follower(folder, settings)
     try:
+        if follower.store.current is not None and not settings.follow:
+            return 0  # another writer has made the version and ended since a reader looked
         return _follow(folder, settings, follower)
     finally:
         follower.close()

@@ -190,6 +190,7 @@ class StateImport:
             self._notes[spec.number] = notes
         server.incarnation, self.copy = body.incarnation, head.copy
         state.meetings.members.restore(body.members)
+        state.is_stopping = state.meetings.members.is_over(state.num_workers)  # the last worker left before the copy
         state.sessions.restore(body.sessions)
         state.meetings.barriers.restore(body.barriers)
         state.meetings.gatherings.restore(body.gatherings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -328,12 +328,27 @@ class SparseEmbeddingBag(SparseEmbedding):
 
 @functools.cache
 def _keep_from_compilers() -> None:
-    """Exclude lookups from torch.compile, which compiles the code before and after them. Called when a lookup is bound:
-    this imports the compiler, as torch's own optimizers do.
+    """Exclude lookups in tables on servers from torch.compile, which compiles the code before and after them. Called
+    when a lookup is bound: this imports the compiler, as torch's own optimizers do.
     """
     for kind in (SparseEmbedding, SparseEmbeddingBag):
-        uncompiled = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
-        kind.forward = uncompiled  # type: ignore[method-assign]
+        kind.forward = _kept_from_compilers(kind.forward)  # type: ignore[method-assign]
+
+
+def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    uncompiled = torch.compiler.disable(compiled)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(compiled)
+    def forward(
+        self: SparseEmbedding,
+        ids: Ids,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        chosen = uncompiled if self.table_device is None else compiled
+        return chosen(self, ids, offsets, per_sample_weights)  # type: ignore[no-any-return]
+
+    return forward
 
 
 def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
