@@ -215,6 +215,21 @@ def test_a_copy_of_a_server_refuses_the_same(server: Server) -> None:
     assert_ok(join(copy, 1, claims(strategy=OTHER)))
 
 
+def test_a_copy_made_after_the_last_worker_left_stops_too() -> None:
+    """A log may begin with such a copy: a server that is started from it has no one to wait for."""
+    server = Server(1 << 20, num_workers=2)
+    talks = [Talk(server, client=10 + worker, worker=worker) for worker in range(2)]
+    for talk in talks:
+        assert_ok(talk.ask(Command.JOIN, pack(BODY), pack(claims())))
+    stops = []
+    for talk in talks:
+        assert_ok(talk.ask(Command.LEAVE))
+        copy = Server(1 << 20, num_workers=2)
+        import_state(copy, export_state(server, 1))
+        stops.append((server.is_stopping, copy.is_stopping))
+    assert stops == [(False, False), (True, True)]
+
+
 @pytest.mark.parametrize("hostile", ["\x1b]0;x\x07" * 20, "a\nb", "\u202eabc", "x" * 1000])
 def test_hostile_values_are_shown_escaped_and_short(server: Server, hostile: str) -> None:
     said = [claims(release=hostile[:200]), claims(strategy={**STRATEGY.shared_fields(), "sync_mean": hostile})]
