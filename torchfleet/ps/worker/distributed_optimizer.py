@@ -145,7 +145,8 @@ class DistributedOptimizer(AdoptedOptimizer):
     def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """As `_gradients`, without the check that they are finite."""
         engine, plan = self._bound()[0], self._pushed
-        cached = engine.take_cached(plan.sparse, plan.rates())
+        rates = plan.rates()
+        cached = engine.take_cached(plan.sparse, rates) if engine.caches else []
         found, versions = engine.take_gradients(plan.sparse)
         sparse, blocks = {}, {}
         for name, group in plan.sparse.items():  # a step counts for every table, even if no key was touched
@@ -158,7 +159,7 @@ class DistributedOptimizer(AdoptedOptimizer):
                 sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
         for network in plan.dense:
             blocks[network.spec.name] = network.gradients(dense)
-        return Gradients(sparse, versions, blocks, plan.rates(), share=self._share, cached=cached)
+        return Gradients(sparse, versions, blocks, rates, share=self._share, cached=cached)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")

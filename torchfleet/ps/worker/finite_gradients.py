@@ -29,7 +29,9 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
     for table, (keys, grads) in gradients.sparse.items():
         if not _all_finite(grads):
             found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
-    found += [f"table '{update.cache.spec.name}'" for update in gradients.cached if not update.is_finite()]
+    for update in gradients.cached:
+        if not update.is_finite():
+            found.append(f"table '{update.cache.spec.name}'")
     if not found:
         gradients.are_finite = True
         return

@@ -71,7 +71,7 @@ class Guess:
 @dataclass
 class Expected:
     """The predicted lookups in a table: ways, and the ids that they lead to. Ids on a device are copied to the host
-    when `keys`, `stamp` or `guesses` is read.
+    when `keys`, `stamped` or `guesses` is read.
     """
 
     slots: Sequence[tuple[Way, torch.Tensor | Keys]]
@@ -96,14 +96,17 @@ class Expected:
         return self._made[0]
 
     @property
-    def stamp(self) -> Stamp | None:
-        """For ids that lie in the batch and have no padding; all others are a copy."""
-        return self._made[1]
+    def stamped(self) -> tuple[Keys, Stamp | None]:
+        """The keys, and a stamp for ids that lie in the batch and have no padding; all others are a copy."""
+        return self._made[:2]
 
     @property
     def guesses(self) -> list[Guess]:
         """Of the ways that compute ids."""
-        return self._made[2] if any(way.recipe.is_computed for way, _ in self.slots) else []
+        for way, _ in self.slots:
+            if way.recipe.is_computed:
+                return self._made[2]
+        return []
 
     @cached_property
     def _made(self) -> tuple[Keys, Stamp | None, list[Guess]]:

@@ -14,6 +14,7 @@ class ThreadBatches:
     """By table. A batch is known until the step as long as something else holds it: a graph, or pending gradients."""
 
     def __init__(self) -> None:
+        self.is_used = False  # a table of this thread has a cache
         self._step: dict[str, list[weakref.ref[CachedBatch]]] = {}
         self._pending: dict[str, list[CachedBatch | Pending]] = {}
         self._looked_up: dict[str, dict[int, tuple[weakref.ref[CachedBatch], list[torch.Tensor]]]] = {}
@@ -24,6 +25,7 @@ class ThreadBatches:
 
     def keep(self, table: str, batch: CachedBatch) -> None:
         """Use a batch for the lookups of this step. Its gradients wait for the step."""
+        self.is_used = True
         found = self._step.setdefault(table, [])
         if all(known() is not batch for known in found):
             found.append(weakref.ref(batch))

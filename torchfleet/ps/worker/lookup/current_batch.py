@@ -118,7 +118,8 @@ class ThreadState(threading.local):
     def begin_call(self) -> None:
         """Begin a new call of the model."""
         self._looked_up.clear()
-        self.cached.begin_call()
+        if self.cached.is_used:
+            self.cached.begin_call()
 
     def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
         """Record a lookup for training at these positions of the rows."""
@@ -220,7 +221,8 @@ class ThreadState(threading.local):
             else:
                 kept.append((table, rows))
         self.pending[:] = kept
-        self.cached.drop_gradients(tables)
+        if self.cached.is_used:
+            self.cached.drop_gradients(tables)
 
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
@@ -228,7 +230,8 @@ class ThreadState(threading.local):
         for table in tables:
             self._step.pop(table, None)
             self._looked_up.pop(table, None)
-        self.cached.end_step(tables)
+        if self.cached.is_used:
+            self.cached.end_step(tables)
         self.batch = None
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:

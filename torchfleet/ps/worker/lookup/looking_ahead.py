@@ -197,14 +197,15 @@ class LookingAhead:
                 continue
             rows, size = self._new_rows(table), self._embeddings[table][0].num_embeddings
             if (others := begun.setdefault(expected.origin, rows)) is rows:
-                rows.expect(expected.keys, expected.stamp)
+                rows.expect(*expected.stamped)
             else:
                 rows.expect_as(others)
-            if expected.guesses and size is not None and (rows.keys >= np.uint64(size)).any():
+            found = expected.guesses
+            if found and size is not None and (rows.keys >= np.uint64(size)).any():
                 continue  # a wrong guess is no error; an actual lookup of these ids will raise it
             foreseen[table] = rows
-            if expected.guesses:
-                guesses[table] = expected.guesses
+            if found:
+                guesses[table] = found
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
         return batch
