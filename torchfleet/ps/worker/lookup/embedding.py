@@ -346,7 +346,7 @@ def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[...,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         chosen = uncompiled if self.table_device is None else compiled
-        return chosen(self, ids, offsets, per_sample_weights)  # type: ignore[no-any-return]
+        return chosen(self, ids, offsets, per_sample_weights)
 
     return forward
 
