@@ -37,7 +37,7 @@ $(VENV)/.browser: $(VENV)/.done
 	@touch $@
 
 demo: $(VENV)/.run
-	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --mode hybrid --rows 300000 --save demo_model
+	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --mode hybrid --batch_size 256 --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 # A stream of clicks trains a model, `fleet serve --follow` follows it, and a page shows the prediction for one item.
