@@ -29,6 +29,7 @@ from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
 FILES_OF_RANK = 1_000_000
 BLOCK_BYTES = 1 << 26  # bytes of rows that are copied at once: a fraction of a millisecond of a GPU's memory
+_OWN = ["C", "W"]  # arrays that torch may view: what files hold is read-only
 
 
 class TableSaves:
@@ -151,7 +152,7 @@ class TableSaves:
         if saved.kind not in ("rows", "gone"):
             return
         columns = dict(saved.arrays)
-        keys = torch.from_numpy(columns.pop("keys").view(np.int64)).to(self.table.device)
+        keys = torch.from_numpy(np.require(columns.pop("keys"), requirements=_OWN).view(np.int64)).to(self.table.device)
         if saved.kind == "gone":
             self.table.remove(keys)
             return
@@ -159,8 +160,10 @@ class TableSaves:
             raise TableError(
                 f"table '{self.spec.name}' is on a device and has rows of float32; found {sorted(columns)}"
             )
-        rows = torch.from_numpy(np.ascontiguousarray(columns.pop("rows")))
-        known = {name: torch.from_numpy(_signed(column)) for name, column in columns.items()}
+        rows = torch.from_numpy(np.require(columns.pop("rows"), requirements=_OWN))
+        known = {
+            name: torch.from_numpy(np.require(_signed(column), requirements=_OWN)) for name, column in columns.items()
+        }
         self.table.put(keys, rows, {name: known[name] for name in self.table.layout.columns if name in known})
 
     def note_loaded(self) -> int:
