@@ -7,7 +7,7 @@ from one moment, and from there to the host on a stream of its own, while traini
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
 FILES_OF_RANK = 1_000_000
 BLOCK_BYTES = 1 << 26  # bytes of rows that are copied at once: a fraction of a millisecond of a GPU's memory
-_OWN = ["C", "W"]  # arrays that torch may view: what files hold is read-only
+_OWN: tuple[Literal["C"], Literal["W"]] = ("C", "W")  # arrays that torch may view: what files hold is read-only
 
 
 class TableSaves:
