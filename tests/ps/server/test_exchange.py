@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -11,44 +10,27 @@ import pytest
 from support.fleets import Talk, assert_ok, refusal
 from support.logged_work import MemorySink, whole_state
 from support.messages import names
+from support.played_job import SYNC_TIMEOUT, PlayedJob
 
-from torchfleet.ps.net.wire import Array, Command, Reply, Role, decode_reply, pack, unpack
+from torchfleet.ps.net.wire import Array, Command, Reply, Role, pack, unpack
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.meeting.rounds import mean_of
 from torchfleet.ps.server.server import Server
 
-TIMEOUT, SYNC_TIMEOUT = 5.0, 50.0
 
-
-class Job:
-    """A server and its workers, on a clock that the test turns."""
-
-    def __init__(self, num_workers: int = 3, on_loss: str = "go_on", min_workers: int = 0) -> None:
-        self.num_workers, self.rules = num_workers, {"on_worker_loss": on_loss, "min_workers": min_workers}
-        self.server = Server(1 << 20, num_workers, **self.rules)  # type: ignore[arg-type]
-        self.handler: Any = self.server
-        self.now = time.monotonic()
-        self.server.state.now = lambda: self.now
-        self.silent: set[int] = set()
-        self.workers: list[Talk] = []
-
+class Job(PlayedJob):
     def begin(self, *workers: int) -> None:
         self.workers = [self.process(worker, 0) for worker in range(self.num_workers)]
         for worker in workers or range(self.num_workers):
             self.join(worker)
 
-    def process(self, worker: int, start: int) -> Talk:
-        return Talk(self.handler, client=100 * (start + 1) + worker, worker=worker, role=Role.WORKER)
-
     def join(self, worker: int, **fields: Any) -> None:
-        talk = self.workers[worker]
-        body = {"host": "here", "pid": talk.client, "num_workers": self.num_workers, **self.rules, **fields}
-        replies = talk.send(
-            talk.message(Command.JOIN, pack({**body, "timeout": TIMEOUT, "sync_timeout": SYNC_TIMEOUT}))
-        )
-        assert_ok(replies[-1])
+        assert_ok(self.ask_to_join(self.workers[worker], **fields)[-1])
+
+    def give_sign(self, talk: Talk) -> None:
+        self.join(talk.worker, again=True)
 
     def restart(self, worker: int) -> None:
         self.workers[worker] = self.process(worker, 1)
@@ -67,21 +49,6 @@ class Job:
     def enter(self, worker: int, number: int = 1) -> list[Reply]:
         talk = self.workers[worker]
         return talk.send(talk.message(Command.ENTER, pack({"number": number})))
-
-    def later(self, seconds: float) -> list[Reply]:
-        """What is told until then; all but `silent` give signs of life."""
-        told, until = [], self.now + seconds
-        while self.now < until:
-            self.now += 0.5
-            for talk in self.workers:
-                if self.server.state.meetings.presence.incarnation(talk.worker) and talk.worker not in self.silent:
-                    self.join(talk.worker, again=True)
-            told += [decode_reply(frames) for _, frames in self.handler.tick(self.now)]
-        return told
-
-    def lose(self, worker: int) -> list[Reply]:
-        self.silent.add(worker)
-        return self.later(TIMEOUT + 1)
 
 
 @pytest.fixture

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 from support.fleets import Talk, assert_ok, push_arrays, refusal
 from support.logged_work import MemorySink, whole_state
 from support.messages import names, naming
+from support.played_job import SYNC_TIMEOUT, TIMEOUT, PlayedJob
 
 from torchfleet.base.role.process_settings import loss_of
-from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, decode_reply, pack, unpack
+from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, pack, unpack
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
@@ -20,23 +20,12 @@ from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
 BLOCK = TableSpec("block", "dense", size=1, rule=Rule("sgd", lr=1.0))
-TIMEOUT, SYNC_TIMEOUT = 5.0, 50.0
 
 
-class Job:
-    """A server and its workers, on a clock that the test turns."""
-
+class Job(PlayedJob):
     def __init__(self, num_workers: int = 3, on_loss: str = "go_on", min_workers: int = 0) -> None:
-        self.num_workers, self.rules = num_workers, {"on_worker_loss": on_loss, "min_workers": min_workers}
-        self.server = Server(1 << 20, num_workers, **self.rules)  # type: ignore[arg-type]
-        self.handler: Any = self.server
-        self.now = time.monotonic()
-        self.server.state.now = lambda: self.now
+        super().__init__(num_workers, on_loss, min_workers)
         self.workers = [self.process(worker, 0) for worker in range(num_workers)]
-        self.silent: set[int] = set()
-
-    def process(self, worker: int, start: int) -> Talk:
-        return Talk(self.handler, client=100 * (start + 1) + worker, worker=worker, role=Role.WORKER)
 
     def begin(self, *workers: int) -> None:
         Talk(self.handler).create(BLOCK)
@@ -44,8 +33,11 @@ class Job:
             assert_ok(self.join(self.workers[worker]))
 
     def join(self, talk: Talk, **fields: Any) -> Reply:
-        body = {"host": "here", "pid": talk.client, "num_workers": self.num_workers, **self.rules, **fields}
-        return talk.ask(Command.JOIN, pack({**body, "timeout": TIMEOUT, "sync_timeout": SYNC_TIMEOUT}))
+        (reply,) = self.ask_to_join(talk, **fields)
+        return reply
+
+    def give_sign(self, talk: Talk) -> None:
+        self.join(talk, again=True)
 
     def told(self, talk: Talk, **fields: Any) -> dict[str, int]:
         return unpack(self.join(talk, **fields).arrays[0], dict)
@@ -57,21 +49,6 @@ class Job:
     def meet(self, worker: int) -> list[Reply]:
         body = {"name": "b", "num_workers": self.num_workers, "timeout": 600.0}
         return self.workers[worker].send(self.workers[worker].message(Command.BARRIER, pack(body), once=True))
-
-    def later(self, seconds: float) -> list[Reply]:
-        """What is told until then; all but `silent` give signs of life."""
-        told, until = [], self.now + seconds
-        while self.now < until:
-            self.now += 0.5
-            for talk in self.workers:
-                if self.server.state.meetings.presence.incarnation(talk.worker) and talk.worker not in self.silent:
-                    self.join(talk, again=True)
-            told += [decode_reply(frames) for _, frames in self.handler.tick(self.now)]
-        return told
-
-    def lose(self, worker: int) -> list[Reply]:
-        self.silent.add(worker)
-        return self.later(TIMEOUT + 1)
 
     @property
     def value(self) -> float:

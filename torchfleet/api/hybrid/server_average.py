@@ -20,7 +20,7 @@ _MOST_BUCKETS = 32  # a server keeps two rounds of each
 
 
 class ServerAverage(GradientAverage):
-    """As GradientAverage, over the workers of a round: by samples, and whoever takes part."""
+    """As GradientAverage. The mean is by samples, over the workers that take part in the round."""
 
     def __init__(
         self,

@@ -47,16 +47,13 @@ class Inference:
 
     def check_version(self, asked: str) -> None:
         """Raises Refusal unless `asked` is the version that is served now, or ""."""
-        number = str(self.model.version.number)
-        if asked not in ("", number):
-            raise Refusal(404, f"version {asked:.40} is not served; version {number} is")
+        _check_same(asked, str(self.model.version.number))
 
     async def compute(self, request: InferRequest, version: str) -> tuple[str, Mapping[str, npt.NDArray[Any]]]:
         """(the version that was used, the results). `version`: what the client asked for; "": any. Raises Refusal."""
         used, results = await self._computed(request.samples)
         number = str(used.number)
-        if version not in ("", number):
-            raise Refusal(404, f"version {version:.40} is not served; version {number} is")
+        _check_same(version, number)
         return number, results
 
     async def _computed(self, samples: Samples) -> Any:
@@ -80,3 +77,8 @@ class Inference:
         results: list[Any] = self.model.predictor.predict(requests)
         self._metrics.shards(self.model.shard_counts)
         return results
+
+
+def _check_same(asked: str, number: str) -> None:
+    if asked not in ("", number):
+        raise Refusal(404, f"version {asked:.40} is not served; version {number} is")
