@@ -278,6 +278,7 @@ def _import(modules: Sequence[str]) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
     _load_kernels()
+    _trace_a_network()
     for name in modules:
         import_module(name)
     if Forked.requests is not None:  # of the nursery that has forked this one
@@ -287,13 +288,21 @@ def _import(modules: Sequence[str]) -> None:
 
 def _load_kernels() -> None:
     """The first kernel of a process makes numba import half a second's worth of modules; a server loads all of them
-    before it serves, which takes a fifth of a second more."""
+    before it serves, unless the process that forked it has."""
     from unittest import mock
 
     from torchfleet.ps.server import warm
 
     with mock.patch.object(warm, "keep_freed_memory"):  # a setting of the process, which servers alone make
-        warm.warm_up()
+        warm.load_all()
+
+
+def _trace_a_network() -> None:
+    """The first save of a process makes torch.export import half a second's worth of modules."""
+    import torch
+
+    dims = ({0: torch.export.Dim("samples", min=1)},)
+    torch.export.export(torch.nn.Linear(2, 1).eval(), (torch.zeros(3, 2),), dynamic_shapes=dims, strict=False)
 
 
 def _serve(modules: Sequence[str]) -> None:

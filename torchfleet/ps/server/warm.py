@@ -76,6 +76,7 @@ _loaded: list[bool] = []  # whether load_all has been called, in this process or
 
 def load_all() -> None:
     """Use all kernels, as warm_up without `specs` does; only the first time in a process and in those that it forks."""
+    keep_freed_memory()
     if not _loaded:
         warm_up()
         _loaded.append(True)
