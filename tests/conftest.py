@@ -98,6 +98,15 @@ def no_server_outlives_the_tests() -> Iterator[None]:
     assert not left, f"server processes were left behind: {left}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def networks_are_traced_once() -> Iterator[None]:
+    from support.traces import trace_once
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trace_once(monkeypatch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def compilers_are_back() -> Iterator[None]:
     """A worker that a test leaves behind before its first call would keep later tests from compiling."""
