@@ -176,6 +176,7 @@ def built(folder: Path, seconds: float) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_has_the_package_and_no_tests_and_is_the_same_bytes_twice(tmp_path: Path) -> None:
     first, second = (built(tmp_path / str(day), 1_600_000_000.0 + 86_400 * day) for day in (1, 2))
     assert problems(first, package_files()) == []

@@ -73,6 +73,7 @@ def test_a_script_in_one_process_stops_its_worker_at_the_end(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path) -> None:
     """A real interpreter: what it does at its end after an error is what counts here."""
     command = [sys.executable, SCRIPT, "--model", str(tmp_path), "--fail"]

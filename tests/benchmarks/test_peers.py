@@ -63,6 +63,7 @@ def test_a_rival_that_cannot_run_has_the_reason_in_its_place(monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_fails_is_told_by_its_last_line() -> None:
     chosen = argparse.Namespace(**{**vars(CHOSEN), "rows": -10_000})
     with pytest.raises(runs.Unable, match="torch_loader failed"):

@@ -27,6 +27,7 @@ def test_bytes_on_the_wire_follow_the_types() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_has_all_figures() -> None:
     command = [sys.executable, "-m", "benchmarks.row_dtypes", "--quick", "--json", "--dtypes", "int8-learned"]
     done = processes.run(command, timeout=300, stderr=subprocess.PIPE, cwd=ROOT, env=clean_environment())

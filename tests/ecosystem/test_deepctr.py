@@ -143,6 +143,7 @@ def test_its_fit_by_two_workers_equals_torch_at_half_its_learning_rate(inputs: I
     np.testing.assert_allclose(run.results[0], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_async_training_by_two_workers_is_as_good_as_torch_from_another_seed() -> None:
     (x, y), (test_x, test_y) = rows_of(8_000), rows_of(4_000, seed=1)
 

@@ -137,6 +137,7 @@ def losses(ranks: Ranks, size: int, *flags: str, last: bool = False) -> list[flo
     return list(results[-1 if last else 0]["losses"].values())
 
 
+@pytest.mark.long
 def test_two_ranks_learn_the_topics_with_recomputation(ranks: Ranks):
     """The loss begins at ln(103) = 4.6."""
     flags = [*SMALL.split(), "--steps", "60", "--recompute", "--recompute_configs", "enable_offload=true"]
@@ -192,6 +193,7 @@ def test_strategies_with_their_own_rules_run(ranks: Ranks, flags: str):
     assert all(0 < loss < 10 for loss in found)
 
 
+@pytest.mark.long
 def test_a_job_goes_on_from_its_save(ranks: Ranks, tmp_path: Path):
     flags = [*SMALL.split(), "--steps", "6", "--save_every", "3"]
     whole = ranks.run(run, 2, flags=[*flags, "--save", str(tmp_path / "whole")])[0]
@@ -223,6 +225,7 @@ def test_the_largest_batch_is_found(cap: int, expected: int):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_gpu_benchmark_reports_all_its_figures_on_a_cpu():
     command = [sys.executable, "-m", "benchmarks.collective_gpu", "--cpu", "--json"]
     for part in ("recompute", "precision", "overhead"):

@@ -56,6 +56,7 @@ def test_ranks_learn_to_tell_classes(ranks: Ranks, loss_type: str) -> None:
     assert re.search(r"^epoch 2 of 2: loss \d+\.\d+, \d+ samples/s in all$", output, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_one_process_and_a_save_that_two_go_on_from(ranks: Ranks, tmp_path: Path) -> None:
     whole = run(ranks, "--save", tmp_path / "whole", size=1)
     first = run(ranks, "--save", tmp_path / "parts", "--epochs", 1, size=1)
@@ -66,6 +67,7 @@ def test_one_process_and_a_save_that_two_go_on_from(ranks: Ranks, tmp_path: Path
     assert accuracy(second) > 0.9
 
 
+@pytest.mark.long
 def test_in_mixed_precision(ranks: Ranks) -> None:
     assert accuracy(run(ranks, "--bf16", size=2)) > 0.9
 

@@ -69,6 +69,7 @@ def test_two_servers_and_two_workers_tell_clicks_as_well_as_plain_torch(name: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_wide_and_deep_is_trained_from_a_dataset_in_three_modes(tmp_path: Path) -> None:
     flags = ["--rows", 8000, "--batch_size", 50]
     found = {

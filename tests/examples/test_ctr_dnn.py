@@ -104,6 +104,7 @@ def trained(data: Path, printed: str) -> tuple[Path, float]:
     return data.parent / "model", test_aucs(printed)[0]
 
 
+@pytest.mark.long
 def test_tables_on_a_device_reach_the_auc_of_servers(data: Path, trained: tuple[Path, float]) -> None:
     (found,) = test_aucs(run("train.py", "--data", data, *QUICK, "--tables", "cpu"))
     assert found == pytest.approx(trained[1], abs=1e-3)
@@ -232,6 +233,7 @@ def test_all_readers_give_the_same(few: Path) -> None:
 
 
 @needing("pyarrow")
+@pytest.mark.long
 def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     """The rows as the fast reader makes them, written and read as columns: the same training."""
     folder = data.parent / "parquet"
@@ -408,6 +410,7 @@ def test_geo_refuses_a_rule_for_rows_that_it_cannot_add_up(few: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rows_on_disk_learn_the_same(data: Path, tmp_path: Path) -> None:
     quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0", "--mode", "sync")
     tiers = ("--table_memory", "64MiB", "--table_path", tmp_path / "rows")
@@ -420,6 +423,7 @@ def test_rows_on_disk_learn_the_same(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "saved"), [("bfloat16", {"dtype": "bfloat16"}), ("int8-learned", None)])
+@pytest.mark.long
 def test_narrower_rows_learn_too(data: Path, dtype: str, saved: dict[str, str] | None, tmp_path: Path) -> None:
     quick = ("--epochs", "1", "--batch_size", "100", "--print_period", "0")
     rows = ("--row_rule", "rowwise_adagrad", "--embedding_lr", "0.05", "--row_dtype", dtype)

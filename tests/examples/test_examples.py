@@ -19,6 +19,7 @@ from examples import push_pull
 from torchfleet.ps.tables.rows.recent_pulls import MOST_KEYS
 
 
+@pytest.mark.long
 def test_push_pull_fits_its_rows():
     """Plain gradient descent on a quadratic: the error falls by a constant factor each step."""
     assert push_pull.main() < 1e-6
@@ -65,6 +66,7 @@ def benchmark(name: str, *options: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_ps_benchmark_reports_all_its_figures():
     small = ["--quick", "--rows", "1000000", "--growth_rows", "2000000", "--rounds", "2", "--batches", "5"]
     found = benchmark("ps", *small)
@@ -78,6 +80,7 @@ def test_the_ps_benchmark_reports_all_its_figures():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_sparse_benchmark_reports_all_its_figures():
     sizes = ["--batch", "256", "--num_ids", "10000", "--num_batches", "3", "--seconds", "0.3", "--rounds", "1"]
     found = benchmark("sparse", *sizes)

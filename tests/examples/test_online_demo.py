@@ -16,7 +16,7 @@ import pytest
 from support.extras import needs
 from support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PATIENCE = 120.0  # seconds; on an idle machine it takes about two
 

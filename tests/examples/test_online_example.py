@@ -136,6 +136,7 @@ def test_rows_come_late_and_go(here: Path, six_hours: tuple[Path, str]) -> None:
     assert tables["vectors"].shrink["delete_after_unseen_days"] == 0.05
 
 
+@pytest.mark.long
 def test_a_plot_of_all_hours(here: Path, six_hours: tuple[Path, str]) -> None:
     needs("matplotlib")
     text = run("train.py", "--hours", 2, *SMALL, "--plot", "auc.png")

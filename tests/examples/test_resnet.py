@@ -186,6 +186,7 @@ class TestTraining:
         assert steps == [("0", "8"), ("0", "16"), ("1", "8"), ("1", "16")]
         assert final(output)[0] >= 90.0, output  # of 4 classes
 
+    @pytest.mark.long
     def test_a_job_goes_on_from_its_save_as_if_it_had_not_ended(self, ranks: Ranks, tmp_path: Path) -> None:
         flags = ("--images", 64, "--batch_size", 16, "--schedule", "constant:2", "--print_period", 1)
         whole = train(ranks, *flags, "--epochs", 3)

@@ -23,6 +23,7 @@ from support.scripts.launching import clean_environment
         ),
     ],
 )
+@pytest.mark.long
 def test_an_example_of_a_trainer_learns(script: str, options: list[str], least: float, tmp_path: Path) -> None:
     command = [
         sys.executable,

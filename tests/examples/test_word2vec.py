@@ -360,6 +360,7 @@ def test_workers_at_their_own_pace_learn(mode: str, texts: Path, work: Path, tmp
     assert [*accuracies(logs[0])] == [*SECTIONS, "total"]
 
 
+@pytest.mark.long
 def test_the_pipe_reader_feeds_the_same_model(texts: Path, tmp_path: Path) -> None:
     """Two files: each is read by a process of its own."""
     words, ids, parts = (tmp_path / name for name in ("words", "ids", "parts"))
@@ -501,6 +502,7 @@ def test_frequent_words_that_preprocessing_left_out_are_not_left_out_again(by_ha
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.long
 def test_the_reader_shows_what_it_makes_of_parts(by_hand: Path) -> None:
     shell = f"head -3 '{by_hand}/parts/part-00000' | '{sys.executable}' reader.py --dictionary '{by_hand}/words'"
     done = subprocess.run(

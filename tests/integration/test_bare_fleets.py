@@ -56,6 +56,7 @@ def check_bare(pid: int) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_server_is_replaced_by_one_that_imports_nothing_anew(tmp_path: Path) -> None:
     """In processor time, which does not depend on what else runs: of a new interpreter it would be a second or more,
     and seconds with the script."""

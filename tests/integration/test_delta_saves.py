@@ -363,7 +363,7 @@ def die(*_: Any) -> None:
     raise KeyboardInterrupt("worker 0 is gone")
 
 
-@pytest.mark.parametrize("failure", ["disk of server 1", "no manifest", "no donefile"])
+@pytest.mark.parametrize("failure", first_of(["no manifest", "disk of server 1", "no donefile"]))
 def test_the_next_delta_has_what_failed_ones_held(failure: str, folder: str) -> None:
     """Several fail one after another, full ones among them; the model that was there stays the model."""
     traffic, tables = Traffic(2), begin(ALL, 2)

@@ -98,6 +98,7 @@ def test_full_saves_deltas_and_compaction_load_whole(
     assert re.search(r"\b\d+ files", capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) -> None:
     """Listings and sizes that this process knows from before are not taken for what is there."""
     storage = Storage(folder)
@@ -146,6 +147,7 @@ def test_a_save_cut_at_a_request_that_changes_something_leaves_a_whole_model(
 
 
 @pytest.mark.parametrize("name", ["manifest-000002.json", "manifest.json"])
+@pytest.mark.long
 def test_a_connection_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     part: jobs.Part, folder: str, address: Address, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_process_killed_in_the_middle_of_its_last_upload_leaves_the_old_model(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> None:
     """Three steps are saved there; servers and a worker, as processes, load them and go on: as six without a break."""
 
@@ -278,6 +281,7 @@ def test_a_collective_model_is_saved_loaded_inspected_and_exported(
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 def test_a_collective_save_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     folder: str, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:

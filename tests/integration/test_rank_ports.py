@@ -65,6 +65,7 @@ def _listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_garbage_and_silence_at_the_ports_of_ranks_do_no_harm(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

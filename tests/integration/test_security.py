@@ -17,6 +17,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import zmq
+from support import processes
 from support.cases import each_of
 from support.fleets import WAIT, ServerThread
 from support.messages import naming
@@ -322,7 +323,7 @@ class TestAddresses:
     def run_server(self, *options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torchfleet.server", *options]
         environment = {name: value for name, value in os.environ.items() if name != "FLEET_KEY_DIR"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+        return processes.run(command, timeout=200, stderr=subprocess.PIPE, env=environment)
 
     def test_a_server_process_refuses_to_start_without_keys(self) -> None:
         ended = self.run_server("--endpoint", "tcp://0.0.0.0:0")

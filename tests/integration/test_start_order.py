@@ -74,6 +74,7 @@ def own_hosts(tmp_path: Path) -> tuple[Path, list[str]]:
     return hosts, command
 
 
+@pytest.mark.long
 def test_a_name_that_comes_late_and_then_moves_is_found(own_hosts: tuple[Path, list[str]], tmp_path: Path) -> None:
     hosts, command = own_hosts
     (port,) = free_ports(1)

@@ -44,6 +44,7 @@ def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["one_process", "fleet_from_a_cell"])
 @pytest.mark.usefixtures("forked_kernels")
+@pytest.mark.long
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "examples are kept without outputs"
@@ -176,6 +177,7 @@ def whole(**options):
 """
 
 
+@pytest.mark.long
 def test_a_kernel_trains_again_after_stop_an_error_and_an_interrupt(kernel: Kernel) -> None:
     assert kernel.run(TRAIN) == ("", "")
     assert kernel.run("first = whole()")[1] == ""
@@ -229,6 +231,7 @@ assert torch.equal(found[0]["weight"], found[1]["weight"])
     assert not kernel.started()
 
 
+@pytest.mark.long
 def test_a_fleet_ends_with_its_kernel(tmp_path: Path) -> None:
     """Of new interpreters, all of them: the nursery would end what it forked."""
     with started_kernel(tmp_path) as kernel:

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support import processes
 from support.extras import imported, needing
 from support.inference_requests import WRONG
 from support.serving import Clicks, Served, as_json, clicks_batch, save_clicks, serving
@@ -288,7 +289,7 @@ def certificate(folder: Path) -> tuple[str, str]:
 def failed(*arguments: str) -> str:
     """What `fleet serve` says when it cannot serve."""
     command = [sys.executable, "-m", "torchfleet.observe.commands", "serve", *arguments, "--port", "0"]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    made = processes.run(command, timeout=100, stderr=subprocess.PIPE)
     assert made.returncode == 1, made
     assert "Traceback" not in made.stderr
     return made.stderr

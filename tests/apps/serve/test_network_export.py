@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.extras import Late, needs
+from support.grids import first_of
 from support.jobs import Batch, fleet_optimizer, one_worker
 
 import torchfleet as fleet
@@ -89,7 +90,7 @@ def as_given(inputs: dict[str, np.ndarray], shapes: dict[str, list[Any]]) -> dic
             for n, value in inputs.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ["ids", "rows"])
+@pytest.mark.parametrize("given", first_of(["ids", "rows"]))
 def test_onnxruntime_predicts_as_torch_does(folder: str, tmp_path: Path, given: Any) -> None:
     needs("onnx", "onnxscript", "onnxruntime")
     described = export_onnx(folder, str(tmp_path / "model.onnx"), given)
@@ -108,6 +109,7 @@ def test_onnxruntime_predicts_as_torch_does(folder: str, tmp_path: Path, given: 
             np.testing.assert_allclose(output, expected.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_program_of_torch_export_predicts_as_the_model_does(folder: str, tmp_path: Path) -> None:
     described = export_program(folder, str(tmp_path / "model.pt2"), "ids")
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -118,6 +120,7 @@ def test_a_program_of_torch_export_predicts_as_the_model_does(folder: str, tmp_p
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_one_command_makes_a_triton_repository(folder: str, tmp_path: Path) -> None:
     needs("onnx", "onnxscript", "onnxruntime")
     repository = tmp_path / "repository"
@@ -139,6 +142,7 @@ def test_one_command_makes_a_triton_repository(folder: str, tmp_path: Path) -> N
     assert "max_batch_size: 4096" in text  # every input has one entry per sample
 
 
+@pytest.mark.long
 def test_ragged_features_are_not_batched_by_triton(folder: str, tmp_path: Path) -> None:
     needs("onnx", "onnxscript")
     export_triton(folder, str(tmp_path), "ranker", 1, "ids")

@@ -399,6 +399,7 @@ def test_the_modules_logits_may_be_large() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kernel_and_module_learn_alike(tmp_path: Path) -> None:
     """Held against each other by the true loss after each of four passes, from the same first values.
 

@@ -60,6 +60,7 @@ def said_by_mypy(path: Path, cache: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_mypy_knows_every_field_and_key(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

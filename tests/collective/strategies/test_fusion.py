@@ -54,6 +54,7 @@ def losses(model: nn.Module, steps: int = 4) -> list[float]:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_compiled_model_trains_like_the_eager_one_and_says_what_was_fused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -63,6 +63,7 @@ def test_sync_training_is_bit_for_bit_that_of_real_processes(tmp_path: Path) -> 
     assert losses == worker_logs(tmp_path / "real", 3)
 
 
+@pytest.mark.long
 def test_given_times_make_the_same_history_twice_and_queues_tell_it_ahead(tmp_path: Path) -> None:
     options = ("--simulate", "--step_ms", "5", "--straggler", "0.1x2", SCRIPT, "train", "--mode", "async")
     options += ("--max_staleness", "0")  # the queues know no bound

@@ -124,6 +124,7 @@ def call(*command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_rate_of_a_slow_link_is_found(slow_link: tuple[str, str]) -> None:
     """The oracle is the shaper of the kernel: its rate, less what Ethernet, IP and TCP put around every 1,448 bytes."""
     inside = [["ip", "netns", "exec", name, sys.executable] for name in slow_link]

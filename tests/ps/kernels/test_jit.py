@@ -42,6 +42,7 @@ def run(package: Path, tmp_path: Path, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_read_only_package_without_a_home_compiles_anew_and_says_so_once(package: Path, tmp_path: Path) -> None:
     ended = run(package, tmp_path, HOME="/dev/null/nowhere")
     assert ended.returncode == 0, ended.stderr
@@ -79,6 +80,7 @@ def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kernels_beside_their_sources_are_not_used_where_others_can_write(package: Path, tmp_path: Path) -> None:
     open_to_all = package / "torchfleet" / "ps" / "kernels" / "__pycache__"
     open_to_all.unlink()

@@ -99,6 +99,7 @@ def test_a_kernel_that_two_processes_need_is_compiled_by_one(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_compiles_keeps_no_other_waiting(tmp_path: Path) -> None:
     folder = environment(tmp_path / "kernels")
     with start(USE.replace('print("ready"', 'all_finite._cache._acquire(); print("ready"'), folder) as holder:
