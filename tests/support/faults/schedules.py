@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import random
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from support.faults.workloads.tokens import Tokens
 from support.lossy import Faults
 
 from torchfleet.ps.server.state.budgets import SpareMemory
+from torchfleet.ps.server.warm import compile_all
 
 LONGEST = 1500.0  # virtual seconds of a schedule
 HORIZON = 12.0  # seconds in which faults happen
@@ -81,8 +83,15 @@ class Outcome:
     seconds: float  # of virtual time
 
 
+@functools.cache
+def load_kernels() -> None:
+    """Compile or load them once per process, in real time: no schedule is to do it."""
+    compile_all()
+
+
 def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
+    load_kernels()
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
     setting.on_loss = getattr(SCRIPTS[plan.script], "on_loss", setting.on_loss)
     setting.min_workers = getattr(SCRIPTS[plan.script], "min_workers", 0)

@@ -14,7 +14,7 @@ from support.faults.bugs import (
     planted_replicas,
 )
 from support.faults.planted import BUGS, planted
-from support.faults.schedules import Plan, run
+from support.faults.schedules import Plan, load_kernels, run
 from support.messages import INTERNAL_ERROR
 
 # Importing them has filled BUGS.
@@ -51,6 +51,7 @@ def failure(seed: int, fleet: str | None = None, script: str | None = None) -> t
 
 def hunt(name: str, num_schedules: int) -> Found | None:
     """Run schedules with this bug, of the kinds in which it can show, until one finds it."""
+    load_kernels()  # as they are without the bug
     fleets, script = BUGS[name].fleets or (None,), BUGS[name].script
     with planted(name):
         for seed in range(num_schedules):
