@@ -64,11 +64,14 @@ def run_schedules(pool: ProcessPoolExecutor, chosen: argparse.Namespace) -> tupl
 def find_bugs(pool: ProcessPoolExecutor, chosen: argparse.Namespace) -> list[Found | None]:
     names = [name for name in BUGS if chosen.only in name]
     hunts = {pool.submit(hunt, name, chosen.bug_schedules): name for name in names}
+    results: list[Found | None] = []
     for done in as_completed(hunts):
-        found = done.result()
+        error = done.exception()
+        found = done.result() if error is None else None
         text = f"found      after {found.num_schedules:>3}: {found.text[:90]}" if found else "NOT FOUND"
-        print(f"{hunts[done]:86} {text}", flush=True)
-    return [done.result() for done in hunts]
+        print(f"{hunts[done]:86} {text if error is None else f'CANNOT BE PLANTED: {error}'}", flush=True)
+        results.append(found)
+    return results
 
 
 def main() -> int:
