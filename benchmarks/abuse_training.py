@@ -24,7 +24,7 @@ _BATCH, _SLOTS, _NUM_IDS = 256, 26, 200_000
 def train(client: Client, worker: int) -> None:
     """Steps of a small network of clicks, one after the other, on one thread: it keeps one core busy."""
     torch.set_num_threads(1)
-    client.create_table(TRAINED)
+    client.attach(TRAINED)
     rng = np.random.default_rng(worker)
     width = _SLOTS * TRAINED.dim
     tower = torch.nn.Sequential(torch.nn.Linear(width, 400), torch.nn.ReLU(), torch.nn.Linear(400, 1))
