@@ -106,8 +106,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower) -> Fate:
-        fate = look(self)
+    def take_over(self: Follower, now: float) -> Fate:
+        fate = look(self, now)
         if fate is Fate.WAITS and self.view is not None and self.view.backup:
             self.view = self.view.taken_over()
             return Fate.TAKES_OVER
@@ -120,14 +120,14 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower) -> Fate:
+    def take_over(self: Follower, now: float) -> Fate:
         view = self._coordinator.read(self._own.shard)
         if view is not None and not view.backup and view.primary == self._primary and self.replay.is_complete:
             after = View(view.term + 1, self._own.name)
             if self._coordinator.replace(self._own.shard, view, after):
                 self.view = after
                 return Fate.TAKES_OVER
-        return look(self)
+        return look(self, now)
 
     patch(Follower, "_look_for_end", take_over)
 
@@ -155,10 +155,10 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     take = Follower.take
 
-    def take_any(self: Follower, message: Any, now: float) -> None:
+    def take_any(self: Follower, message: Any) -> Any:
         if message.call == self._number and self._number:
             self._number -= 1
-        take(self, message, now)
+        return take(self, message)
 
     patch(Follower, "take", take_any)
 
