@@ -9,7 +9,8 @@ from support.faults.simulated_etcd import SimulatedEtcd
 
 from torchfleet.ps.coordination.view import View
 from torchfleet.ps.net import replica_channels
-from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.net.replica_channels import ReplicaChannels, envelope_of
+from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.log.log_entry import Kind, decode_entry
 from torchfleet.ps.server.replicas import follower, primary, silence
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
@@ -19,6 +20,7 @@ from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.replicas.replica import Replica
 
 REPLICAS = ("replicas",)
+FILLED = 20  # messages: more than a backup is filled with at the start
 
 
 @bug("primary: replies do not wait for the backup", REPLICAS)
@@ -99,7 +101,11 @@ def _(patch: Patch) -> None:
 @bug("backup: confirms what has not come", REPLICAS)
 def _(patch: Patch) -> None:
     confirm = follower.confirm
-    patch(follower, "confirm", lambda own, term, number, stamped: confirm(own, term, number + 1, stamped))
+
+    def confirm_more(own: Any, term: int, number: int, stamped: int) -> Any:
+        return confirm(own, term, number + (number > FILLED), stamped)
+
+    patch(follower, "confirm", confirm_more)
 
 
 @bug("backup: takes over without asking the coordinator", REPLICAS)
@@ -143,10 +149,10 @@ def _(patch: Patch) -> None:
     handle = Replica.handle
 
     def answer(self: Replica, peer: Any, frames: Any, role: Any) -> Any:
-        replies = handle(self, peer, frames, role)
-        if self._primary is None and replies:
+        envelope = envelope_of(frames)
+        if self._primary is None and envelope is not None and envelope.command in (Command.PULL, Command.PUSH):
             return self._server.handle(peer, frames, role)
-        return replies
+        return handle(self, peer, frames, role)
 
     patch(Replica, "handle", answer)
 
