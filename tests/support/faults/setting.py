@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Setting:
     has_faults: bool = True  # until the script is done
     drift: float = 0.0  # by which rates of clocks differ from 1
     share_lost: float = 0.0  # of the coordinator's answers
+    is_unlucky: bool = False  # see Plan
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
 
     @classmethod
@@ -72,7 +74,8 @@ class Setting:
     def new_clock(self, offset: float) -> MachineClock:
         """The clock of another machine."""
         dice = self.world.dice
-        rate = 1.0 + dice.uniform(-self.drift, self.drift)
+        drift = dice.uniform(-self.drift, self.drift)
+        rate = 1.0 + (math.copysign(self.drift, drift) if self.is_unlucky else drift)
         return MachineClock(self.world, offset, rate, dice.uniform(-MAX_WALL_JUMP, MAX_WALL_JUMP))
 
     @property
