@@ -26,19 +26,20 @@ class Bug:
     install: Callable[[Patch], None]
     fleets: tuple[str, ...]  # in which it can show; none: in all
     script: str | None  # in which it shows soonest; None: in any
+    is_unlucky: bool  # it shows in schedules with bad luck only, or nearly so
 
 
 BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    name: str, fleets: tuple[str, ...] = (), script: str | None = None
+    name: str, fleets: tuple[str, ...] = (), script: str | None = None, is_unlucky: bool = False
 ) -> Callable[[Callable[[Patch], None]], None]:
-    """Plant one. `fleets`, `script`: as in Bug."""
+    """Plant one. `fleets`, `script`, `is_unlucky`: as in Bug."""
 
     def register(install: Callable[[Patch], None]) -> None:
         assert name not in BUGS, f"two bugs are called {name!r}"
-        BUGS[name] = Bug(name, install, fleets, script)
+        BUGS[name] = Bug(name, install, fleets, script, is_unlucky)
 
     return register
 

@@ -18,7 +18,7 @@ from support.faults.simulated_etcd import ERROR, REFUSED, SILENT, TROUBLES, Simu
 from torchfleet.base.errors import CoordinatorUnreachable
 from torchfleet.ps.coordination.etcd_coordinator import EtcdCoordinator
 from torchfleet.ps.coordination.etcd_gateway import Access, EtcdGateway
-from torchfleet.ps.net import replica_channels
+from torchfleet.ps.net import replica_channels, transport
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Command, Message, Role, encode, pack
 from torchfleet.ps.server.log.logged_server import LoggedServer
@@ -34,6 +34,8 @@ class ReplicaNode(Node):
 
     def __init__(self, fleet: ReplicaFleet, doors: Doors, shard: int, replica: int) -> None:
         self.fleet, self.shard, self.replica, self.restart = fleet, shard, replica, -1
+        if fleet.setting.is_unlucky:
+            self.tick_seconds = transport.TICK
         clock = fleet.setting.new_clock(1000.0 * (1 + replica))
         super().__init__(doors, f"{fleet.setting.shards[shard]}.{replica}", self._make_replica, clock)
 
