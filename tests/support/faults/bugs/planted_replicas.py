@@ -14,6 +14,7 @@ from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.log.log_entry import Kind, decode_entry
 from torchfleet.ps.server.replicas import follower, primary, silence
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
+from torchfleet.ps.server.replicas.between import REQUESTS
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.pace import LEASE
 from torchfleet.ps.server.replicas.primary import Primary
@@ -150,7 +151,7 @@ def _(patch: Patch) -> None:
 
     def answer(self: Replica, peer: Any, frames: Any, role: Any) -> Any:
         envelope = envelope_of(frames)
-        if self._primary is None and envelope is not None and envelope.command in (Command.PULL, Command.PUSH):
+        if self._primary is None and envelope is not None and envelope.command not in (*REQUESTS, Command.LOST):
             return self._server.handle(peer, frames, role)
         return handle(self, peer, frames, role)
 
