@@ -3,10 +3,13 @@
 python -m benchmarks.abuse --json            all attacks, about three minutes
 python -m benchmarks.abuse --quick --json    shorter, to see that it works
 python -m benchmarks.abuse --only frames,unread
+python -m benchmarks.abuse --training 2      two workers train on the server all the time, each on a core of its own
 
 `p99_ratio`: the slowest hundredth of the honest client's requests during an attack, to those before it (at least
 `--floor_ms`, below which a wait is no harm). `held_bytes`: what the server's memory grew by, at most, in that time.
-Linux only: the memory comes from /proc.
+With `--training` workers train on the server before, during and after the attack, so that both figures of the ratio are
+those of busy cores; `steps_ratio`: their steps per second during the attack, to those at rest. Linux only: the memory
+comes from /proc.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.abuse_attacks import ATTACKS, BIG, SPEC
+from benchmarks.abuse_attacks import ATTACKS, BIG, SPEC, TRAINED
 from benchmarks.timing import log, report
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.net.wire import Role
@@ -46,6 +49,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=6.0, help="of every attack, and of the rest around it")
     parser.add_argument("--keys_per_pull", type=int, default=26_000)
     parser.add_argument("--floor_ms", type=float, default=10.0, help="a p99 at rest counts as at least this")
+    parser.add_argument("--training", type=int, default=0, help="workers that train meanwhile, a busy core each")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
@@ -93,6 +97,30 @@ def waits(client: Client, seconds: float, num_keys: int) -> list[float]:
     return found
 
 
+class Training:
+    """Workers that train on a server; how many steps they make."""
+
+    def __init__(self, chosen: argparse.Namespace, server: ServerProcess, key_dir: str | None, client: Client) -> None:
+        self._client = client
+        self._workers: list[subprocess.Popen[str]] = []
+        own = [server.endpoint, *([key_dir] if key_dir else [])]
+        for worker in range(1, chosen.training + 1):
+            command = [sys.executable, "-m", "benchmarks.abuse_training", str(worker), *own]
+            self._workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for started in self._workers:
+            assert started.stdout is not None
+            if not started.stdout.readline():
+                raise SystemExit(f"a worker of --training ended with status {started.wait()}")
+
+    def num_steps(self) -> int:
+        return int(self._client.stats()[0]["tables"][TRAINED.name]["step"]) if self._workers else 0
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
+
+
 @contextlib.contextmanager
 def served(key_dir: str | None) -> Iterator[tuple[ServerProcess, Client]]:
     """A server with a small table and a large one, and an honest client that has joined."""
@@ -103,7 +131,7 @@ def served(key_dir: str | None) -> Iterator[tuple[ServerProcess, Client]]:
         Client.connect([server.endpoint], keys, role=Role.FIRST_WORKER, patience=Patience(60.0, 2)) as client,
     ):
         client.join(_BODY)
-        for spec in (SPEC, BIG):
+        for spec in (SPEC, BIG, TRAINED):
             client.create_table(spec)
         client.pull(SPEC.name, np.arange(200_000)).result()
         for start in range(0, _ROWS_OF_BIG, 100_000):
@@ -113,27 +141,27 @@ def served(key_dir: str | None) -> Iterator[tuple[ServerProcess, Client]]:
 
 def under(name: str, chosen: argparse.Namespace, key_dir: str | None) -> dict[str, Any]:
     """One attack, and the same time without it: half before, half behind."""
-    with served(key_dir) as (server, client):
+    with served(key_dir) as (server, client), contextlib.closing(Training(chosen, server, key_dir, client)) as training:
         client.push(SPEC.name, [1], np.ones((1, SPEC.dim), np.float32)).result()
         waits(client, 1.0, chosen.keys_per_pull)
-        rest = waits(client, chosen.seconds / 2, chosen.keys_per_pull)
+        rest, steps = measured(client, training, chosen.seconds / 2, chosen)
         memory = Memory(server.pid)
         arguments = [name, server.endpoint, str(chosen.seconds), *([key_dir] if key_dir else [])]
         attack = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_attacks", *arguments])
         time.sleep(1.0)  # its imports
         try:
-            during = waits(client, chosen.seconds, chosen.keys_per_pull)
+            during, steps_during = measured(client, training, chosen.seconds, chosen)
         finally:
             status = attack.wait(60)
             held = memory.stop()
         if status:
             raise SystemExit(f"the attack '{name}' ended with status {status}: nothing was measured")
         time.sleep(0.5)
-        rest += waits(client, chosen.seconds / 2, chosen.keys_per_pull)
+        after, steps_after = measured(client, training, chosen.seconds / 2, chosen)
         stats = client.stats()[0]
         grown = stats["tables"][BIG.name]["rows"] - _ROWS_OF_BIG
         is_alive = server.returncode is None
-    p99 = {"rest": float(np.percentile(rest, 99)), "attack": float(np.percentile(during, 99))}
+    p99 = {"rest": float(np.percentile(rest + after, 99)), "attack": float(np.percentile(during, 99))}
     return {
         "p99_ms": p99["attack"],
         "p99_rest_ms": p99["rest"],
@@ -143,7 +171,17 @@ def under(name: str, chosen: argparse.Namespace, key_dir: str | None) -> dict[st
         "new_rows": grown,
         "clients": stats["clients"],
         "survived": is_alive,
+        **({"steps_ratio": 2 * steps_during / (steps + steps_after)} if chosen.training else {}),
     }
+
+
+def measured(
+    client: Client, training: Training, seconds: float, chosen: argparse.Namespace
+) -> tuple[list[float], float]:
+    """The honest client's waits, and the steps per second of the workers that train."""
+    begun, before = time.monotonic(), training.num_steps()
+    found = waits(client, seconds, chosen.keys_per_pull)
+    return found, (training.num_steps() - before) / (time.monotonic() - begun)
 
 
 def main() -> None:
@@ -161,6 +199,7 @@ def main() -> None:
         "p99_ratio": max(figures["p99_ratio"] for figures in found.values()),
         "held_bytes_max": max(held, default=0),
         "survived": all(figures["survived"] for figures in found.values()),
+        "training": chosen.training,
         "attacks": found,
     }
     report(result, chosen.json)

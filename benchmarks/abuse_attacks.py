@@ -24,6 +24,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 SPEC = TableSpec("rows", dim=10)
 BIG = TableSpec("big", dim=10)
+TRAINED = TableSpec("trained", dim=10)  # by the workers of --training
 MEGABYTE = 1 << 20
 _CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)  # a greeting of ZMTP 3.0
 _NULL = _CURVE.replace(b"CURVE", b"NULL\0")

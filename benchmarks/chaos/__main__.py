@@ -4,15 +4,16 @@ python -m benchmarks.chaos --json                              ten minutes of ra
 python -m benchmarks.chaos --durability log --json             the same with logs on disk
 python -m benchmarks.chaos --modes async --faults kill,stop5 --minutes 2 --every 10
 python -m benchmarks.chaos --kills 200 --at_once --json        primaries killed as soon as they have a backup again
+python -m benchmarks.chaos --modes hybrid --kills 16 --every 60 --calm 120 --json       a primary every minute
 python -m benchmarks.chaos --goodput --minutes 5 --every 60 --json      beside the undisturbed run, in turns
 
 Every step takes 1 from rows of its own, beside a model of clicks: a row that was not touched is a step that was lost,
 one that was touched twice a step that was doubled. In sync mode the saved model must equal that of a run that nobody
 disturbed, bit for bit. `takeover_p99_s`: of killed primaries, the longest time between two steps of a worker, from the
-kill until all train again. `goodput`: samples per second under faults, over those of the calm stretch at the beginning
-of the same run, or with --goodput over those of undisturbed runs. For `link` and `oneway` every server is on a machine
-of its own: a network namespace, which needs root, and etcd for backups. Exit status: 1 if anything was lost, doubled or
-not as it must be; 2 if a fault that was asked for cannot be tried here.
+kill until all train again. `goodput`: samples per second under faults, over the mean of those in the calm stretches of
+--calm seconds before and after, or with --goodput over those of undisturbed runs. For `link` and `oneway` every server
+is on a machine of its own: a network namespace, which needs root, and etcd for backups. Exit status: 1 if anything was
+lost, doubled or not as it must be; 2 if a fault that was asked for cannot be tried here.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, help="of faults, or of an undisturbed run (10); with --kills they end after so many"
     )
-    parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
-    parser.add_argument("--calm", type=float, default=10.0, help="seconds before the first fault")
-    parser.add_argument("--kills", type=int, default=0, help="kill so many primaries, without any pause")
+    parser.add_argument("--every", type=float, help="seconds from one fault to the next (30; with --kills: no pause)")
+    parser.add_argument("--calm", type=float, default=10.0, help="seconds before the first fault, and after the last")
+    parser.add_argument("--kills", type=int, default=0, help="kill so many primaries, each when it has a backup")
     parser.add_argument("--goodput", action="store_true", help="measure speed beside undisturbed runs")
     parser.add_argument("--rounds", type=int, default=1, help="of --goodput")
     parser.add_argument("--servers", type=int, default=2)
@@ -66,11 +67,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args(arguments)
     chosen.minutes = chosen.minutes or (math.inf if chosen.kills else 10.0)
+    chosen.every = chosen.every if chosen.every is not None else 0.0 if chosen.kills else 30.0
     chosen.modes = _listed(parser, "--modes", chosen.modes, MODES)
     chosen.replicas = 1 if chosen.durability else 2
     chosen.save_every = _STEPS_PER_SAVE if chosen.durability else 0
     if chosen.kills and chosen.goodput:
-        parser.error("--kills kills without a pause, --goodput every --every seconds: use one of them")
+        parser.error("--kills measures beside calm stretches, --goodput beside undisturbed runs: use one of them")
     _choose_faults(parser, chosen)
     return chosen
 

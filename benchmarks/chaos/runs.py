@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,15 @@ def disturbed(chosen: argparse.Namespace, mode: str) -> Result:
             disturbance = Disturbance(running, _dice(chosen, mode))
             running.wait_for_steps(_WARM)
             disturbance.wait_until_whole()
-            calm = Meter(running)
-            time.sleep(chosen.calm)
-            before = calm.rate
+            before = _calm(running)
             meter = Meter(running)
-            _disturb(chosen, disturbance)
+            _disturb(
+                chosen, disturbance, lambda: log(f"  {meter.rate:,.0f} samples/s, {meter.rate / before:.3f} of calm")
+            )
             disturbance.wait_until_whole()
-            result = {"goodput": meter.rate / before, "samples_per_s": meter.rate, "calm_samples_per_s": before}
+            shaken = meter.rate
+            calm = [before, _calm(running)]
+            result = {"goodput": shaken / statistics.fmean(calm), "samples_per_s": shaken, "calm_samples_per_s": calm}
             result = {**running.finish(), **result, **summary(disturbance)}
             if mode == "sync":
                 shutil.copytree(running.folder / "model", kept / "disturbed")
@@ -116,16 +118,30 @@ def disturbed(chosen: argparse.Namespace, mode: str) -> Result:
         return result
 
 
-def _disturb(chosen: argparse.Namespace, disturbance: Disturbance) -> None:
+def _calm(running: Fleet) -> float:
+    """Samples per second while nothing disturbs the run."""
+    meter = Meter(running)
+    time.sleep(running.chosen.calm)
+    return meter.rate
+
+
+def _tell_rate(disturbance: Disturbance, meter: Meter, before: float) -> None:
+    """So that a run that is cut off has figures, too."""
+    rate, num = meter.rate, len(disturbance.events)
+    log(f"  {num} faults so far: {rate:,.0f} samples/s, {before:,.0f} in the calm before: {rate / before:.3f}")
+
+
+def _disturb(chosen: argparse.Namespace, disturbance: Disturbance, tell: Callable[[], None]) -> None:
+    """`tell` is called after each fault and the pause behind it."""
     end = time.monotonic() + 60 * chosen.minutes
-    if chosen.kills:
-        while len(disturbance.events) < chosen.kills and time.monotonic() < end:
+    while (begun := time.monotonic()) < end and not 0 < chosen.kills <= len(disturbance.events):
+        if chosen.kills:
             disturbance.kill_whole()
-        return
-    while (begun := time.monotonic()) < end:
-        disturbance.random_fault()
-        disturbance.wait_until_whole()
+        else:
+            disturbance.random_fault()
+            disturbance.wait_until_whole()
         time.sleep(max(0.0, begun + chosen.every - time.monotonic()))
+        tell()
 
 
 def goodput(chosen: argparse.Namespace, mode: str) -> Result:

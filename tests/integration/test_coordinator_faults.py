@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import processes
 from support.own_etcd import started_etcd
 from support.played_etcd import played_etcd
 from support.scripts.launching import START, in_log, wait_until
@@ -65,22 +66,23 @@ def test_a_job_that_starts_without_etcd_waits_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["primary", "backup", "etcd"])
+@pytest.mark.parametrize("role", ["primary", "backup", "etcd", "worker", "fleetrun"])
 def test_a_process_that_is_stopped_for_40_s_costs_nothing(tmp_path: Path, role: str) -> None:
     with started_etcd() as place:
         job = Job(tmp_path, "async", "--coordinator", f"etcd://{place}/{tmp_path.name}")
         with job.started:
             job.wait_for_backup(1)
             job.wait_for_steps(20)
-            stopped = etcd_at(place) if role == "etcd" else job.pid(1 if role == "backup" else 0)
+            stopped = etcd_at(place) if role == "etcd" else process_of(job, role)
             os.kill(stopped, signal.SIGSTOP)
             try:
                 end = time.monotonic() + STOPPED
-                while time.monotonic() < end:
+                while time.monotonic() < end and role != "fleetrun":  # which writes the logs in which steps are counted
                     job.wait_for_steps(20)
+                time.sleep(max(0.0, end - time.monotonic()))
             finally:
                 os.kill(stopped, signal.SIGCONT)
-            if role != "etcd":
+            if role in ("primary", "backup"):
                 job.wait_for_backup(2)
             primary = 1 if role == "primary" else 0
             os.kill(job.pid(primary), signal.SIGKILL)
@@ -88,6 +90,16 @@ def test_a_process_that_is_stopped_for_40_s_costs_nothing(tmp_path: Path, role: 
             longest, text = job.finish()
             assert " 0 numbers are wrong" in text
             assert longest < STOPPED / 2
+
+
+def process_of(job: Job, role: str) -> int:
+    """`worker`: not the one whose steps are counted."""
+    if role == "fleetrun":
+        return int(job.started.process.pid)
+    if role != "worker":
+        return job.pid(1 if role == "backup" else 0)
+    found = ((process, processes.environment_of(process)) for process in job.started.running())
+    return next(int(process.pid) for process, own in found if own.get("FLEET_WORKER_INDEX") == "1")
 
 
 def etcd_at(place: str) -> int:

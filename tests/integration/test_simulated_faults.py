@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.faults.history import Op, Violation
 from support.faults.order_checks import check_registers, check_tokens
-from support.faults.planted import BUGS
+from support.faults.planted import BUGS, planted
 from support.faults.schedules import FLEETS, SCRIPTS, Plan, run
 from support.faults.search import hunt
 
@@ -49,8 +49,11 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert hunt(name, 60) is not None
 
 
-def test_there_are_enough_planted_bugs() -> None:
+def test_there_are_enough_planted_bugs_and_the_code_has_their_places() -> None:
     assert len(BUGS) >= 60
+    for name in BUGS:
+        with planted(name):
+            pass
     assert {fleet for bug in BUGS.values() for fleet in bug.fleets} == {"logged", "replicas"}
 
 

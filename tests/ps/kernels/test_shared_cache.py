@@ -6,11 +6,16 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.fleets import WAIT
 from support.paths import ROOT
+
+from torchfleet.ps.kernels import shared_cache
+from torchfleet.ps.kernels.rows import all_finite
+from torchfleet.ps.kernels.shared_cache import SharedCache
 
 USE = """
 import sys
@@ -115,6 +120,20 @@ def test_a_process_that_is_killed_while_it_compiles_keeps_no_other_waiting(tmp_p
             assert other.communicate(timeout=WAIT)[0] == "ready\n1\n"
 
 
+def test_a_process_with_a_simulated_clock_waits_in_real_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock that stands still, the time to wait would not end."""
+    cache = SharedCache(all_finite.py_func)
+    monkeypatch.setattr(cache._impl.locator, "_cache_path", str(tmp_path))
+    monkeypatch.setattr(cache, "_cache_path", str(tmp_path))
+    monkeypatch.setattr(shared_cache, "_PATIENCE", 0.05)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits in virtual time"))
+    with open(tmp_path / f"{cache._impl.filename_base}.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        cache._acquire()
+    cache._release()
+
+
 @pytest.mark.long
 def test_a_job_compiles_the_kernels_of_its_tables_and_no_others_before_it_serves(tmp_path: Path) -> None:
     with start(TRAIN, environment(tmp_path / "kernels")) as process:
@@ -133,7 +152,7 @@ class TestTheRest:
     @pytest.mark.slow
     def test_all_kernels_are_marked_when_they_are_there_and_one_process_makes_them(self, tmp_path: Path) -> None:
         folder = environment(tmp_path / "kernels")
-        told = "print(warm.mark_of_all()); warm.warm_up = lambda: print('compiles')"
+        told = "print(warm.mark_of_all()); warm.warm_up = lambda: print('compiles'); warm._use_rest = lambda: None"
         mark, done = self.run(folder, told).split()
         assert done == "compiles"
         assert Path(mark).exists()

@@ -8,9 +8,10 @@ import json
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from support.faults.planted import BUGS
+from support.faults.schedules import load_kernels
 from support.faults.search import Found, failure, hunt
 
 CHUNK = 20  # schedules that a process of the pool runs at a time
@@ -62,15 +63,20 @@ def run_schedules(pool: ProcessPoolExecutor, chosen: argparse.Namespace) -> tupl
 
 def find_bugs(pool: ProcessPoolExecutor, chosen: argparse.Namespace) -> list[Found | None]:
     names = [name for name in BUGS if chosen.only in name]
-    results = list(pool.map(hunt, names, [chosen.bug_schedules] * len(names)))
-    for name, found in zip(names, results, strict=True):
+    hunts = {pool.submit(hunt, name, chosen.bug_schedules): name for name in names}
+    results: list[Found | None] = []
+    for done in as_completed(hunts):
+        error = done.exception()
+        found = done.result() if error is None else None
         text = f"found      after {found.num_schedules:>3}: {found.text[:90]}" if found else "NOT FOUND"
-        print(f"{name:86} {text}")
+        print(f"{hunts[done]:86} {text if error is None else f'CANNOT BE PLANTED: {error}'}", flush=True)
+        results.append(found)
     return results
 
 
 def main() -> int:
     chosen = options()
+    load_kernels()  # the processes of the pool are forked from this one
     with ProcessPoolExecutor(chosen.processes) as pool:
         num_failed, seconds = run_schedules(pool, chosen)
         found = find_bugs(pool, chosen)

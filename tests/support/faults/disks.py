@@ -30,6 +30,7 @@ class Disk:
         self.num_writes = 0
         self._synced: dict[str, bytes] = {}  # by file: what is on the disk for good
         self.writers: list[Actor] = []
+        self.syncing: Callable[[], None] = lambda: None  # called when a sync begins
         self.steps_left: int | None = None  # after so many changes of files the process is killed; None: it is not
 
     @property
@@ -64,6 +65,7 @@ class Disk:
         """As os.fdatasync."""
         path = os.readlink(f"/proc/self/fd/{file}")
         size = os.fstat(file).st_size
+        self.syncing()
         self.step()
         self._synced[path] = Path(path).read_bytes()[:size]
 

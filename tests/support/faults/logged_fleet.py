@@ -41,6 +41,8 @@ class LoggedNode(Node):
         self.fleet = fleet
         path = Path(fleet.folder) / name
         self.disk = fleet.disks.add(path, fleet.has_power_cuts)
+        if fleet.setting.is_unlucky:
+            self.disk.syncing = self._be_unlucky
         super().__init__(fleet.setting.doors, name, self._make_durable, clock)
 
     def _make_durable(self) -> DurableServer:
@@ -58,6 +60,12 @@ class LoggedNode(Node):
         if handler is not None:  # as the system does at the end of a process
             handler._folder.close()
             os.close(handler._bell)
+
+    def _be_unlucky(self) -> None:
+        """Now and then it is killed in the middle of a sync."""
+        dice = self.world.dice
+        if dice.random() < 0.02 and self.is_alive:
+            self.world.after(dice.uniform(0.0, self.disk.delay), lambda: self.fleet.kill(self, 0.5))
 
     def release(self) -> None:
         """As the system does at the end of a process that was killed while it began or ended."""
@@ -104,13 +112,13 @@ class LoggedFleet(Fleet):
         note = self.setting.history.note
         if kind == "kill" and node.is_alive:
             seconds = dice.choice([0.05, 0.5, 3.0])
-            node.when_it_serves(lambda: self._kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
+            node.when_it_serves(lambda: self.kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
         elif kind == "cut" and node.is_alive:
             note(f"the log of {node.name} is cut")
             with self.setting.world.on_machine(node.clock):
                 node.handler._cut()
             if dice.random() < 0.5:
-                self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self._kill(node, 0.5))
+                self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self.kill(node, 0.5))
         elif kind == "slow":
             note(f"the disk of {node.name} becomes slow")
             node.disk.delay = 0.3
@@ -119,7 +127,7 @@ class LoggedFleet(Fleet):
             note(f"the disk of {node.name} is full for {seconds:g} s")
             node.disk.full_until = self.setting.world.now + seconds
 
-    def _kill(self, node: LoggedNode, seconds: float) -> None:
+    def kill(self, node: LoggedNode, seconds: float) -> None:
         if node.is_alive and self.setting.has_faults:
             self.setting.history.note(f"{node.name} is killed, and started again {seconds:g} s later")
             node.crash()

@@ -47,6 +47,11 @@ class Network:
         """One way; for both ways cut both."""
         self._breaks.append(Break(source, target, self.world.now + seconds))
 
+    def mend(self, one: str, other: str) -> None:
+        """The link between these two, both ways."""
+        ends = {one, other}
+        self._breaks = [broken for broken in self._breaks if {broken.source, broken.target} != ends]
+
     def heal(self) -> None:
         """From now on every message arrives, once, soon, and in order."""
         self._breaks, self.faults = [], Faults()

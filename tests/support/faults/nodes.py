@@ -21,6 +21,8 @@ MAX_SLICES = 2000
 class Node:
     """A server behind a door. `make` starts its process; `clock`: that of its machine."""
 
+    tick_seconds = TICK
+
     def __init__(self, doors: Doors, name: str, make: Callable[[], Handler], clock: MachineClock) -> None:
         self.name, self.clock, self._make, self._doors = name, clock, make, doors
         self.world = doors.network.world
@@ -147,4 +149,4 @@ class Node:
                 self.poke()
                 self._tick_later(life)
 
-        self.world.after(TICK, tick)
+        self.world.after(self.tick_seconds, tick)

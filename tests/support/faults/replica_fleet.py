@@ -13,12 +13,12 @@ from support.faults.network import Doors
 from support.faults.nodes import Node
 from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
-from support.faults.simulated_etcd import TROUBLES, SimulatedEtcd
+from support.faults.simulated_etcd import ERROR, REFUSED, SILENT, TROUBLES, SimulatedEtcd
 
 from torchfleet.base.errors import CoordinatorUnreachable
 from torchfleet.ps.coordination.etcd_coordinator import EtcdCoordinator
 from torchfleet.ps.coordination.etcd_gateway import Access, EtcdGateway
-from torchfleet.ps.net import replica_channels
+from torchfleet.ps.net import replica_channels, transport
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Command, Message, Role, encode, pack
 from torchfleet.ps.server.log.logged_server import LoggedServer
@@ -34,6 +34,8 @@ class ReplicaNode(Node):
 
     def __init__(self, fleet: ReplicaFleet, doors: Doors, shard: int, replica: int) -> None:
         self.fleet, self.shard, self.replica, self.restart = fleet, shard, replica, -1
+        if fleet.setting.is_unlucky:
+            self.tick_seconds = transport.TICK
         clock = fleet.setting.new_clock(1000.0 * (1 + replica))
         super().__init__(doors, f"{fleet.setting.shards[shard]}.{replica}", self._make_replica, clock)
 
@@ -98,6 +100,8 @@ class ReplicaFleet(Fleet):
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
         setting.world.run(self._is_whole, 300.0)
         self.etcd.share_lost = setting.share_lost
+        if setting.is_unlucky:
+            self.etcd.changed = self._be_unlucky
 
     def _is_whole(self) -> bool:
         return all((views := self.etcd.views(shard)) and views[-1].backup for shard in range(len(self.setting.shards)))
@@ -123,7 +127,7 @@ class ReplicaFleet(Fleet):
 
     def disturb(self, dice: random.Random) -> None:
         node = dice.choice(self.nodes)
-        (kind,) = dice.choices(["kill", "apart", "away"], (5, 2, 3))
+        (kind,) = dice.choices(["kill", "apart", "away"], (5, 5 if self.setting.is_unlucky else 2, 3))
         seconds = dice.choice([0.3, 1.0, 3.0, 8.0])
         note = self.setting.history.note
         other = self._pair(node.shard)[1 - node.replica]
@@ -142,6 +146,24 @@ class ReplicaFleet(Fleet):
             note(f"etcd: {how} for {seconds:g} s, to {[each.name for each in nodes]}")
             for each in nodes:
                 self.etcd.disturb(each.name, how, seconds)
+
+    def _be_unlucky(self, name: str) -> bool:
+        """A replica has changed its view. Often it does not hear of it, and its link to the other one breaks, or is
+        whole again, at that moment. Whether the answer is lost."""
+        dice, setting = self.setting.world.dice, self.setting
+        if not setting.has_faults or dice.random() < 0.5:
+            return False
+        node = next(node for node in self.nodes if node.name == name)
+        other = self._pair(node.shard)[1 - node.replica]
+        if dice.random() < 0.5:
+            setting.history.note(f"{name} has changed the view, and is cut off from {other.name}")
+            for one, another in ((node, other), (other, node)):
+                self._separate(one, another, 1.5)
+        else:
+            setting.history.note(f"{name} has changed the view, and hears {other.name} again")
+            setting.network.mend(name, other.name)
+        self.etcd.disturb(name, dice.choice((REFUSED, SILENT, ERROR)), dice.choice([1.0, 3.0]))
+        return True
 
     def _kill(self, node: ReplicaNode, other: ReplicaNode, later: float, told: bool) -> None:
         """It is started again so much later. `told`: the launcher tells the other one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import random
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from support.faults.workloads.tokens import Tokens
 from support.lossy import Faults
 
 from torchfleet.ps.server.state.budgets import SpareMemory
+from torchfleet.ps.server.warm import compile_all
 
 LONGEST = 1500.0  # virtual seconds of a schedule
 HORIZON = 12.0  # seconds in which faults happen
@@ -57,6 +59,7 @@ class Plan:
     drift: float  # of clocks
     load: Load
     share_lost: float  # of the coordinator's answers
+    is_unlucky: bool  # replicas: what goes wrong does so when a view changes, and clocks differ as much as they may
 
     @classmethod
     def of(cls, seed: int, script: str | None = None, fleet: str | None = None) -> Plan:
@@ -69,6 +72,7 @@ class Plan:
         return cls(
             seed, script or chosen[0], fleet or chosen[1], dice.randint(1, 2), dice.randint(2, 3), faults,
             dice.randint(0, 5), dice.choice([0.0, MAX_DRIFT]), dice.choice(LOADS), dice.choice([0.0, 0.1]),
+            dice.random() < 0.3,
         )  # fmt: skip
 
 
@@ -81,12 +85,19 @@ class Outcome:
     seconds: float  # of virtual time
 
 
+@functools.cache
+def load_kernels() -> None:
+    """Compile or load them once per process, in real time: no schedule is to do it."""
+    compile_all()
+
+
 def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
+    load_kernels()
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
     setting.on_loss = getattr(SCRIPTS[plan.script], "on_loss", setting.on_loss)
     setting.min_workers = getattr(SCRIPTS[plan.script], "min_workers", 0)
-    setting.drift, setting.share_lost = plan.drift, plan.share_lost
+    setting.drift, setting.share_lost, setting.is_unlucky = plan.drift, plan.share_lost, plan.is_unlucky
     # What a machine has left of its memory, and what it prints, is no part of a schedule.
     with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
         fleet = FLEETS[plan.fleet](setting)

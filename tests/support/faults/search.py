@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support.faults.bugs import (
     planted_answers,
@@ -14,7 +14,7 @@ from support.faults.bugs import (
     planted_replicas,
 )
 from support.faults.planted import BUGS, planted
-from support.faults.schedules import Plan, run
+from support.faults.schedules import Plan, load_kernels, run
 from support.messages import INTERNAL_ERROR
 
 # Importing them has filled BUGS.
@@ -39,9 +39,12 @@ class Found:
     text: str
 
 
-def failure(seed: int, fleet: str | None = None, script: str | None = None) -> tuple[str, Exception | None]:
+def failure(
+    seed: int, fleet: str | None = None, script: str | None = None, is_unlucky: bool = False
+) -> tuple[str, Exception | None]:
     """The kind of the schedule, and what is wrong with it, if anything is."""
     plan = Plan.of(seed, script, fleet)
+    plan = replace(plan, is_unlucky=is_unlucky or plan.is_unlucky)
     try:
         run(plan)
     except Exception as error:  # whatever it is, somebody has to look at it
@@ -51,10 +54,11 @@ def failure(seed: int, fleet: str | None = None, script: str | None = None) -> t
 
 def hunt(name: str, num_schedules: int) -> Found | None:
     """Run schedules with this bug, of the kinds in which it can show, until one finds it."""
+    load_kernels()  # as they are without the bug
     fleets, script = BUGS[name].fleets or (None,), BUGS[name].script
     with planted(name):
         for seed in range(num_schedules):
-            _, error = failure(seed, fleets[seed % len(fleets)], script)
+            _, error = failure(seed, fleets[seed % len(fleets)], script, BUGS[name].is_unlucky)
             if error is not None:
                 _check_plant(error)
                 return Found(seed + 1, seed, f"{type(error).__name__}: {error}")

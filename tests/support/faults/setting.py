@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from support.faults.clocks import MAX_WALL_JUMP, MachineClock
+from support.faults.clocks import MAX_DRIFT, MAX_WALL_JUMP, MachineClock
 from support.faults.history import History
 from support.faults.network import Doors, Network
 from support.faults.nodes import Node
@@ -41,7 +42,9 @@ class Setting:
     has_faults: bool = True  # until the script is done
     drift: float = 0.0  # by which rates of clocks differ from 1
     share_lost: float = 0.0  # of the coordinator's answers
+    is_unlucky: bool = False  # see Plan
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
+    _clocks: Iterator[int] = field(default_factory=itertools.count)  # counts those that were made
 
     @classmethod
     def make(cls, seed: int, faults: Faults, num_shards: int, num_workers: int) -> Setting:
@@ -72,7 +75,10 @@ class Setting:
     def new_clock(self, offset: float) -> MachineClock:
         """The clock of another machine."""
         dice = self.world.dice
-        rate = 1.0 + dice.uniform(-self.drift, self.drift)
+        drift = dice.uniform(-self.drift, self.drift)
+        if self.is_unlucky:  # one replica is slow, the other fast
+            drift = MAX_DRIFT if next(self._clocks) % 2 else -MAX_DRIFT
+        rate = 1.0 + drift
         return MachineClock(self.world, offset, rate, dice.uniform(-MAX_WALL_JUMP, MAX_WALL_JUMP))
 
     @property

@@ -30,6 +30,7 @@ class SimulatedEtcd:
     world: World
     askers: dict[str, Callable[[float], None]] = field(default_factory=dict)  # by node: how its process waits
     share_lost: float = 0.0  # of answers that are lost without any other trouble
+    changed: Callable[[str], bool] = lambda node: False  # told who has changed a view; whether its answer is lost
     _written: dict[str, list[str]] = field(default_factory=dict)  # by key: all values, the latest last
     _troubles: dict[str, tuple[str, float]] = field(default_factory=dict)  # by node: what, until when
 
@@ -99,7 +100,10 @@ class Connection:
         self._wait()
         dice, content = self._etcd.world.dice, b"<html>unavailable</html>"
         if self._trouble not in (SILENT, ERROR) and (self._trouble in ("", LOST) or dice.random() < 0.5):
-            content = json.dumps({"header": {}, **self._etcd.answer(path, json.loads(body))}).encode()
+            answer = self._etcd.answer(path, json.loads(body))
+            content = json.dumps({"header": {}, **answer}).encode()
+            if answer.get("succeeded") and self._etcd.changed(self._node):
+                self._trouble = LOST
         if self._trouble == GARBAGE:
             content = b"<html>welcome</html>"
         head = f"HTTP/1.1 {STATUS.get(self._trouble, 200)} -\r\nContent-Length: {len(content)}\r\n\r\n"

@@ -13,6 +13,8 @@ from numba.core.caching import FunctionCache
 
 _PATIENCE = 60.0  # seconds to wait for a kernel that another process compiles; its compilation may have failed
 _PAUSE = 0.02  # seconds between two tries
+# Bound here: where clocks are simulated, time.sleep is virtual, and another process compiles in real time.
+_monotonic, _sleep = time.monotonic, time.sleep
 takes_locks = True  # False in a process of low priority, for which no other is to wait
 
 
@@ -46,13 +48,13 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
             self._impl.locator.ensure_cache_path()
             path = os.path.join(self.cache_path, f"{self._impl.filename_base}.lock")
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            until = time.monotonic() + _PATIENCE
-            while time.monotonic() < until:
+            until = _monotonic() + _PATIENCE
+            while _monotonic() < until:
                 try:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    time.sleep(_PAUSE)
+                    _sleep(_PAUSE)
 
     def _release(self) -> None:
         if self._lock is not None:

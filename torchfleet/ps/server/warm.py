@@ -15,18 +15,17 @@ from numba.core import event
 
 from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
 from torchfleet.ps.kernels.merge import FEW_PLACES, unique
+from torchfleet.ps.kernels.warm import warm_up_workers
 from torchfleet.ps.server.state.subscriptions import PendingKeys
 from torchfleet.ps.tables.kinds import make_table, samples
-from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
-from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
-from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import KINDS, TableSpec
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, default_storage
-from torchfleet.ps.tables.table import OneSlice, Table
+from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.tiers.warm import warm_up_tiers
+from torchfleet.ps.tables.warm import NUM_ROWS, keep, read_only, train
 
-_BYTES, _ROWS, _DIM = 1 << 22, 1000, 64  # of the tables that are used
+_BYTES, _DIM = 1 << 22, 64  # of the tables that are used
 COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
 
 
@@ -58,17 +57,16 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
     with _without_collector():
         unique(np.arange(FEW_PLACES, dtype=np.uint64))  # more keys than the places that it begins with are for
         for table in (make_table(_small(spec), _BYTES) for spec in specs):
-            _train(table)
-            if are_copied and not table.spec.is_dense:
-                _keep(table)
+            train(table)
+            if are_copied:
+                keep(table)
         if not specs or default_storage().memory or any(spec.storage.memory for spec in specs):
             warm_up_tiers()
         if not specs:
             PendingKeys().note(np.arange(3, dtype=np.uint64))
-            for table in (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind)):
-                _train(table)
-                if not table.spec.is_dense:
-                    _keep(table)
+            for table in _all_kinds():
+                train(table)
+                keep(table)
 
 
 _loaded: list[bool] = []  # whether load_all has been called, in this process or in the one that forked it
@@ -106,7 +104,25 @@ def compile_all() -> None:
         except BlockingIOError:
             return
         warm_up()
+        with _without_collector():
+            _use_rest()
         mark.touch()
+
+
+def _use_rest() -> None:
+    """Use the kernels that a server does not load when it starts: those of workers, and those of tables with arrays in
+    read-only memory, as a log has them. A server that replays its log, and the first step of a worker, find them in the
+    cache.
+    """
+    unique(read_only(np.zeros(1, np.uint64)))
+    for table in _all_kinds():
+        train(table, read_only)
+        keep(table, read_only)
+    warm_up_workers()
+
+
+def _all_kinds() -> Iterator[Table]:
+    return (make_table(spec, _BYTES) for kind in KINDS for spec in samples(kind))
 
 
 @contextmanager
@@ -123,60 +139,5 @@ def _without_collector() -> Iterator[None]:
 
 def _small(spec: TableSpec) -> TableSpec:
     """A table that uses the same kernels."""
-    few = {"dim": min(spec.dim, _DIM), "size": _ROWS if spec.size else 0, "storage": IN_MEMORY}
+    few = {"dim": min(spec.dim, _DIM), "size": NUM_ROWS if spec.size else 0, "storage": IN_MEMORY}
     return replace(spec, shard=0, num_shards=1, **few)
-
-
-def _train(table: Table) -> None:
-    """Pull and push, as workers do, until the table has grown and moved its rows."""
-    if table.spec.is_dense:
-        _push(table, np.empty(0, np.uint64), np.ones((table.num_rows, 1), np.float32))
-        return
-    few, width = np.array([1, 2, 1], np.uint64), _width(table)
-    for _ in range(3):  # an entry policy admits a key after some appearances
-        _pull(table, few)
-        _push(table, few, np.ones((3, width), np.float32))
-    table.check_assign(few, np.ones((3, table.spec.dim), np.float32))
-    table.assign(few, np.ones((3, table.spec.dim), np.float32))
-    if not table.spec.shrink.names:
-        many = np.arange(_ROWS, dtype=np.uint64)
-        _pull(table, many)
-        _push(table, many, np.ones((_ROWS, width), np.float32))
-
-
-def _keep(table: Table) -> None:
-    """Save, restore, shrink and erase."""
-    few = np.array([1, 2, 1], np.uint64)
-    table.begin_save(is_committed=False)
-    if table.spec.shrink.names:
-        for _ in table.shrink(Shrink(max_rows=1)):
-            pass
-    else:
-        table.erase(few)
-    _push(table, few, np.ones((3, _width(table)), np.float32))
-    for _ in table.save_slices("delta", _ROWS):
-        pass
-    _warm_copy(table)
-
-
-def _width(table: Table) -> int:
-    return table.spec.dim + (NUM_PUSHED if is_pushed(table.spec) else 0)
-
-
-def _pull(table: Table, keys: Keys) -> None:
-    table.check_pull(keys, True)
-    table.pull(keys, True, None)
-
-
-def _push(table: Table, keys: Keys, grads: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> None:
-    table.check_push(keys, grads, None)
-    table.update(keys, grads, None)
-
-
-def _warm_copy(table: Table) -> None:
-    """Restore rows from read-only memory, as they arrive from another server."""
-    copy = make_table(table.spec, _BYTES)
-    for saved in table.save_slices("copy", _ROWS):
-        for array in saved.arrays.values():
-            array.flags.writeable = False
-        copy.restore(OneSlice(saved))

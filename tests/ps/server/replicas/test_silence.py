@@ -33,7 +33,7 @@ def heard_every(silence: Silence, now: float, pause: float, times: int) -> float
 def test_on_schedule_a_limit_is_what_it_says() -> None:
     silence = Silence(100.0)
     now = heard_every(silence, 100.0, 0.2, 50)
-    assert LIMIT <= seconds_to(silence, now, TICK) <= LIMIT + 2 * TICK
+    assert LIMIT <= seconds_to(silence, now, TICK) <= LIMIT + 3 * TICK
 
 
 def test_a_process_that_is_late_counts_a_part_of_its_own_delay() -> None:
@@ -59,7 +59,7 @@ def test_limits_grow_with_late_messages_within_bounds_and_shrink_again() -> None
     assert 2 * 0.5 < grown < 4 * LIMIT
     silence.hear()
     now = heard_every(silence, now + grown, 0.2, 300)  # a minute
-    assert seconds_to(silence, now, TICK) <= LIMIT + 2 * TICK
+    assert seconds_to(silence, now, TICK) <= LIMIT + 3 * TICK
 
 
 def test_the_counted_time_is_never_more_than_what_has_passed() -> None:
@@ -69,3 +69,12 @@ def test_the_counted_time_is_never_more_than_what_has_passed() -> None:
     assert silence.seconds <= 0.3
     silence.look(99.0)
     assert silence.seconds <= 0.3, "a clock that goes back counts nothing"
+
+
+def test_time_before_a_message_does_not_count() -> None:
+    silence = Silence(100.0)
+    for look in range(1, 40):  # a message comes 1 ms before every fourth look
+        if look % 4 == 0:
+            silence.hear()
+        silence.look(100.0 + look * TICK)
+        assert silence.seconds <= (look % 4) * TICK + 0.001 + 1e-9

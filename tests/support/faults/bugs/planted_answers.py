@@ -40,7 +40,7 @@ def _(patch: Patch) -> None:
     patch(Follower, "_look_for_end", look_and_drop)
 
 
-@bug("backup: confirms entries after it has won the shard", REPLICAS)
+@bug("backup: confirms entries after it has won the shard", REPLICAS, is_unlucky=True)
 def _(patch: Patch) -> None:
     take = Follower.take
 
@@ -67,7 +67,7 @@ def _(patch: Patch) -> None:
     patch(EtcdCoordinator, "replace", replace_or_hope)
 
 
-@bug("primary: a change of the view that was not answered did not happen", REPLICAS)
+@bug("primary: a change of the view that was not answered did not happen", REPLICAS, is_unlucky=True)
 def _(patch: Patch) -> None:
     replace = Primary._replace
 
@@ -79,6 +79,6 @@ def _(patch: Patch) -> None:
     patch(Primary, "_replace", replace_and_forget)
 
 
-@bug("primary: its lease has no margin for clocks that differ", REPLICAS)
+@bug("primary: its lease has no margin for clocks that differ", REPLICAS, is_unlucky=True)
 def _(patch: Patch) -> None:
     patch(primary, "LEASE", SILENCE)

@@ -10,6 +10,7 @@ from support.faults.planted import Patch, bug
 
 from torchfleet.ps.server.log import logged_server, state_copy
 from torchfleet.ps.server.log.state_copy import StateImport
+from torchfleet.ps.server.meeting.barrier import Barriers
 from torchfleet.ps.server.meeting.file_lists import FileLists
 from torchfleet.ps.server.meeting.gathering import Gatherings
 from torchfleet.ps.server.meeting.mail import Mail
@@ -17,6 +18,7 @@ from torchfleet.ps.server.state.changes import Changes
 from torchfleet.ps.server.state.sessions import Sessions
 from torchfleet.ps.server.state.work_queue import Schedule
 from torchfleet.ps.tables.settings.clock import Clock
+from torchfleet.ps.tables.table import Table
 
 
 @bug("copy: sessions are left out", BOTH, "tokens")
@@ -76,6 +78,21 @@ def _(patch: Patch) -> None:
     _change_body(patch, "long_requests", {})
 
 
+@bug("copy: pushes of the sync step that is open are left out", BOTH, "sync")
+def _(patch: Patch) -> None:
+    _change_body(patch, "sync_step", {})
+
+
+@bug("copy: the number of sync steps is left out", BOTH, "lost workers")
+def _(patch: Patch) -> None:
+    _change_body(patch, "num_steps", 0)
+
+
+@bug("copy: barriers that have opened are left out", BOTH, "meetings")
+def _(patch: Patch) -> None:
+    patch(Barriers, "restore", lambda self, kept: None)
+
+
 def _change_body(patch: Patch, name: str, value: Any) -> None:
     body = state_copy._body
 
@@ -89,7 +106,7 @@ def _change_body(patch: Patch, name: str, value: Any) -> None:
 
 @bug("copy: steps of tables are left out", BOTH, "tokens")
 def _(patch: Patch) -> None:
-    patch(state_copy, "restore_notes", lambda table, notes: None)
+    patch(Table, "restore_notes", lambda self, notes: None)
 
 
 @bug("copy: the server is another one to its clients", BOTH)

@@ -46,7 +46,7 @@ def _(patch: Patch) -> None:
     patch(LogWriter, "_sync", no_sync)
 
 
-@bug("log: an entry is confirmed when it is written, before it is synced", LOG)
+@bug("log: an entry is confirmed when it is written, before it is synced", LOG, is_unlucky=True)
 def _(patch: Patch) -> None:
     write = LogWriter._write
 

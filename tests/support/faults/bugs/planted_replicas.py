@@ -9,16 +9,19 @@ from support.faults.simulated_etcd import SimulatedEtcd
 
 from torchfleet.ps.coordination.view import View
 from torchfleet.ps.net import replica_channels
-from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.net.replica_channels import ReplicaChannels, envelope_of
+from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.log.log_entry import Kind, decode_entry
 from torchfleet.ps.server.replicas import follower, primary, silence
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
+from torchfleet.ps.server.replicas.between import REQUESTS
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.pace import LEASE
 from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.replicas.replica import Replica
 
 REPLICAS = ("replicas",)
+FILLED = 20  # messages: more than a backup is filled with at the start
 
 
 @bug("primary: replies do not wait for the backup", REPLICAS)
@@ -99,15 +102,19 @@ def _(patch: Patch) -> None:
 @bug("backup: confirms what has not come", REPLICAS)
 def _(patch: Patch) -> None:
     confirm = follower.confirm
-    patch(follower, "confirm", lambda own, term, number, stamped: confirm(own, term, number + 1, stamped))
+
+    def confirm_more(own: Any, term: int, number: int, stamped: int) -> Any:
+        return confirm(own, term, number + (number > FILLED), stamped)
+
+    patch(follower, "confirm", confirm_more)
 
 
 @bug("backup: takes over without asking the coordinator", REPLICAS)
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower) -> Fate:
-        fate = look(self)
+    def take_over(self: Follower, now: float) -> Fate:
+        fate = look(self, now)
         if fate is Fate.WAITS and self.view is not None and self.view.backup:
             self.view = self.view.taken_over()
             return Fate.TAKES_OVER
@@ -120,14 +127,14 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     look = Follower._look_for_end
 
-    def take_over(self: Follower) -> Fate:
+    def take_over(self: Follower, now: float) -> Fate:
         view = self._coordinator.read(self._own.shard)
         if view is not None and not view.backup and view.primary == self._primary and self.replay.is_complete:
             after = View(view.term + 1, self._own.name)
             if self._coordinator.replace(self._own.shard, view, after):
                 self.view = after
                 return Fate.TAKES_OVER
-        return look(self)
+        return look(self, now)
 
     patch(Follower, "_look_for_end", take_over)
 
@@ -143,10 +150,10 @@ def _(patch: Patch) -> None:
     handle = Replica.handle
 
     def answer(self: Replica, peer: Any, frames: Any, role: Any) -> Any:
-        replies = handle(self, peer, frames, role)
-        if self._primary is None and replies:
+        envelope = envelope_of(frames)
+        if self._primary is None and envelope is not None and envelope.command not in (*REQUESTS, Command.LOST):
             return self._server.handle(peer, frames, role)
-        return replies
+        return handle(self, peer, frames, role)
 
     patch(Replica, "handle", answer)
 
@@ -155,10 +162,10 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     take = Follower.take
 
-    def take_any(self: Follower, message: Any, now: float) -> None:
+    def take_any(self: Follower, message: Any) -> Any:
         if message.call == self._number and self._number:
             self._number -= 1
-        take(self, message, now)
+        return take(self, message)
 
     patch(Follower, "take", take_any)
 

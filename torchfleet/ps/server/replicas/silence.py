@@ -17,13 +17,14 @@ class Silence:
     nothing before the next one. Where messages come late, because the other process waits for a core, limits grow with
     the longest silence of late. On an idle machine they do not: messages then come every BEAT seconds.
 
-    The counted time is never more than the time that has passed, so that a lease shorter than a limit is over when the
-    limit is exceeded.
+    The counted time is never more than the time since the last message, so that a lease shorter than a limit is over
+    when the limit is exceeded.
     """
 
     def __init__(self, now: float) -> None:
         self._looked = self._window = now
         self._counted = self._before = 0.0  # seconds up to the last look, and up to the one before
+        self._is_heard = False  # a message has come since the last look
         self._longest = (0.0, 0.0)  # silence that a message has ended: in this window, in the one before
 
     @property
@@ -34,6 +35,7 @@ class Silence:
         """A message has come."""
         self._longest = max(self._longest[0], self._counted), self._longest[1]
         self._counted = self._before = 0.0
+        self._is_heard = True
 
     def forget(self) -> None:
         """Earlier silences say nothing about later ones."""
@@ -42,8 +44,9 @@ class Silence:
     def look(self, now: float) -> None:
         """Count the time since the last call. Call it every TICK seconds, after reading what has arrived."""
         self._before = self._counted
-        self._counted += min(max(0.0, now - self._looked), _ON_TIME)
-        self._looked = now
+        if not self._is_heard:  # else a part of this time was before the message
+            self._counted += min(max(0.0, now - self._looked), _ON_TIME)
+        self._looked, self._is_heard = now, False
         if now - self._window > _WINDOW:
             self._window, self._longest = now, (0.0, self._longest[0])
 
