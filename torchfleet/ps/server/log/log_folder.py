@@ -6,6 +6,7 @@ A segment begins with a copy of the state, so the segments before it are needed 
     begin               `start` with first=0; then segment 1 may have a part of a copy, and no request was answered
     begin_segment       sync the last segment; make the next one, empty; `start` with a new `last`; then write
     forget_before_last  sync the segment, which has a whole copy; `start` with a new `first` and run; remove older ones
+    note_term           `start` with a new term
     remove              rename `start` to `over`; remove all segments; remove `over`
 
 `start` is replaced by a rename, and names are synced after each of these steps. A folder that no crash leaves, such as
@@ -21,6 +22,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
@@ -65,8 +68,8 @@ class LogFolder:
         self.run = "" if self._start is None else self._start.run
         return self._start is not None and self._start.first > 0
 
-    def begin(self, run: str) -> None:
-        """Begin a new log of `run`. Removes what is left of a log that was being removed, and nothing else. Raises
+    def begin(self, run: str, term: int = 0) -> None:
+        """Begin a new log of `run`. `term`: as in Start. Removes what is left of a log that was being removed, and nothing else. Raises
         LogError if the folder has a log."""
         if self.open():
             raise LogError(
@@ -74,7 +77,7 @@ class LogFolder:
             )
         with self._naming():
             self._finish_removal()
-            self._start, self.run = Start(0, 0, run), run
+            self._start, self.run = Start(0, 0, run, term), run
             write_start(self.path, self._start)
             sync_path(self.path)
 
@@ -106,7 +109,7 @@ class LogFolder:
         self.num_bytes = self.num_synced = 0
         sync_folder(self.path)
         if self._start.first:
-            self._note(Start(self._start.first, number, self._start.run))
+            self._note(replace(self._start, last=number))
         return 0
 
     def write(self, buffers: Sequence[Frame]) -> int:
@@ -136,8 +139,19 @@ class LogFolder:
         assert self._start is not None
         last = self._start.last if self._start.first else 1
         self.sync()
-        self._note(Start(last, last, self.run))
+        self._note(replace(self._start, first=last, last=last, run=self.run))
         self._unlink(number for number in self._all() if number < last)
+        return self.num_bytes
+
+    @property
+    def term(self) -> int:
+        """The term that `start` has."""
+        return 0 if self._start is None else self._start.term
+
+    def note_term(self, term: int) -> int:
+        """Write the term into `start`, durably. Returns the size of the segment. Raises OSError."""
+        assert self._start is not None
+        self._note(replace(self._start, term=term))
         return self.num_bytes
 
     def remove(self) -> None:

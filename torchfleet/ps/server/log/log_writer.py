@@ -78,6 +78,15 @@ class LogWriter:
         """Remove the earlier segments once all appended pieces of the copy are written. Does not block."""
         self._put(self._folder.forget_before_last)
 
+    def note_term(self, term: int) -> None:
+        """Write the term into the folder's `start`, before all later entries. Does not block; see `term`."""
+        self._put(lambda: self._folder.note_term(term))
+
+    @property
+    def term(self) -> int:
+        """The term that `start` has on the disk."""
+        return self._folder.term
+
     def _put(self, run: Callable[[], int]) -> None:
         self._num_appended += 1
         self._queue.append(run)
@@ -88,10 +97,16 @@ class LogWriter:
         """As Sink.confirmed."""
         return self._confirmed
 
+    @property
+    def failure(self) -> str:
+        """Why nothing more will be written; empty if that is not so."""
+        error = self._threads.error
+        return "" if error is None else f"The log in {self._folder.path} cannot be written: {error}."
+
     def trouble(self) -> str:
         """As Sink.trouble."""
         if self._threads.error is not None:
-            return f"The log in {self._folder.path} cannot be written: {self._threads.error}."
+            return self.failure
         num_behind = self._bytes_appended - self._bytes_done
         return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
