@@ -41,7 +41,6 @@ FOUND_TOO = [
     "coordinator: an answer with an error ends the process that has the rows",
     "backup: takes its own name in the view for being dropped",
     "elastic: servers go on when the last worker has left",
-    "backup: confirms an entry before it is in the log",
     "primary: its log does not say which term it is of",
     "replica: is restored from its log though the view does not name it",
     "replica: a new run goes on from any log",

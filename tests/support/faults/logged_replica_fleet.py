@@ -61,7 +61,8 @@ class LoggedReplicaNode(ReplicaNode):
         self.disk.crash()
         if handler is not None:  # as the system does at the end of a process
             logged = None if handler._primary is None else handler._primary.logged
-            for held in (logged, handler._restored, handler._log):
+            restored = None if handler._restored is None else handler._restored.logged
+            for held in (logged, restored, handler._log):
                 if getattr(held, "_folder", None) is not None:
                     held._folder.close()
                 if held is not None and held is not logged:

@@ -46,9 +46,7 @@ class ReplicaNode(Node):
         self.own = own
         self.fleet.etcd.askers[self.name] = self.wait
         coordinator = EtcdCoordinator(EtcdGateway([self.name], Access()), "job")
-        made = Replica(
-            server, own, coordinator, self._connect, self.clock.monotonic, durability=self._durability()
-        )
+        made = Replica(server, own, coordinator, self._connect, self.clock.monotonic, durability=self._durability())
         made.begin()
         return made
 

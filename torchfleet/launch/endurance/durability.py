@@ -70,9 +70,9 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
 
 
 def make_store(variables: Mapping[str, str], servers: Sequence[int], backups: Sequence[int] = ()) -> None:
-    """Make the given folder of the logs of `servers` and `backups`, if one is given. Raises RoleError if no server could
-    write there, if other users can (what they write would become the model), and if some of the servers have a log and
-    others have no folder: these would begin without their rows."""
+    """Make the given folder of the logs of `servers` and `backups`, if one is given. Raises RoleError if no server
+    could write there, if other users can (what they write would become the model), and if some of the servers have a
+    log and others have no folder: these would begin without their rows."""
     if LOG_STORE not in variables:
         return
     folder = Path(variables[LOG_STORE])

@@ -1,7 +1,8 @@
 """The coordinator of jobs on one machine: files in a folder that fleetrun makes.
 
 Each term is one file, which can be created only once; the first one, whatever its term, is number 0. The replica that
-creates the file of the next term has changed the view. There is no lock, so a process that is suspended in the middle does not block the others.
+creates the file of the next term has changed the view. There is no lock, so a process that is suspended in the middle
+does not block the others.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ def test_a_backup_takes_over_and_goes_on_with_its_own_log(pair: Pair) -> None:
     client.push()
     assert pair.primary() == 1
     stale, newest = terms(pair)
-    assert stale is not None and newest is not None and stale < newest
+    assert stale is not None
+    assert newest is not None
+    assert stale < newest
     pair.kill(1)  # no replica is left, and the log of the first one lacks a push
     restart(pair, 0, 1)
     client.push()
@@ -184,7 +186,8 @@ def test_the_logs_of_a_job_that_is_over_are_removed(tmp_path: Path) -> None:
     client = Client([pair.client(Role.LAUNCHER)], role=Role.LAUNCHER, patience=Patience(5.0, 3))
     client.leave()
     first, second = pair.replicas
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     second.end(keeps_log=True)  # as fleetrun tells it
     first.end()
     assert terms(pair) == [None, None]
@@ -194,7 +197,8 @@ def test_the_log_of_a_backup_is_cut(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     client = Counting(pair)
     client.push()
     replica = pair.replicas[1]
-    assert replica is not None and replica._log is not None
+    assert replica is not None
+    assert replica._log is not None
     monkeypatch.setattr(replica_log, "most_bytes", lambda copied: copied + 20_000)
     replica._log._most_bytes = 1
     for _ in range(30):
@@ -251,9 +255,7 @@ def folders(store: Path) -> tuple[Path, Path]:
     ("own", "other", "first", "second"),
     [(3, 2, True, False), (2, 3, False, True), (2, 2, True, False), (2, None, True, False), (None, 2, False, True)],
 )
-def test_the_higher_term_decides(
-    tmp_path: Path, own: int | None, other: int | None, first: bool, second: bool
-) -> None:
+def test_the_higher_term_decides(tmp_path: Path, own: int | None, other: int | None, first: bool, second: bool) -> None:
     places = folders(tmp_path)
     for folder, term in zip(places, (own, other), strict=True):
         if term is not None:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from support.faults.planted import Patch, bug
 
 from torchfleet.ps.coordination.view import View
-from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.durable_server import DurableServer
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas import replica_log
 from torchfleet.ps.server.replicas.follower import Follower
-from torchfleet.ps.server.replicas.replica_log import ReplicaLog
 
 BOTH = ("both",)
-
-
-@bug("backup: confirms an entry before it is in the log", BOTH)
-def _(patch: Patch) -> None:
-    append = ReplicaLog.append
-
-    def append_and_confirm(self: Any, number: int, entry: Sequence[Frame]) -> None:
-        append(self, number, entry)
-        self.number = number
-
-    patch(ReplicaLog, "append", append_and_confirm)
-    patch(ReplicaLog, "confirmed", property(lambda self: getattr(self, "number", 0)))
 
 
 @bug("primary: its log does not say which term it is of", BOTH)
@@ -38,7 +21,9 @@ def _(patch: Patch) -> None:
 
 @bug("replica: is restored from its log though the view does not name it", BOTH)
 def _(patch: Patch) -> None:
-    def may_restore(self: Follower, view: View, now: float) -> bool:
+    def may_restore(self: Follower, view: View | None, now: float) -> bool:
+        if view is None:
+            return self._log is not None and self._log.is_newest
         return self._has_log and bool(self._is_replaced(view.primary) or now - self._begun > 1.0)
 
     patch(Follower, "_may_restore", may_restore)

@@ -58,7 +58,8 @@ class LogFolder:
         self._start: Start | None = None  # as it is on the disk; None: there is no log
         self.run = ""  # the run that is noted with the next whole copy
         self.num_bytes = 0  # bytes of whole records in the last segment
-        self.num_synced = 0  # how many of these bytes are synced to the disk
+        self._number = 0  # of the segment that is open for `write`
+        self._synced = (0, 0)  # the number of a segment, and how many of its bytes are synced to the disk
 
     def open(self) -> bool:
         """Read `start`, and set `run`. Returns whether there is a whole copy of a state to restore from. Raises
@@ -69,8 +70,8 @@ class LogFolder:
         return self._start is not None and self._start.first > 0
 
     def begin(self, run: str, term: int = 0) -> None:
-        """Begin a new log of `run`. `term`: as in Start. Removes what is left of a log that was being removed, and nothing else. Raises
-        LogError if the folder has a log."""
+        """Begin a new log of `run`. `term`: as in Start. Removes what is left of a log that was being removed, and
+        nothing else. Raises LogError if the folder has a log."""
         if self.open():
             raise LogError(
                 f"{self.path} has the log of another server, begun meanwhile: give every server its own folder"
@@ -105,8 +106,8 @@ class LogFolder:
         number = self._start.last + 1
         if self._file >= 0:
             os.fdatasync(self._file)
+        self.num_bytes = 0  # before the number changes, which `sync_behind` reads first
         self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # one that is there has no entries yet
-        self.num_bytes = self.num_synced = 0
         sync_folder(self.path)
         if self._start.first:
             self._note(replace(self._start, last=number))
@@ -125,13 +126,35 @@ class LogFolder:
         self.num_bytes = end
         return end
 
+    @property
+    def num_synced(self) -> int:
+        """How many bytes of the last segment are synced to the disk."""
+        number, num_bytes = self._synced
+        return num_bytes if number == self._number else 0
+
     def sync(self) -> None:
         """Block until all written bytes are on the disk. Raises OSError, also if the segment has lost its name."""
-        num_bytes = self.num_bytes
-        os.fdatasync(self._file)
-        if not os.fstat(self._file).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "a segment was removed while the server wrote to it", str(self.path))
-        self.num_synced = num_bytes
+        if self._file >= 0:
+            num_bytes = self.num_bytes
+            os.fdatasync(self._file)
+            if not os.fstat(self._file).st_nlink:
+                raise self._lost_name()
+            self._synced = self._number, num_bytes
+
+    def sync_behind(self) -> None:
+        """As `sync`, from another thread than the one that writes, which may begin a segment meanwhile."""
+        number, num_bytes = self._number, self.num_bytes
+        try:
+            file = os.open(self.path / _NAME.format(number), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if number and number == self._number:
+                raise self._lost_name() from None
+            return  # it was synced before the next one began
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+        self._synced = number, num_bytes
 
     def forget_before_last(self) -> int:
         """Remove the segments before the last, which must have a whole copy of the state, of a server of `run`. Returns
@@ -168,6 +191,10 @@ class LogFolder:
             os.close(self._file)
             self._file = -1
         os.close(self._lock)
+
+    def _lost_name(self) -> OSError:
+        text = "a segment was removed while the server wrote to it"
+        return FileNotFoundError(errno.ENOENT, text, str(self.path / _NAME.format(self._number)))
 
     def _write_some(self, buffers: list[Frame], at: int) -> int:
         """Write all buffers from byte `at` on. Returns the position behind them. Empties `buffers`."""
@@ -235,6 +262,7 @@ class LogFolder:
             os.close(self._file)
             self._file = -1
         self._file = open_file(self.path / _NAME.format(number), flags)
+        self._number = number
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

@@ -121,7 +121,7 @@ class Follower:
         if self._number == 1:
             log.begin_backup()
         log.append(self._number, frames)
-        if not self.replay.is_complete:  # the log must know when it has the last piece
+        if not log.has_copy:  # it must know when it has the last piece
             self.catch_up()
             if self.replay.is_complete:
                 log.end_copy()
@@ -188,39 +188,46 @@ class Follower:
             return Fate.WAITS
         self._asked = now
         view = self.view = self._coordinator.read(self._own.shard)
-        if view is None:
-            return Fate.RESTORES if self._log is not None and self._log.is_newest else Fate.WAITS
-        if view.primary == ENDED:
+        if view is not None and view.primary == ENDED:
             return Fate.ENDS
         if self._may_restore(view, now):
             return Fate.RESTORES
-        replica = replica_of(view.primary)
-        if replica == self._own.replica:
+        if view is not None:
+            self._check_kept(view)
+            self._ask(view)
+        return Fate.WAITS
+
+    def _check_kept(self, view: View) -> None:
+        """Raise FleetError if no replica has the state any longer."""
+        if replica_of(view.primary) == self._own.replica:
             is_nowhere = not view.backup or (self._log is None and self._is_lost(view.backup))
             if is_nowhere and not self._has_log:
                 raise FleetError(_LOST_WITHOUT_BACKUP)
-            return Fate.WAITS
-        if replica != 1 - self._own.replica:
-            return Fate.WAITS  # not a name that a replica has written
-        if self._is_lost(view.primary):
-            if self._log is None:
-                raise FleetError(_LOST_WITH_PRIMARY)
-            return Fate.WAITS  # until it is restored from its log
+        elif self._log is None and self._is_lost(view.primary):
+            raise FleetError(_LOST_WITH_PRIMARY)
+
+    def _ask(self, view: View) -> None:
+        """Ask the primary for its state, if it is the other replica and has not ended."""
+        replica = replica_of(view.primary)
+        if replica != 1 - self._own.replica or self._is_lost(view.primary):
+            return  # or the name is not one that a replica has written
         if view.primary != self._primary:
             self.close()
             self._primary, self._channel = view.primary, self._connect(replica)
             self._is_primary_refused = False
         assert self._channel is not None
         self._channel.send(follow(self._own, view.term))
-        return Fate.WAITS
 
     @property
     def _has_log(self) -> bool:
         return self._log is not None and self._log.is_whole
 
-    def _may_restore(self, view: View, now: float) -> bool:
+    def _may_restore(self, view: View | None, now: float) -> bool:
         """Whether to go on from the log: the view names an earlier process of this replica, so that its log has all
-        that was acknowledged, and the other one that it names, if any, has ended or does not act."""
+        that was acknowledged, and the other one that it names, if any, has ended or does not act. Without a view, terms
+        decide."""
+        if view is None:
+            return self._log is not None and self._log.is_newest
         names = view.primary, view.backup
         if self._own.replica not in map(replica_of, names) or not self._has_log:
             return False

@@ -6,14 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from torchfleet.base.errors import (
-    CoordinatorUnreachable,
-    FleetError,
-    LogError,
-    NotPrimary,
-    PermissionRefused,
-    WireError,
-)
+from torchfleet.base.errors import FleetError, LogError, NotPrimary, PermissionRefused, WireError
 from torchfleet.ps.coordination.view import Coordinator, View
 from torchfleet.ps.net.replica_channels import Envelope, envelope_of
 from torchfleet.ps.net.transport import Channel, Peer
@@ -31,7 +24,7 @@ from torchfleet.ps.net.wire import (
     error_arrays,
     unpack,
 )
-from torchfleet.ps.server.log.durable_server import Durability, DurableServer
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import REQUESTS, FollowBody, Identity, LostBody, lost_process
@@ -41,6 +34,7 @@ from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.pace import BEAT, FAREWELL, NO_BACKUP
 from torchfleet.ps.server.replicas.primary import Primary
 from torchfleet.ps.server.replicas.replica_log import ReplicaLog
+from torchfleet.ps.server.replicas.restoration import Restoration
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
@@ -76,8 +70,7 @@ class Replica:
         self._primary: Primary | None = None
         self._losses: list[LostBody] = []  # what the launcher has reported while this replica had no role
         self._log = None if durability is None else ReplicaLog(durability, own.replica, clock)
-        self._restored: DurableServer | None = None  # restored from the log, and not primary yet
-        self._before: View | None = None  # the view that the restored replica asks to change
+        self._restored: Restoration | None = None  # until it is primary
         self._filler: Peer | None = None  # where entries come from
         self._asked = clock()
         self._find_role()
@@ -120,7 +113,7 @@ class Replica:
                 self._primary.end()
             self._primary.close(is_over and not keeps_log and not self._server.desertion)
         if self._restored is not None:
-            self._restored.close()
+            self._restored.logged.close()
         if self._follower is not None:
             self._follower.close()
         if self._log is not None:
@@ -177,7 +170,7 @@ class Replica:
         if self._follower is not None:
             return self._confirmations(self._follower)
         if self._restored is not None:
-            self._claim_restored(self._restored)
+            self._ask_for_shard(self._restored)
         if self._primary is None:
             return []
         self._primary.tick(now)
@@ -321,7 +314,8 @@ class Replica:
             follower.close()
             self._server.state.say(f"takes over as primary (term {self.term}), at entry {replay.index:,}")
         elif fate is Fate.RESTORES:
-            self._restore(follower)
+            assert self._log is not None
+            self._restore(self._log, follower)
         elif fate is Fate.DROPPED:
             self._depose("the primary goes on without this backup")
         self.is_over |= fate is Fate.ENDS
@@ -331,28 +325,20 @@ class Replica:
             return self._log.take_over(self._server, replay)
         return LoggedServer(self._server, [], replay.index, term, replay.time, self._clock)
 
-    def _restore(self, follower: Follower) -> None:
-        """Restore the server from the log, and then ask for the shard: of two replicas that do so, one gets it."""
-        assert self._log is not None
-        self._restored, self._before = self._log.restore(self._server), follower.view
+    def _restore(self, log: ReplicaLog, follower: Follower) -> None:
+        """Restore the server from the log, and then ask for the shard."""
+        self._restored = Restoration(log.restore(self._server), follower.view)
         follower.close()
         self._follower = None
 
-    def _claim_restored(self, restored: DurableServer) -> None:
-        before = self._before
-        if before is not None and before.term < restored.noted_term:
-            raise LogError(
-                f"the log is of term {restored.noted_term}, and the coordinator has term {before.term}: it is that of "
-                "another run. Give --coordinator the NAME of this run, or of a new one."
-            )
-        view = View((restored.noted_term if before is None else before.term) + 1, self._own.name)
-        with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
-            if not self._coordinator.replace(self._own.shard, before, view):
-                self._depose("another replica has taken over")
-                return
-            self._primary, self._restored, self._took_over = self._lead(restored, view), None, self._clock()
-            self._wait_for_backup(is_new=before is None)
-            self._server.state.say(f"is primary (term {view.term}), restored from its log at entry {restored.index:,}")
+    def _ask_for_shard(self, restored: Restoration) -> None:
+        view = restored.ask(self._own, self._coordinator)
+        if restored.is_late:
+            self._depose("another replica has taken over")
+        elif view is not None:
+            self._primary, self._restored, self._took_over = self._lead(restored.logged, view), None, self._clock()
+            self._wait_for_backup(restored.is_new_run)
+            self._server.state.say(f"is primary (term {view.term}), restored from its log")
 
     def _depose(self, why: str) -> None:
         self.deposed = f"{why}: this process ends, and starts again as a backup"

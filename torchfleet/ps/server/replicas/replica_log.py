@@ -91,9 +91,14 @@ class ReplicaLog:
 
     def end_copy(self) -> None:
         """All pieces of the state were appended."""
-        assert self._writer is not None
-        self._writer.end_copy()
-        self._most_bytes = most_bytes(self._writer.segment_bytes)
+        if self._writer is not None:
+            self._writer.end_copy()
+            self._most_bytes = most_bytes(self._writer.segment_bytes)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether all pieces of the state were appended."""
+        return bool(self._most_bytes)
 
     def note(self, term: int) -> None:
         """A view of this term names the backup."""
@@ -145,7 +150,8 @@ class ReplicaLog:
 
     def take_over(self, server: Server, replay: Replay) -> DurableServer:
         """The backup is primary now, and goes on with its log. Blocks until all messages are in it. Raises LogError."""
-        assert self._folder is not None and self._writer is not None
+        assert self._folder is not None
+        assert self._writer is not None
         self._writer.close()
         self.check()
         folder, self._folder, self._writer = self._folder, None, None
