@@ -30,11 +30,11 @@ class Pair:
     """`replicas`: by number; None: no process is there."""
 
     def __init__(
-        self, folder: Path, num_workers: int = 0, waits_for_backup: bool = True, store: Path | None = None
+        self, folder: Path, num_workers: int = 0, waits_for_backup: bool = True, log_store: Path | None = None
     ) -> None:
-        """`folder`: of the coordinator. `store`: of the logs; None: there are none."""
+        """`folder`: of the coordinator. `log_store`: of the logs; None: there are none."""
         folder.chmod(0o700)
-        self.store, self.run_name = store, "first"
+        self.log_store, self.run_name = log_store, "first"
         self._waits_for_backup = waits_for_backup
         self.is_one_machine = False  # whether a replica sees that the other one's process has ended
         self.now = 100.0
@@ -68,15 +68,15 @@ class Pair:
         return made
 
     def _durability(self, replica: int) -> Durability | None:
-        if self.store is None:
+        if self.log_store is None:
             return None
-        own, other = (log_folder(str(self.store), 0, number) for number in (replica, 1 - replica))
+        own, other = (log_folder(str(self.log_store), 0, number) for number in (replica, 1 - replica))
         return Durability(own, 10.0, self.run_name, other)
 
     def kill(self, replica: int) -> None:
         killed, self.replicas[replica] = self.replicas[replica], None
         self._mail[replica].clear()
-        if killed is not None and self.store is not None:
+        if killed is not None and self.log_store is not None:
             killed.deposed = killed.deposed or "killed"  # so that nothing is written into the view
             killed.end(keeps_log=True)
 

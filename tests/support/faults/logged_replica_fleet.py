@@ -17,10 +17,10 @@ from support.faults.replica_fleet import ReplicaFleet, ReplicaNode
 from support.faults.same_state import check_same, make_first_values
 from support.faults.setting import Setting, contents
 
-from torchfleet.base.errors import LogError
 from torchfleet.base.role.process_settings import log_folder
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer
 from torchfleet.ps.server.replicas.replica_log import ReplicaLog
+from torchfleet.ps.tables.settings.spec import TableSpec
 
 PAUSE = 0.01  # seconds after which a kill is tried again, of a process that waits for its disk
 
@@ -45,15 +45,6 @@ class LoggedReplicaNode(ReplicaNode):
     def is_busy(self) -> bool:
         """Whether its code runs: it waits for its disk, or for the coordinator."""
         return self._busy_life == self._life
-
-    def _look(self) -> None:
-        try:
-            super()._look()
-        except LogError:  # a disk that is full when a backup takes over: it ends, and begins again from its log
-            if self.world.now > self.disk.full_until + PAUSE:
-                raise
-            self.crash()
-            self.world.after(1.0, lambda: self.fleet.revive(self))
 
     def crash(self) -> None:
         handler = self.handler
@@ -152,13 +143,17 @@ class LoggedReplicaFleet(ReplicaFleet):
             check_same(f"shard {shard}", server, before[shard])
 
     def begin_next_run(self) -> None:
-        """The job is started again over the same logs. One replica of each shard was lost at the end of the first run,
-        so that its log is older, unless it was primary alone."""
+        """The job is started again over the same logs. One replica of each shard was lost before the last change of the
+        first run, so that its log is older."""
+        world = self.setting.world
+        for shard in range(len(self.setting.shards)):
+            world.dice.choice(self._pair(shard)).crash()
+        world.pass_time(5.0)
+        client = self.setting.client("late", 0)
+        late = self.setting.actor("late", lambda: client.create_table(TableSpec("late", dim=2)))
+        world.run(lambda: late.has_ended, world.now + 100.0)
+        expect(late.has_ended and late.error is None, f"no table can be made after a loss: {late.error}")
         before = self.servers()
-        lost = [self.setting.world.dice.choice(self._pair(shard)) for shard in range(len(self.setting.shards))]
-        for node in lost:
-            node.crash()
-        self.setting.world.pass_time(5.0)
         self.run = "second"
         self._start_again(new_job=True)
         for shard, found in enumerate(self.servers()):

@@ -48,7 +48,7 @@ def begin(folder: Path, run: str = "first", num_workers: int = 0) -> Pair:
     views = folder / f"views of {run}"
     views.mkdir()
     (folder / "store").mkdir(mode=0o700, exist_ok=True)
-    made = Pair(views, num_workers, store=folder / "store")
+    made = Pair(views, num_workers, log_store=folder / "store")
     made.run_name = run
     made.start(0)
     made.start(1)
@@ -75,8 +75,8 @@ class Counting:
 
 def terms(pair: Pair) -> list[int | None]:
     """By replica, the term that its log has."""
-    assert pair.store is not None
-    found = [find_start(log_folder(str(pair.store), 0, number)) for number in range(2)]
+    assert pair.log_store is not None
+    found = [find_start(log_folder(str(pair.log_store), 0, number)) for number in range(2)]
     return [None if start is None else start.term for start in found]
 
 
@@ -133,8 +133,8 @@ def test_a_replica_whose_disk_is_lost_does_not_keep_the_other_from_going_on(pair
     client.push()
     pair.kill(0)
     pair.kill(1)
-    assert pair.store is not None
-    shutil.rmtree(log_folder(str(pair.store), 0))
+    assert pair.log_store is not None
+    shutil.rmtree(log_folder(str(pair.log_store), 0))
     restart(pair, 0, 1)
     client.push()
     assert pair.primary() == 1
@@ -204,13 +204,13 @@ def test_the_log_of_a_backup_is_cut(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     for _ in range(30):
         client.push()
         pair.run(0.05)
-    assert pair.store is not None
-    start = find_start(log_folder(str(pair.store), 0, 1))
+    assert pair.log_store is not None
+    start = find_start(log_folder(str(pair.log_store), 0, 1))
     assert start is not None
     assert start.first > 2
     pair.kill(0)
     pair.kill(1)
-    shutil.rmtree(log_folder(str(pair.store), 0))
+    shutil.rmtree(log_folder(str(pair.log_store), 0))
     restart(pair, 0, 1)
     client.check()
 

@@ -53,15 +53,16 @@ class DurableServer(LoggedServer):
         replay: Replay | None = None,
         begins: bool = False,
         clock: Callable[[], float] | None = None,
+        writer: LogWriter | None = None,
     ) -> None:
         """`replay`: has applied all entries of `folder`; None: the folder is empty. `begins`: begin a new segment with
         the current state. Then, and without `replay`, blocks until the copy is on disk. `clock`: as in LoggedServer.
-        Raises LogError."""
+        `writer`: the one that writes to `folder` already, if there is one. Raises LogError."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
         timed = {} if clock is None else {"clock": clock}
         super().__init__(server, (), index, term, None if replay is None else replay.time, **timed)
         self._folder = folder
-        self._writer = LogWriter(folder, index, fsync_ms, self.wake)
+        self._writer = LogWriter(folder, index, fsync_ms, self.wake) if writer is None else writer
         self.add_sink(self._writer)
         self._attempt = server.state.saves.chain.attempt
         self._most_bytes = most_bytes(self._writer.segment_bytes)  # size of the segment at which the log is cut

@@ -41,6 +41,7 @@ class LogWriter:
         """`index`: that of the last entry in the folder. `wake`: the thread calls it after a batch, and on trouble."""
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
+        self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
         self._queue: deque[Waiting] = deque()
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
@@ -50,6 +51,7 @@ class LogWriter:
         self._bytes_told = 0  # `_bytes_appended` at the last notification
         self._is_over = False
         self.segment_bytes = folder.num_bytes  # size of the segment that is being written
+        self._is_syncing = True  # until `close`
         self._is_dirty = False  # whether bytes were written since the last sync began
         self._due = threading.Condition()  # notified when that becomes so
         self._threads = BackgroundThreads([self._run], "the log")
@@ -63,7 +65,7 @@ class LogWriter:
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
-        self._queue.append((index, entry, num_bytes))
+        self._queue.append((index - self._shift, entry, num_bytes))
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
@@ -76,6 +78,11 @@ class LogWriter:
             self._waits_since, self._bytes_told = None, self._bytes_appended
             with self._changed:
                 self._changed.notify()
+
+    def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
+        """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
+        backup, which counts messages, and is that of a primary."""
+        self._shift, self._wake = shift, wake
 
     def begin_segment(self) -> None:
         """Write all later entries to a new segment. The caller appends a copy of the state next. Does not block."""
@@ -102,7 +109,7 @@ class LogWriter:
 
     def confirmed(self) -> int:
         """As Sink.confirmed."""
-        return self._confirmed
+        return self._confirmed + self._shift
 
     @property
     def failure(self) -> str:
@@ -128,12 +135,14 @@ class LogWriter:
 
     def close(self) -> None:
         """As Sink.close. Blocks until all entries are written and synced, or a write fails. The folder stays open."""
-        self._is_over = True
-        for condition in (self._due, self._changed):
-            with condition:
-                condition.notify()
+        with self._due:
+            self._is_syncing = False
+            self._due.notify()
         if self._fsync_seconds:
             self._syncing.join()
+        with self._changed:  # afterwards, as this thread syncs at its end
+            self._is_over = True
+            self._changed.notify()
         self._threads.join()
 
     def _run(self) -> None:
@@ -158,12 +167,12 @@ class LogWriter:
     def _sync_behind(self) -> None:
         """Sync what was written, at most every `fsync_ms` milliseconds. An error ends the thread: it is then unknown
         which writes the kernel has dropped."""
-        while not self._is_over:
+        while self._is_syncing:
             if self._is_dirty:
                 self._is_dirty = False
                 self._folder.sync_behind()
             with self._due:
-                if not self._is_over:
+                if self._is_syncing:
                     self._due.wait(self._fsync_seconds if self._is_dirty else None)
 
     def _next(self) -> list[Waiting]:

@@ -65,7 +65,7 @@ class Follower:
         self.view: View | None = None
         self._channel: Channel | None = None
         self._primary = ""  # name of the primary that sends the entries
-        self._number = self._stamp = 0  # of the last message in order; the latest stamp
+        self.number = self._stamp = 0  # of the last message in order, and its latest stamp
         self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
         self._told = 0  # the highest term in the primary's messages
         self._asked = now
@@ -90,16 +90,16 @@ class Follower:
         self._stamp = max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self.is_in_view |= bool(message.flags & IN_VIEW)
-        if message.call == self._number + 1:
+        if message.call == self.number + 1:
             if len(self._waiting) >= _MOST_WAITING:
                 self.catch_up()
             frames: list[Frame] = [array.data.reshape(-1) for array in message.arrays]
             self._waiting.append(decode_entry(frames))
-            self._number += 1
+            self.number += 1
             if self._log is not None:
                 self._write(self._log, frames)
         if self._log is None:
-            return confirm(self._own, message.term, self._number, self._stamp)
+            return confirm(self._own, message.term, self.number, self._stamp)
         if message.flags & IN_VIEW:
             self._log.note(message.term)
         return None if message.call else confirm(self._own, message.term, self._log.confirmed, self._stamp)
@@ -117,10 +117,10 @@ class Follower:
         return confirm(self._own, self._told, self._num_confirmed, self._stamp)
 
     def _write(self, log: ReplicaLog, frames: Sequence[Frame]) -> None:
-        """Give the message with the number `_number` to the log."""
-        if self._number == 1:
+        """Give the message with the number `number` to the log."""
+        if self.number == 1:
             log.begin_backup()
-        log.append(self._number, frames)
+        log.append(self.number, frames)
         if not log.has_copy:  # it must know when it has the last piece
             self.catch_up()
             if self.replay.is_complete:
@@ -132,7 +132,7 @@ class Follower:
             self.replay.apply(self._waiting.popleft())
         if self._log is not None and self._log.is_cut_due():
             self.catch_up()
-            self._log.cut(self.replay, self._number)
+            self._log.cut(self.replay, self.number)
             return True
         return bool(self._waiting)
 
@@ -160,10 +160,10 @@ class Follower:
         if self._log is not None:
             self._log.check()
         self._silence.look(now)
-        if self._number and not self._is_primary_lost and self._silence.seconds > MISSED:
+        if self.number and not self._is_primary_lost and self._silence.seconds > MISSED:
             self._is_primary_refused = self._liveness.is_refused(replica_of(self._primary))
         with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
-            if not self._number:
+            if not self.number:
                 return self._look_for_primary(now)
             is_due = self._claimed and now - self._asked > RECHECK
             if is_due or self._is_silent or self.replay.server.is_stopping:

@@ -26,7 +26,6 @@ from torchfleet.ps.net.wire import (
 )
 from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.log.logged_server import LoggedServer
-from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import REQUESTS, FollowBody, Identity, LostBody, lost_process
 from torchfleet.ps.server.replicas.claim import claim
 from torchfleet.ps.server.replicas.follower import Fate, Follower
@@ -309,7 +308,7 @@ class Replica:
             follower.catch_up()
             follower.replay.finish()
             replay = follower.replay
-            logged = self._logged_after(replay, follower.view.term)
+            logged = self._logged_after(follower, follower.view.term)
             self._primary, self._follower, self._took_over = self._lead(logged, follower.view), None, now
             follower.close()
             self._server.state.say(f"takes over as primary (term {self.term}), at entry {replay.index:,}")
@@ -320,9 +319,10 @@ class Replica:
             self._depose("the primary goes on without this backup")
         self.is_over |= fate is Fate.ENDS
 
-    def _logged_after(self, replay: Replay, term: int) -> LoggedServer:
+    def _logged_after(self, follower: Follower, term: int) -> LoggedServer:
+        replay = follower.replay
         if self._log is not None:
-            return self._log.take_over(self._server, replay)
+            return self._log.take_over(self._server, replay, follower.number)
         return LoggedServer(self._server, [], replay.index, term, replay.time, self._clock)
 
     def _restore(self, log: ReplicaLog, follower: Follower) -> None:

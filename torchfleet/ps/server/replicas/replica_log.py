@@ -148,14 +148,16 @@ class ReplicaLog:
         entry = Entry(Kind.PIECE, replay.index, replay.term, time=replay.time, frames=piece)
         self._writer.append(number, encode_entry(entry))
 
-    def take_over(self, server: Server, replay: Replay) -> DurableServer:
-        """The backup is primary now, and goes on with its log. Blocks until all messages are in it. Raises LogError."""
+    def take_over(self, server: Server, replay: Replay, number: int) -> DurableServer:
+        """The backup is primary now, and goes on with its log. `replay` has applied all messages, up to `number`.
+        Raises LogError."""
         assert self._folder is not None
         assert self._writer is not None
-        self._writer.close()
         self.check()
-        folder, self._folder, self._writer = self._folder, None, None
-        return DurableServer(server, folder, self._durability.fsync_ms, replay, clock=self._clock)
+        folder, writer, self._folder, self._writer = self._folder, self._writer, None, None
+        made = DurableServer(server, folder, self._durability.fsync_ms, replay, clock=self._clock, writer=writer)
+        writer.go_on_for(replay.index - number, made.wake)  # since the last piece, each message is an entry
+        return made
 
     def close(self, is_over: bool = False) -> None:
         """Write all entries of a backup, and close its log. `is_over`: the job has ended, so the log is removed, also
