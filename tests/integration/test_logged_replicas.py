@@ -51,7 +51,7 @@ def result(log_dir: Path, name: str, mode: str, *kills: tuple[int, ...]) -> str:
     return found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_async_training_loses_and_doubles_no_step_whoever_is_killed(tmp_path: Path) -> None:
     assert result(tmp_path, "steps counted", "async", (0, 1), (0,), (1, 0)) == "180"
 

@@ -34,8 +34,6 @@ FOUND = [
     "coordinator: swaps without comparing",
     "wait: the others go on without a lost worker",
     "primary: its log does not say which term it is of",
-    "replica: is restored from its log though the view does not name it",
-    "replica: a new run goes on from any log",
 ]
 FOUND_TOO = [
     "rejoining: servers that are a step apart are taken as they are",
@@ -44,6 +42,8 @@ FOUND_TOO = [
     "coordinator: an answer with an error ends the process that has the rows",
     "backup: takes its own name in the view for being dropped",
     "elastic: servers go on when the last worker has left",
+    "replica: is restored from its log though the view does not name it",
+    "replica: a new run goes on from any log",
 ]
 
 
