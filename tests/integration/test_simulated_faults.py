@@ -7,14 +7,20 @@ import pytest
 from support.faults.history import Op, Violation
 from support.faults.order_checks import check_registers, check_tokens
 from support.faults.planted import BUGS
-from support.faults.schedules import FLEETS, SCRIPTS, Plan, run
+from support.faults.schedules import FLEETS, SCRIPTS, WEIGHTS, Plan, run
 from support.faults.search import hunt
 
 pytestmark = pytest.mark.xdist_group("faults")  # kernels are compiled once
 
 
-@pytest.mark.parametrize("fleet", sorted(FLEETS))
-@pytest.mark.parametrize("script", sorted(SCRIPTS))
+CASES = [
+    pytest.param(script, fleet, marks=[pytest.mark.long] if fleet == "both" and script in WEIGHTS else [])
+    for script in sorted(SCRIPTS)
+    for fleet in sorted(FLEETS)
+]
+
+
+@pytest.mark.parametrize(("script", "fleet"), CASES)
 def test_nothing_that_was_acknowledged_is_lost_or_made_twice(script: str, fleet: str) -> None:
     run(Plan.of(0, script, fleet))
 

@@ -193,6 +193,16 @@ def test_the_logs_of_a_job_that_is_over_are_removed(tmp_path: Path) -> None:
     assert terms(pair) == [None, None]
 
 
+def test_a_primary_that_is_told_to_end_keeps_its_log(tmp_path: Path) -> None:
+    pair = begin(tmp_path, num_workers=1)
+    Client([pair.client(Role.LAUNCHER)], role=Role.LAUNCHER, patience=Patience(5.0, 3)).leave()
+    first = pair.replicas[0]
+    assert first is not None
+    first.end(keeps_log=True)
+    assert terms(pair)[0] is not None
+    pair.kill(1)
+
+
 def test_the_log_of_a_backup_is_cut(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Counting(pair)
     client.push()

@@ -116,7 +116,7 @@ class Replica:
         if self._follower is not None:
             self._follower.close()
         if self._log is not None:
-            self._log.close(is_over and not self._server.desertion)
+            self._log.close(is_over and self._primary is None)
 
     @property
     def _is_job_over(self) -> bool:
