@@ -28,8 +28,9 @@ _WORKER = Path(__file__).with_name("sparse_worker.py")
 _SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds")
 _MANY = 8  # workers of the layout that is held against those with fewer
 
-_ENDURANCE = {"": (), "replicas": ("--replicas", "2"), "log": ("--durability", "log", "--max_restart", "1")}
-_LAYOUT = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:\+(replicas|log))?")
+_REPLICAS, _LOG = ("--replicas", "2"), ("--durability", "log", "--max_restart", "1")
+_ENDURANCE = {"": (), "replicas": _REPLICAS, "log": _LOG, "both": (*_REPLICAS, *_LOG)}
+_LAYOUT = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:\+(replicas|log|both))?")
 
 
 class Layout(NamedTuple):
@@ -53,7 +54,7 @@ def layouts(text: str) -> list[Layout]:
     matches = [_LAYOUT.fullmatch(part) for part in text.split(",")]
     if not all(matches):
         raise argparse.ArgumentTypeError(
-            f"expected servers x workers, such as 1x1,1x2,2x8, or 2x8+replicas, 2x8+log; found {text!r}"
+            f"expected servers x workers, such as 1x1,1x2,2x8, or 2x8+replicas, 2x8+log, 2x8+both; found {text!r}"
         )
     return [Layout(int(match[1]), int(match[2]), match[3] or "") for match in matches if match]
 

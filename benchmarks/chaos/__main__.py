@@ -2,6 +2,7 @@
 
 python -m benchmarks.chaos --json                              ten minutes of random faults in each mode, with backups
 python -m benchmarks.chaos --durability log --json             the same with logs on disk
+python -m benchmarks.chaos --durability log --replicas 2       with both
 python -m benchmarks.chaos --modes async --faults kill,stop5 --minutes 2 --every 10
 python -m benchmarks.chaos --kills 200 --at_once --json        primaries killed as soon as they have a backup again
 python -m benchmarks.chaos --modes hybrid --kills 16 --every 60 --calm 120 --json       a primary every minute
@@ -47,9 +48,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)}")
-    kept = parser.add_mutually_exclusive_group()
-    kept.add_argument("--durability", choices=["log"], help="servers have logs, and are started again from them")
-    kept.add_argument("--replicas", type=int, choices=[2], help="servers have backups (default)")
+    parser.add_argument("--durability", choices=["log"], help="servers have logs, and are started again from them")
+    parser.add_argument("--replicas", type=int, choices=[2], help="servers have backups (default without --durability)")
     parser.add_argument("--faults", help=f"some of {','.join(FAULTS)} (default: all that can be tried here)")
     parser.add_argument(
         "--minutes", type=float, help="of faults, or of an undisturbed run (10); with --kills they end after so many"
@@ -69,7 +69,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.minutes = chosen.minutes or (math.inf if chosen.kills else 10.0)
     chosen.every = chosen.every if chosen.every is not None else 0.0 if chosen.kills else 30.0
     chosen.modes = _listed(parser, "--modes", chosen.modes, MODES)
-    chosen.replicas = 1 if chosen.durability else 2
+    chosen.replicas = chosen.replicas or (1 if chosen.durability else 2)
     chosen.save_every = _STEPS_PER_SAVE if chosen.durability else 0
     if chosen.kills and chosen.goodput:
         parser.error("--kills measures beside calm stretches, --goodput beside undisturbed runs: use one of them")
@@ -98,7 +98,7 @@ def _choose_faults(parser: argparse.ArgumentParser, chosen: argparse.Namespace) 
 
 def _obstacle(fault: str, chosen: argparse.Namespace) -> str:
     """Why it cannot be tried; "" if it can."""
-    if fault == "disk" and chosen.replicas == 2:
+    if fault == "disk" and not chosen.durability:
         return "only servers with --durability log write to a disk"
     if fault in ON_LINKS and chosen.replicas == 2 and chosen.servers < 2:
         return "a backup is on the next machine of a server: --servers 2"

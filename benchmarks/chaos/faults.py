@@ -76,10 +76,11 @@ def _settled(fleet: Fleet, event: Event) -> Event:
 
 
 def _kill(fleet: Fleet, dice: random.Random) -> Event:
-    """A primary, a backup or a worker."""
+    """A primary, a backup, both at once if they have logs, or a worker."""
     kinds = [
         "primary",
         *(["backup"] if fleet.chosen.replicas == 2 else []),
+        *(["both"] if fleet.chosen.replicas == 2 and fleet.chosen.durability else []),
         *([] if fleet.mode == "sync" else ["worker"]),
     ]
     kind, shard = dice.choice(kinds), dice.randrange(fleet.chosen.servers)
@@ -87,6 +88,8 @@ def _kill(fleet: Fleet, dice: random.Random) -> Event:
         return kill_primary(fleet, shard)
     if kind == "worker":
         return _kill_worker(fleet, dice.randrange(fleet.chosen.workers))
+    if kind == "both":
+        return _kill_both(fleet, shard)
     view = fleet.view(shard)
     if view is None:
         raise ChaosError(f"shard {shard} has no primary")
@@ -95,6 +98,20 @@ def _kill(fleet: Fleet, dice: random.Random) -> Event:
         raise ChaosError(f"the backup of shard {shard} does not run")
     event = Event("kill", f"backup {member.name}", time.monotonic(), gone={(shard, view.backup)})
     member.process.kill()
+    return _settled(fleet, event)
+
+
+def _kill_both(fleet: Fleet, shard: int) -> Event:
+    """Both replicas of a server at once: one of them goes on from its log."""
+    primary, name = primary_of(fleet, shard)
+    view = fleet.view(shard)
+    event = Event("kill", f"both replicas of server {shard}", time.monotonic(), is_primary_killed=True)
+    backup = fleet.member("server", shard, replica_of(view.backup)) if view is not None and view.backup else None
+    for member in (primary, backup):
+        if member is not None:
+            member.process.kill()
+    event.gone |= {(shard, name), (shard, view.backup if view is not None else "")}
+    fleet.wait(lambda: (now := fleet.view(shard)) and now.primary != name, f"new primary of shard {shard}")
     return _settled(fleet, event)
 
 

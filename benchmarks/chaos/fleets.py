@@ -92,7 +92,8 @@ class Fleet:
         self, stack: contextlib.ExitStack, before: list[str], options: list[str], variables: dict[str, str]
     ) -> None:
         chosen, log_dir = self.chosen, self.folder / f"log-{len(self.launchers)}"
-        kept = ["--replicas", "2"] if chosen.replicas == 2 else ["--durability", "log"]
+        kept = ["--replicas", "2"] if chosen.replicas == 2 else []
+        kept += ["--durability", "log"] if chosen.durability else []
         options = [*options, *kept, "--max_restart", str(_RESTARTS), "--log_dir", str(log_dir)]
         job = ["--mode", self.mode, "--board", str(self.folder), "--seed", str(chosen.seed)]
         job += ["--save_every", str(chosen.save_every)]

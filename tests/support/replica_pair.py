@@ -5,15 +5,18 @@ Messages arrive when `run` lets them, in the order in which they were sent.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from support.fleets import MAX_TABLE_BYTES
 
+from torchfleet.base.role.process_settings import log_folder
 from torchfleet.ps.coordination.file_coordinator import FileCoordinator
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Frame, Role
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.replicas.between import Identity
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
@@ -26,8 +29,12 @@ _ONE = 0.001  # seconds that a message takes
 class Pair:
     """`replicas`: by number; None: no process is there."""
 
-    def __init__(self, folder: Path, num_workers: int = 0, waits_for_backup: bool = True) -> None:
+    def __init__(
+        self, folder: Path, num_workers: int = 0, waits_for_backup: bool = True, log_store: Path | None = None
+    ) -> None:
+        """`folder`: of the coordinator. `log_store`: of the logs; None: there are none."""
         folder.chmod(0o700)
+        self.log_store, self.run_name = log_store, "first"
         self._waits_for_backup = waits_for_backup
         self.is_one_machine = False  # whether a replica sees that the other one's process has ended
         self.now = 100.0
@@ -54,14 +61,24 @@ class Pair:
             self.clock,
             Liveness(lambda to: self.is_one_machine and self.replicas[to] is None),
             self._waits_for_backup,
+            self._durability(replica),
         )
         made.begin()
         self.replicas[replica], self.servers[replica] = made, server
         return made
 
+    def _durability(self, replica: int) -> Durability | None:
+        if self.log_store is None:
+            return None
+        own, other = (log_folder(str(self.log_store), 0, number) for number in (replica, 1 - replica))
+        return Durability(own, 10.0, self.run_name, other)
+
     def kill(self, replica: int) -> None:
-        self.replicas[replica] = None
+        killed, self.replicas[replica] = self.replicas[replica], None
         self._mail[replica].clear()
+        if killed is not None and self.log_store is not None:
+            killed.deposed = killed.deposed or "killed"  # so that nothing is written into the view
+            killed.end(keeps_log=True)
 
     def clock(self) -> float:
         return self.now
@@ -108,8 +125,18 @@ class Pair:
         """As the loop of a transport between requests."""
         worked: bool | None = True
         while worked:
+            self._write_logs(replica)
             worked = replica.work()
             self._answer(number, replica.tick(self.now))
+
+    @staticmethod
+    def _write_logs(replica: Replica) -> None:
+        """Virtual time stands still while a log is written."""
+        replica.rest()
+        logged = replica._primary.logged if replica._primary is not None else replica._log
+        writer = getattr(logged, "_writer", None)
+        while writer is not None and not writer.is_idle and not writer.failure:
+            time.sleep(0.0001)
 
     def _answer(self, number: int, replies: Sequence[tuple[object, list[Frame]]]) -> None:
         for peer, frames in replies:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.endurance.durability import add_options as add_durability_options
-from torchfleet.launch.endurance.durability import durability_variables, log_store, make_store, refuse_both
+from torchfleet.launch.endurance.durability import durability_variables, log_store, make_store
 from torchfleet.launch.endurance.placement import (
     add_options,
     coordination,
@@ -139,8 +139,8 @@ class ServerLauncher:
         layout, num_workers, url = _layout(job, options)
         planned = _tasks(job, options, layout, num_workers)  # finds mistakes before a folder is created
         check_free(job.watching, len(planned))
-        if layout.local_servers:
-            make_store(durability_variables(options), layout.local_servers)
+        if layout.local_servers or layout.local_backups:
+            make_store(durability_variables(options), layout.local_servers, layout.local_backups)
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         told_now = tell_targets(run_dir, {task.name: task.environment for task in planned})
@@ -235,7 +235,6 @@ def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, 
     """Return the layout, the number of workers of the whole job, and the coordinator of servers with replicas, if one
     is given."""
     replicas = num_replicas(options.replicas)
-    refuse_both(durability_variables(options), replicas)
     layout, num_workers = _places(job, options, replicas)
     return layout, num_workers, coordinator_url(options.coordinator, replicas, layout.is_all_here)
 

@@ -232,7 +232,7 @@ class JobSupervisor:
         """Restart a server or heter worker, if the job can go on with a new process of it."""
         if process.task.role == HETER_WORKER:
             return self._restart_heter(process, watch)
-        return self._restart_server(process, watch) or self._replace_server(process, watch)
+        return self._replace_server(process, watch) or self._restart_server(process, watch)
 
     def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a killed or deposed server as the backup of its other replica, which continues.

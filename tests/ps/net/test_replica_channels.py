@@ -104,6 +104,18 @@ def test_one_that_is_silent_is_left_when_another_answers() -> None:
     assert ask(channels) == 2
 
 
+def test_requests_are_sent_again_to_a_later_process_of_the_same_replica() -> None:
+    channels, first, _ = made(primary(1), silent)
+    assert ask(channels) == 1
+    first.answer = silent  # it is killed, with what was sent to it
+    assert ask(channels, 10 * SILENCE) is None
+    assert not channels.take_move()
+    first.answer = primary(3)  # restored from its log
+    assert channels.receive(10 * SILENCE) is None
+    assert channels.take_move()
+    assert ask(channels) == 3
+
+
 def test_what_one_of_an_earlier_term_still_says_is_not_believed() -> None:
     channels, first, _ = made(backup(1), primary(3))
     ask(channels, 1.0)

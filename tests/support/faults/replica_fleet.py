@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections.abc import Callable
 from unittest import mock
 
 from support.faults.history import Violation, expect
@@ -21,6 +22,7 @@ from torchfleet.ps.coordination.etcd_gateway import Access, EtcdGateway
 from torchfleet.ps.net import replica_channels, transport
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.wire import Command, Message, Role, encode, pack
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas.between import Identity, LostBody
 from torchfleet.ps.server.replicas.replica import Replica
@@ -46,9 +48,12 @@ class ReplicaNode(Node):
         self.own = own
         self.fleet.etcd.askers[self.name] = self.wait
         coordinator = EtcdCoordinator(EtcdGateway([self.name], Access()), "job")
-        made = Replica(server, own, coordinator, self._connect, self.clock.monotonic)
+        made = Replica(server, own, coordinator, self._connect, self.clock.monotonic, durability=self._durability())
         made.begin()
         return made
+
+    def _durability(self) -> Durability | None:
+        return None
 
     def _connect(self, replica: int) -> object:
         shard = self.fleet.setting.shards[self.shard]
@@ -83,6 +88,7 @@ class ReplicaFleet(Fleet):
 
     can_crash = False  # of both replicas at once nothing is promised
     nodes: list[ReplicaNode]
+    node_type: Callable[..., ReplicaNode] = ReplicaNode
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.etcd = setting, SimulatedEtcd(setting.world)
@@ -92,11 +98,9 @@ class ReplicaFleet(Fleet):
         # Every look costs a change of threads: this halves the time that a schedule takes.
         setting.stack.enter_context(mock.patch.object(replica_channels, "_STEP", 0.1))
         setting.connect = self._connect  # type: ignore[method-assign]
-        self.nodes = [
-            ReplicaNode(self, setting.doors, shard, replica)
-            for shard in range(len(setting.shards))
-            for replica in range(2)
-        ]
+        self.nodes = []
+        for shard, replica in itertools.product(range(len(setting.shards)), range(2)):
+            self.nodes.append(self.node_type(self, setting.doors, shard, replica))
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
         setting.world.run(self._is_whole, 300.0)
         self.etcd.share_lost = setting.share_lost

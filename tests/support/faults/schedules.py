@@ -13,6 +13,7 @@ from unittest import mock
 
 from support.faults.clocks import IDLE, LOADS, MAX_DRIFT, Load
 from support.faults.logged_fleet import LoggedFleet
+from support.faults.logged_replica_fleet import LoggedReplicaFleet
 from support.faults.replica_fleet import ReplicaFleet
 from support.faults.setting import Fleet, Setting
 from support.faults.workloads.elastic_job import ElasticJob
@@ -42,7 +43,12 @@ SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "tokens": Tokens,
 }
 WEIGHTS = {"awaited workers": 1, "elastic": 1, "lost workers": 1}  # they take the most time; others: 2
-FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet, "replicas": ReplicaFleet}
+FLEETS: dict[str, Callable[[Setting], Fleet]] = {
+    "both": LoggedReplicaFleet,
+    "logged": LoggedFleet,
+    "plain": Fleet,
+    "replicas": ReplicaFleet,
+}
 
 
 @dataclass(frozen=True)

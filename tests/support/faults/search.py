@@ -11,6 +11,7 @@ from support.faults.bugs import (
     planted_logs,
     planted_meetings,
     planted_members,
+    planted_replica_logs,
     planted_replicas,
 )
 from support.faults.planted import BUGS, planted
@@ -25,6 +26,7 @@ PLANTED = (
     planted_logs,
     planted_meetings,
     planted_members,
+    planted_replica_logs,
     planted_replicas,
 )
 MISTAKES = (TypeError, AttributeError, NameError)

@@ -96,14 +96,15 @@ class Started:
             time.sleep(0.05)
         return found
 
-    def pid(self, role: str, index: int) -> int:
-        """The process that has this role, found by its environment."""
+    def pid(self, role: str, index: int, replica: int | None = None) -> int:
+        """The process that has this role, found by its environment. `replica`: of a server; None: any."""
         names = {"SERVER": "FLEET_SERVER_INDEX", "HETER_WORKER": "FLEET_HETER_INDEX"}
         name = names.get(role, "FLEET_WORKER_INDEX")
         for process in self.running():
             with contextlib.suppress(psutil.Error):
                 found = processes.environment_of(process)
-                if found.get("FLEET_ROLE") == role and found.get(name) == str(index):
+                is_meant = replica is None or found.get("FLEET_REPLICA", "0") == str(replica)
+                if is_meant and found.get("FLEET_ROLE") == role and found.get(name) == str(index):
                     return int(process.pid)
         raise AssertionError(f"no {role} {index} is running")
 

@@ -84,9 +84,9 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
     return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
 
 
-def log_folder(store: str, server: int) -> Path:
-    """The folder of one server's log, in the folder of all."""
-    return Path(store) / f"server-{server}"
+def log_folder(store: str, server: int, replica: int = 0) -> Path:
+    """The folder of the log of one server, or of its other replica, in the folder of all."""
+    return Path(store) / (f"server-{server}.replica{replica}" if replica else f"server-{server}")
 
 
 def _restarts(found: Mapping[str, str]) -> int:

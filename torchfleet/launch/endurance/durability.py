@@ -69,10 +69,10 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     return found
 
 
-def make_store(variables: Mapping[str, str], servers: Sequence[int]) -> None:
-    """Make the given folder of the logs of `servers`, if one is given. Raises RoleError if no server could write there,
-    if other users can (what they write would become the model), and if some of the servers have a log and others have
-    no folder: these would begin without their rows."""
+def make_store(variables: Mapping[str, str], servers: Sequence[int], backups: Sequence[int] = ()) -> None:
+    """Make the given folder of the logs of `servers` and `backups`, if one is given. Raises RoleError if no server
+    could write there, if other users can (what they write would become the model), and if some of the servers have a
+    log and others have no folder: these would begin without their rows."""
     if LOG_STORE not in variables:
         return
     folder = Path(variables[LOG_STORE])
@@ -86,8 +86,9 @@ def make_store(variables: Mapping[str, str], servers: Sequence[int]) -> None:
             "written, or leave --log_store (FLEET_LOG_STORE) out."
         ) from None
     folders = [log_folder(str(folder), server) for server in servers]
+    others = [log_folder(str(folder), server, 1) for server in backups]
     kept, missing = (
-        [each for each in folders if (each / START).exists()],
+        [each for each in [*folders, *others] if (each / START).exists()],
         [each for each in folders if not each.exists()],
     )
     if kept and missing:
@@ -96,6 +97,9 @@ def make_store(variables: Mapping[str, str], servers: Sequence[int]) -> None:
             f"{missing[0]} does not exist: that server would begin without its rows. Put the folder back, or give "
             "another --log_store and go on from the last checkpoint."
         )
+    if backups and not kept:  # so that a replica can tell whether the other one's folder is lost
+        for each in [*folders, *others]:
+            make_own(each)
 
 
 def require_store(variables: Mapping[str, str], why: str) -> None:
@@ -106,11 +110,11 @@ def require_store(variables: Mapping[str, str], why: str) -> None:
 
 
 def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
-    """Raise RoleError if servers would have both a log and backups. `variables`: from durability_variables."""
+    """Raise RoleError if servers on Ray would have both a log and backups. `variables`: from durability_variables."""
     if replicas > 1 and variables.get(DURABILITY, "none") != "none":
         raise RoleError(
-            "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
-            "one of them"
+            "--durability log and --replicas 2 together act on machines that fleetrun is started on, not on Ray, which "
+            "may start a replica on a node without its log: use one of them"
         )
 
 

@@ -1,7 +1,8 @@
 """The coordinator of jobs on one machine: files in a folder that fleetrun makes.
 
-Each term is one file, which can be created only once. The replica that creates the file of the next term has changed
-the view. There is no lock, so a process that is suspended in the middle does not block the others.
+Each term is one file, which can be created only once; the first one, whatever its term, is number 0. The replica that
+creates the file of the next term has changed the view. There is no lock, so a process that is suspended in the middle
+does not block the others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FileCoordinator:
             return unpack_view(path.read_bytes(), str(path))
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
-        assert after.term == (before.term if before else 0) + 1
+        assert before is None or after.term == before.term + 1
         current = self.read(shard)
         if current != before:
             return current == after
@@ -44,7 +45,7 @@ class FileCoordinator:
             written.write(pack_view(after))
             written.flush()
             try:
-                os.link(written.name, self._path(shard, after.term))
+                os.link(written.name, self._path(shard, after.term if before else 0))
             except FileExistsError:
                 return self.read(shard) == after
             return True

@@ -87,8 +87,8 @@ class ReplicaChannels:
                 return None
 
     def take_move(self) -> bool:
-        """Whether the channel has switched since the last call: to another replica, or to the same one after it refused
-        requests and became primary again."""
+        """Whether the channel has switched since the last call: to another replica, to the same one after it refused
+        requests and became primary again, or to a later process of it."""
         moved, self._has_moved = self._has_moved, False
         return moved
 
@@ -130,7 +130,8 @@ class ReplicaChannels:
 
     def _follow(self, number: int, envelope: Envelope) -> bool:
         """Handle a message of a primary. Returns whether it is a reply for the client."""
-        is_news = number != self._current or self._is_refused
+        is_newer = 0 < self.term < envelope.term  # another process of that replica may have been restored from its log
+        is_news = number != self._current or self._is_refused or is_newer
         if envelope.call == _PROBE or number == self._current:
             self.term = envelope.term
             self._is_asking = False

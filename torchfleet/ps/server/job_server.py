@@ -54,7 +54,9 @@ class JobServer:
         )
         self._server.state.meetings.place = info.server_index, info.num_servers
         place = Place(info.server_index, info.num_servers, info.replica, info.status_file)
-        self._run = ServerRun(self._server, place, self._durability if info.durability == "log" else None)
+        is_alone = len(info.replica_places) == 1  # a replica has its log itself
+        keeps_log = info.durability == "log" and is_alone
+        self._run = ServerRun(self._server, place, self._durability if keeps_log else None)
         self._say = self._run.say
         self._answering = BackgroundThreads([])
         self._is_ready = self._has_run = False
@@ -90,7 +92,7 @@ class JobServer:
 
     @property
     def is_filled(self) -> bool:
-        """Whether its tables come from elsewhere: from its log, or from the primary of which it is the backup."""
+        """Whether its tables come from elsewhere: from a log, or from the primary of which it is the backup."""
         replica = self._run.replica
         return self._run.durable is not None or (replica is not None and not replica.is_primary)
 
@@ -177,8 +179,15 @@ class JobServer:
 
         liveness = Liveness(lambda replica: is_refused(self._way.endpoint(info.replica_places[replica])), True)
         coordinator = BackgroundCoordinator(make_coordinator(info.coordinator), self._say)
-        waits = info.waits_for_backups
-        return Replica(self._server, own, coordinator, connect, liveness=liveness, waits_for_backup=waits)
+        return Replica(
+            self._server,
+            own,
+            coordinator,
+            connect,
+            liveness=liveness,
+            waits_for_backup=info.waits_for_backups,
+            durability=self._durability() if info.durability == "log" else None,
+        )
 
     def _wait_for_role(self) -> None:
         """Wait until the coordinator has said whether this replica begins as primary, however long that takes."""
@@ -195,7 +204,8 @@ class JobServer:
         info = self._info
         if info.log_store is None:
             raise FleetError("FLEET_DURABILITY=log needs a folder for the servers' logs: set FLEET_LOG_STORE")
-        return Durability(log_folder(info.log_store, info.server_index), info.fsync_ms, info.log_run)
+        own, other = (log_folder(info.log_store, info.server_index, i) for i in (info.replica, 1 - info.replica))
+        return Durability(own, info.fsync_ms, info.log_run, other)
 
     @property
     def _keys(self) -> KeyFolder | None:

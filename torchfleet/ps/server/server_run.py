@@ -21,6 +21,7 @@ from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import ServerSocket
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.log.newest_log import require_newest
 from torchfleet.ps.server.look_ahead import LookAhead
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
@@ -72,7 +73,9 @@ class ServerRun:
     def restore(self) -> None:
         """Restore the server from its log. `durable` stays None if the log is empty."""
         if self._durability is not None:
-            self.durable = go_on(self.server, self._durability(), self.say)
+            durability = self._durability()
+            require_newest(durability)
+            self.durable = go_on(self.server, durability, self.say)
 
     def begin_log(self) -> None:
         """Begin a log with a copy of the tables, if a log is asked for and none was restored."""
@@ -148,7 +151,7 @@ class ServerRun:
             self.listener.serve(self.handler, is_over)
         finally:
             if self.replica is not None:
-                self.replica.end()
+                self.replica.end(keeps_log=self._is_ended)
             status.write(now=True)
             status.close()
             tracing.close()

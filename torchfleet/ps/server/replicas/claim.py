@@ -15,13 +15,13 @@ class Beginning:
     view: View | None  # in which the replica is primary; None: it follows
 
 
-def claim(own: Identity, coordinator: Coordinator) -> Beginning | None:
+def claim(own: Identity, coordinator: Coordinator, has_log: bool = False) -> Beginning | None:
     """What the replica begins as; None if that is unknown, because the coordinator does not answer: ask again.
 
     Only replica 0 claims a shard, which must have had no primary or, unless the replica was restarted, belong to a job
-    that is over.
+    that is over. `has_log`: a replica can be restored from a log, so that none begins without rows.
     """
-    if own.replica:
+    if own.replica or has_log:
         return Beginning(None)
     with contextlib.suppress(CoordinatorUnreachable):
         before = coordinator.read(own.shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from torchfleet.base.errors import CoordinatorUnreachable, FleetError
@@ -15,7 +15,8 @@ from torchfleet.ps.server.log.log_entry import Entry, decode_entry
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
 from torchfleet.ps.server.replicas.liveness import Liveness
-from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, RECHECK, SILENCE
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, RECHECK, RESTORE, SILENCE
+from torchfleet.ps.server.replicas.replica_log import ReplicaLog
 from torchfleet.ps.server.replicas.silence import Silence
 from torchfleet.ps.server.server import Server
 
@@ -37,13 +38,14 @@ class Fate(Enum):
     TAKES_OVER = "takes over"
     DROPPED = "dropped"  # its state is outdated: the process must be restarted
     ENDS = "ends"  # the job is over
+    RESTORES = "restores"  # no replica has the state in memory any longer: this one has it in its log
 
 
 class Follower:
     """Only the server's loop calls it. `connect(number)`: a channel to that replica, which is only sent over.
 
     An entry is confirmed when it arrives, and applied later. If _MOST_WAITING entries wait, they are applied before the
-    next one is confirmed. A take-over applies all of them first.
+    next one is confirmed. A take-over applies all of them first. With a log, an entry is confirmed when it is in it.
     """
 
     def __init__(
@@ -54,13 +56,16 @@ class Follower:
         connect: Callable[[int], Channel],
         now: float,
         liveness: Liveness,
+        log: ReplicaLog | None = None,
     ) -> None:
+        self._log, self._begun, self._num_confirmed = log, now, 0
+        self._met = ""  # name of the other replica's process, if it has asked this one for its state
         self.replay, self._liveness, self._silence = Replay(server), liveness, Silence(now)
         self._own, self._coordinator, self._connect = own, coordinator, connect
         self.view: View | None = None
         self._channel: Channel | None = None
         self._primary = ""  # name of the primary that sends the entries
-        self._number = self._stamp = 0  # of the last message in order; the latest stamp
+        self.number = self._stamp = 0  # of the last message in order, and its latest stamp
         self._waiting: deque[Entry] = deque()  # received entries that are not applied yet
         self._told = 0  # the highest term in the primary's messages
         self._asked = now
@@ -74,8 +79,9 @@ class Follower:
         return max(self._told, self.view.term if self.view else 0)
 
     def take(self, message: Message) -> list[Frame] | None:
-        """Take an APPEND, and return the CONFIRM; None if it is not for this process. An entry that is not the next one
-        is ignored. Raises LogError if the entry is malformed, or an earlier one cannot be applied."""
+        """Take an APPEND, and return the CONFIRM; None if it is not for this process, or is an entry that is not in the
+        log yet: `confirmation` returns it later. An entry that is not the next one is ignored. Raises LogError if the
+        entry is malformed, or an earlier one cannot be applied."""
         if message.client != self._own.incarnation or self._channel is None:
             return None  # meant for an earlier process at this address
         if self._has_won:
@@ -84,36 +90,80 @@ class Follower:
         self._stamp = max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self.is_in_view |= bool(message.flags & IN_VIEW)
-        if message.call == self._number + 1:
+        if message.call == self.number + 1:
             if len(self._waiting) >= _MOST_WAITING:
                 self.catch_up()
-            self._waiting.append(decode_entry([array.data.reshape(-1) for array in message.arrays]))
-            self._number += 1
-        return confirm(self._own, message.term, self._number, self._stamp)
+            frames: list[Frame] = [array.data.reshape(-1) for array in message.arrays]
+            self._waiting.append(decode_entry(frames))
+            self.number += 1
+            if self._log is not None:
+                self._write(self._log, frames)
+        if self._log is None:
+            return confirm(self._own, message.term, self.number, self._stamp)
+        if message.flags & IN_VIEW:
+            self._log.note(message.term)
+        return None if message.call else confirm(self._own, message.term, self._log.confirmed, self._stamp)
+
+    @property
+    def has_confirmation(self) -> bool:
+        """Whether `confirmation` has something to confirm."""
+        return self._log is not None and not self._has_won and self._log.confirmed > self._num_confirmed
+
+    def confirmation(self) -> list[Frame] | None:
+        """The CONFIRM of messages that are in the log since the last one; None if there are none."""
+        if self._log is None or not self.has_confirmation:
+            return None
+        self._num_confirmed = self._log.confirmed
+        return confirm(self._own, self._told, self._num_confirmed, self._stamp)
+
+    def _write(self, log: ReplicaLog, frames: Sequence[Frame]) -> None:
+        """Give the message with the number `number` to the log."""
+        if self.number == 1:
+            log.begin_backup()
+        log.append(self.number, frames)
+        if not log.has_copy:  # it must know when it has the last piece
+            self.catch_up()
+            if self.replay.is_complete:
+                log.end_copy()
 
     def work(self) -> bool:
         """Apply the next entry, if there is one. Returns whether more are left. Raises LogError."""
         if self._waiting:
             self.replay.apply(self._waiting.popleft())
+        if self._log is not None and self._log.is_cut_due():
+            self.catch_up()
+            self._log.cut(self.replay, self.number)
+            return True
         return bool(self._waiting)
+
+    def rest(self) -> None:
+        """No request waits: the log need not wait for more entries."""
+        if self._log is not None:
+            self._log.flush()
 
     def catch_up(self) -> None:
         """Apply all received entries. Raises LogError."""
-        while self.work():
-            pass
+        while self._waiting:
+            self.replay.apply(self._waiting.popleft())
 
     def hear_of_loss(self, body: LostBody) -> None:
         """Take the launcher's report that a process has ended. It counts if that is the primary, once one is known."""
         self._losses.append(body)
 
+    def meet(self, name: str) -> None:
+        """The other replica's process has this name, and asks for the state: it has none itself."""
+        self._met = name
+
     def tick(self, now: float) -> Fate:
         """Look for a primary, or check whether the primary is lost, and decide what to do next. Raises FleetError if no
-        replica has the state any longer."""
+        replica has the state any longer, and LogError if the log cannot be written."""
+        if self._log is not None:
+            self._log.check()
         self._silence.look(now)
-        if self._number and not self._is_primary_lost and self._silence.seconds > MISSED:
+        if self.number and not self._is_primary_lost and self._silence.seconds > MISSED:
             self._is_primary_refused = self._liveness.is_refused(replica_of(self._primary))
         with contextlib.suppress(CoordinatorUnreachable):  # the next tick asks again
-            if not self._number:
+            if not self.number:
                 return self._look_for_primary(now)
             is_due = self._claimed and now - self._asked > RECHECK
             if is_due or self._is_silent or self.replay.server.is_stopping:
@@ -138,26 +188,57 @@ class Follower:
             return Fate.WAITS
         self._asked = now
         view = self.view = self._coordinator.read(self._own.shard)
-        if view is None:
-            return Fate.WAITS
-        if view.primary == ENDED:
+        if view is not None and view.primary == ENDED:
             return Fate.ENDS
-        replica = replica_of(view.primary)
-        if replica == self._own.replica:
-            if not view.backup or self._is_lost(view.backup):
+        if self._may_restore(view, now):
+            return Fate.RESTORES
+        if view is not None:
+            self._check_kept(view)
+            self._ask(view)
+        return Fate.WAITS
+
+    def _check_kept(self, view: View) -> None:
+        """Raise FleetError if no replica has the state any longer."""
+        if replica_of(view.primary) == self._own.replica:
+            is_nowhere = not view.backup or (self._log is None and self._is_lost(view.backup))
+            if is_nowhere and not self._has_log:
                 raise FleetError(_LOST_WITHOUT_BACKUP)
-            return Fate.WAITS
-        if replica != 1 - self._own.replica:
-            return Fate.WAITS  # not a name that a replica has written
-        if self._is_lost(view.primary):
+        elif self._log is None and self._is_lost(view.primary):
             raise FleetError(_LOST_WITH_PRIMARY)
+
+    def _ask(self, view: View) -> None:
+        """Ask the primary for its state, if it is the other replica and has not ended."""
+        replica = replica_of(view.primary)
+        if replica != 1 - self._own.replica or self._is_lost(view.primary):
+            return  # or the name is not one that a replica has written
         if view.primary != self._primary:
             self.close()
             self._primary, self._channel = view.primary, self._connect(replica)
             self._is_primary_refused = False
         assert self._channel is not None
         self._channel.send(follow(self._own, view.term))
-        return Fate.WAITS
+
+    @property
+    def _has_log(self) -> bool:
+        return self._log is not None and self._log.is_whole
+
+    def _may_restore(self, view: View | None, now: float) -> bool:
+        """Whether to go on from the log: the view names an earlier process of this replica, so that its log has all
+        that was acknowledged, and the other one that it names, if any, has ended or does not act. Without a view, terms
+        decide."""
+        if view is None:
+            return self._log is not None and self._log.is_newest
+        names = view.primary, view.backup
+        if self._own.replica not in map(replica_of, names) or not self._has_log:
+            return False
+        is_primary = replica_of(view.primary) == self._own.replica
+        other = view.backup if is_primary else view.primary
+        patience = RESTORE if is_primary else 3 * RESTORE  # the primary's log goes first
+        return not other or self._is_lost(other) or self._is_replaced(other) or now - self._begun > patience
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether another process is in the place of this one, and has no state."""
+        return bool(self._met) and self._met != name and replica_of(self._met) == replica_of(name)
 
     def _look_for_end(self, now: float) -> Fate:
         self._asked = now
@@ -174,7 +255,9 @@ class Follower:
         if view.backup == self._own.name:
             return self._take_over(view) if self._is_silent else Fate.WAITS
         if self._is_primary_lost:
-            raise FleetError(_LOST_WITH_PRIMARY)
+            if self._log is None:
+                raise FleetError(_LOST_WITH_PRIMARY)
+            return Fate.DROPPED  # the primary is restored from its log, and fills a new backup
         is_late = self.is_in_view or self._silence.exceeds(GIVE_UP)
         return Fate.DROPPED if is_late else Fate.WAITS
 

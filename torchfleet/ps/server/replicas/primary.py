@@ -61,8 +61,9 @@ class Primary:
 
     def is_sure(self, now: float) -> bool:
         """Whether it is certain that no other replica has taken over by the time `now`, and that the backup could: one
-        that the view may have ceased to name has every change, but if this replica is lost, it may not take over."""
-        if self.is_deposed or self._may_have_dropped:
+        that the view may have ceased to name has every change, but if this replica is lost, it may not take over. A log
+        must have the term, too."""
+        if self.is_deposed or self._may_have_dropped or not self.logged.is_noted:
             return False
         has_lease = now < self._lease or (self._signs is not None and now < self._signs.lease)
         return has_lease or not self._may_be_replaced
@@ -149,15 +150,24 @@ class Primary:
         with contextlib.suppress(CoordinatorUnreachable):
             self._coordinator.replace(self._own.shard, self.view, self.view.over())
 
-    def close(self) -> None:
+    def close(self, is_over: bool = False) -> None:
+        """`is_over`: as in LoggedServer.close."""
         if self._signs is not None:
             self._signs.close(wait=True)
+        self.logged.close(is_over)
+
+    def begin_log(self, make: Callable[[], LoggedServer]) -> None:
+        """Log changes by what `make` returns. Called before the first request, and without a backup."""
+        assert self._sink is None
         self.logged.close()
+        self.logged = make()
+        self._use(self.view)
 
     def _use(self, view: View) -> None:
         # A change of the old view that is still on its way will fail, because it expects the old term.
         self.view, self._is_unanswered, self._may_have_dropped = view, False, False
-        self.logged.term = self.logged.server.term = view.term
+        self.logged.lead(view.term)
+        self.logged.server.term = view.term
         if self._sink is not None:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from torchfleet.ps.net.replica_channels import Envelope, envelope_of
 from torchfleet.ps.net.transport import Channel, Peer
 from torchfleet.ps.net.wire import (
     ERROR,
+    MAX_BODY,
     OK,
     Command,
     Frame,
@@ -20,14 +22,18 @@ from torchfleet.ps.net.wire import (
     decode,
     encode_reply,
     error_arrays,
+    unpack,
 )
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.log.logged_server import LoggedServer
-from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody, lost_process
+from torchfleet.ps.server.replicas.between import REQUESTS, FollowBody, Identity, LostBody, lost_process
 from torchfleet.ps.server.replicas.claim import claim
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.pace import BEAT, FAREWELL, NO_BACKUP
 from torchfleet.ps.server.replicas.primary import Primary
+from torchfleet.ps.server.replicas.replica_log import ReplicaLog
+from torchfleet.ps.server.replicas.restoration import Restoration
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
@@ -45,10 +51,11 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
         liveness: Liveness | None = None,
         waits_for_backup: bool = True,
+        durability: Durability | None = None,
     ) -> None:
         """Become primary if this replica can claim the shard, else a follower (claim.py). If the coordinator does
         not answer, a later tick asks again, also before `begin`. `waits_for_backup`: the first primary lets workers in
-        when it has a backup."""
+        when it has a backup. `durability`: settings of the log; None: there is none."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
         self._clock, self._liveness = clock, liveness or Liveness()
@@ -61,6 +68,9 @@ class Replica:
         self._follower: Follower | None = None
         self._primary: Primary | None = None
         self._losses: list[LostBody] = []  # what the launcher has reported while this replica had no role
+        self._log = None if durability is None else ReplicaLog(durability, own.replica, clock)
+        self._restored: Restoration | None = None  # until it is primary
+        self._filler: Peer | None = None  # where entries come from
         self._asked = clock()
         self._find_role()
 
@@ -71,7 +81,7 @@ class Replica:
     @property
     def has_role(self) -> bool:
         """Whether it is decided that this replica begins as primary, or as a follower."""
-        return self._primary is not None or self._follower is not None
+        return any(part is not None for part in (self._primary, self._follower, self._restored))
 
     @property
     def is_in_step(self) -> bool:
@@ -87,17 +97,37 @@ class Replica:
         return self._primary.logged.is_stopping and not is_new
 
     def begin(self) -> None:
-        """Begin to serve or to follow. A replica that begins as primary refuses clients until it has a backup."""
+        """Begin to serve or to follow. A replica that begins as primary refuses clients until it has a backup. Its log
+        begins with what the server has now. Raises LogError."""
+        self._begin_log()
         self._is_active = True
         self._wait_for_backup()
 
-    def end(self) -> None:
-        """Close all connections to the other replica. If the job is over, first write that into the view."""
-        if self._primary is not None and self._primary.logged.is_stopping and not self.deposed:
-            self._primary.end()
-        for part in (self._primary, self._follower):
-            if part is not None:
-                part.close()
+    def end(self, keeps_log: bool = False) -> None:
+        """Close all connections to the other replica. If the job is over, first write that into the view, and remove
+        the log. `keeps_log`: not the log of a primary: it was told to end."""
+        is_over = self._is_job_over
+        if self._primary is not None:
+            if is_over:
+                self._primary.end()
+            self._primary.close(is_over and not keeps_log and not self._server.desertion)
+        if self._restored is not None:
+            self._restored.logged.close()
+        if self._follower is not None:
+            self._follower.close()
+        if self._log is not None:
+            self._log.close(is_over and self._primary is None)
+
+    @property
+    def _is_job_over(self) -> bool:
+        """Whether all workers have left, as far as this replica knows. A follower may be told to end at that time."""
+        if self._primary is not None:
+            return self._primary.logged.is_stopping and not self.deposed
+        if self._follower is None or self.deposed:
+            return False
+        with contextlib.suppress(LogError):
+            self._follower.catch_up()
+        return self.is_over or (self._follower.is_in_view and self._server.is_stopping)
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> Replies:
         """As Handler.handle."""
@@ -118,6 +148,8 @@ class Replica:
         """As Handler.ready. Returns no reply while another replica may have taken over: after a pause of this process,
         values that it read before may be outdated."""
         primary = self._primary
+        if self._follower is not None:
+            return self._confirmations(self._follower)
         if primary is None or not self._is_active or self.deposed or not primary.is_sure(self._clock()):
             return []
         return primary.logged.ready()
@@ -127,11 +159,17 @@ class Replica:
         if not self.has_role and now - self._asked >= BEAT:
             self._asked = now
             self._find_role()
+            if self._is_active:
+                self._begin_log()
             self._wait_for_backup()
         if not self._is_active or self.deposed:
             return []
         if self._follower is not None:
             self._follow_fate(self._follower, now)
+        if self._follower is not None:
+            return self._confirmations(self._follower)
+        if self._restored is not None:
+            self._ask_for_shard(self._restored)
         if self._primary is None:
             return []
         self._primary.tick(now)
@@ -155,11 +193,15 @@ class Replica:
 
     def rest(self) -> bool:
         """As Handler.rest."""
+        if self._follower is not None:
+            self._follower.rest()
         return self._primary.logged.rest() if self._primary is not None else self._server.rest()
 
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
-        return self._primary.wakes() if self._primary is not None else ()
+        if self._primary is not None:
+            return self._primary.wakes()
+        return () if self._log is None else self._log.wakes()
 
     @property
     def term(self) -> int:
@@ -167,21 +209,29 @@ class Replica:
         return part.term if part is not None else 0
 
     def _find_role(self) -> None:
-        beginning = claim(self._own, self._coordinator)
+        beginning = claim(self._own, self._coordinator, self._log is not None and self._log.is_any_in_step)
         if beginning is None:
             return
         if beginning.view is not None:
             self._primary = self._lead(LoggedServer(self._server, [], clock=self._clock), beginning.view)
             return
         now = self._clock()
-        self._follower = Follower(self._server, self._own, self._coordinator, self._connect, now, self._liveness)
+        self._follower = Follower(
+            self._server, self._own, self._coordinator, self._connect, now, self._liveness, self._log
+        )
         for body in self._losses:
             self._follower.hear_of_loss(body)
 
-    def _wait_for_backup(self) -> None:
+    def _begin_log(self) -> None:
+        log, primary = self._log, self._primary
+        if log is not None and primary is not None:
+            primary.begin_log(lambda: log.begin_primary(self._server, primary.view.term))
+
+    def _wait_for_backup(self, is_new: bool = True) -> None:
+        """`is_new`: the job begins now; workers of one that has begun go on without a backup."""
         if self._is_active and self._primary is not None:
             self._server.state.has_backup = False
-            self._server.loading = NO_BACKUP if self._waits_for_backup else ""
+            self._server.loading = NO_BACKUP if self._waits_for_backup and is_new else ""
 
     def _lead(self, logged: LoggedServer, view: View) -> Primary:
         now = self._clock()
@@ -209,20 +259,33 @@ class Replica:
     def _take_in(self, peer: Peer, message: Message) -> Replies:
         now, command, primary = self._clock(), message.command, self._primary
         if primary is None:
-            is_entry = command == Command.APPEND and self._follower is not None
-            confirmed = self._follower.take(message) if is_entry and self._follower is not None else None
-            return [] if confirmed is None else [(peer, confirmed)]
+            return [] if self._follower is None else self._tell_follower(self._follower, peer, message)
         if message.term > primary.view.term:
             primary.check_view()
         elif command == Command.FOLLOW:
             primary.follow(message, now)
         return []  # an APPEND comes from a former primary, which will read the new view itself
 
+    def _tell_follower(self, follower: Follower, peer: Peer, message: Message) -> Replies:
+        if message.command == Command.FOLLOW:
+            follower.meet(unpack(message.arrays[0], FollowBody, MAX_BODY).name)
+            return []
+        if message.call:
+            self._filler = peer
+        confirmed = follower.take(message)
+        return [] if confirmed is None else [(peer, confirmed)]
+
+    def _confirmations(self, follower: Follower) -> Replies:
+        confirmed = follower.confirmation()
+        return [] if confirmed is None or self._filler is None else [(self._filler, confirmed)]
+
     def _apply_one(self) -> bool | None:
-        """As Handler.work, for a follower: apply one entry. Returns True if more are left."""
+        """As Handler.work, for a follower: apply one entry. Returns True if more are left, or `ready` has replies."""
         assert self._follower is not None
+        if self._log is not None:
+            self._log.hear()
         try:
-            return self._follower.work() or None
+            return self._follower.work() or self._follower.has_confirmation or None
         except LogError as error:
             self._diverged(error)
             return None
@@ -245,13 +308,37 @@ class Replica:
             follower.catch_up()
             follower.replay.finish()
             replay = follower.replay
-            logged = LoggedServer(self._server, [], replay.index, follower.view.term, replay.time, self._clock)
+            logged = self._logged_after(follower, follower.view.term)
             self._primary, self._follower, self._took_over = self._lead(logged, follower.view), None, now
             follower.close()
             self._server.state.say(f"takes over as primary (term {self.term}), at entry {replay.index:,}")
+        elif fate is Fate.RESTORES:
+            assert self._log is not None
+            self._restore(self._log, follower)
         elif fate is Fate.DROPPED:
             self._depose("the primary goes on without this backup")
         self.is_over |= fate is Fate.ENDS
+
+    def _logged_after(self, follower: Follower, term: int) -> LoggedServer:
+        replay = follower.replay
+        if self._log is not None:
+            return self._log.take_over(self._server, replay, follower.number)
+        return LoggedServer(self._server, [], replay.index, term, replay.time, self._clock)
+
+    def _restore(self, log: ReplicaLog, follower: Follower) -> None:
+        """Restore the server from the log, and then ask for the shard."""
+        self._restored = Restoration(log.restore(self._server), follower.view)
+        follower.close()
+        self._follower = None
+
+    def _ask_for_shard(self, restored: Restoration) -> None:
+        view = restored.ask(self._own, self._coordinator)
+        if restored.is_late:
+            self._depose("another replica has taken over")
+        elif view is not None:
+            self._primary, self._restored, self._took_over = self._lead(restored.logged, view), None, self._clock()
+            self._wait_for_backup(restored.is_new_run)
+            self._server.state.say(f"is primary (term {view.term}), restored from its log")
 
     def _depose(self, why: str) -> None:
         self.deposed = f"{why}: this process ends, and starts again as a backup"

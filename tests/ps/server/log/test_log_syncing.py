@@ -1,0 +1,78 @@
+"""Syncing the log beside writing it: what waits for the disk, and what does not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from support.scripts.launching import wait_until
+
+from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
+from torchfleet.ps.server.log.log_folder import LogFolder
+from torchfleet.ps.server.log.log_writer import LogWriter
+
+ENTRY = encode_entry(Entry(Kind.TICK, 1))
+SOON = 10.0
+
+
+def begun(path: Path) -> LogFolder:
+    folder = LogFolder(path)
+    folder.begin("run")
+    folder.begin_segment()
+    return folder
+
+
+@pytest.mark.parametrize("fsync_ms", [1.0, 0.0])
+def test_only_without_a_delay_an_entry_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_ms: float
+) -> None:
+    folder, entered, may_go_on = begun(tmp_path / "log"), threading.Event(), threading.Event()
+
+    def slow_sync(file: int) -> None:
+        entered.set()
+        assert may_go_on.wait(SOON)
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    writer = LogWriter(folder, 0, fsync_ms, lambda: None)
+    writer.append(1, ENTRY)
+    writer.flush()
+    assert entered.wait(SOON)
+    writer.append(2, ENTRY)
+    writer.flush()
+    if fsync_ms:
+        wait_until(lambda: writer.confirmed() == 2, SOON, "confirmation while the disk is busy")
+        assert folder.num_synced == 0
+    else:
+        assert writer.confirmed() == 0
+    may_go_on.set()
+    writer.close()
+    assert writer.confirmed() == 2
+    assert folder.num_synced == folder.num_bytes > 0
+    folder.close()
+
+
+def test_what_is_synced_is_counted_by_segment(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "log")
+    folder.sync_behind()
+    folder.write([b"12345678"])
+    assert folder.num_synced == 0
+    folder.sync_behind()
+    assert folder.num_synced == 8
+    folder.forget_before_last()
+    folder.begin_segment()
+    assert folder.num_synced == 0
+    folder.close()
+
+
+def test_a_segment_that_was_removed_is_missed(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "log")
+    folder.write([b"12345678"])
+    (segment,) = (tmp_path / "log").glob("segment-*")
+    segment.unlink()
+    with pytest.raises(FileNotFoundError):
+        folder.sync_behind()
+    with pytest.raises(FileNotFoundError):
+        folder.sync()
+    folder.close()
