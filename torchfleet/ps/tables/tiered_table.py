@@ -7,7 +7,7 @@ brought into memory. Only the methods that look at all rows differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,21 @@ from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
 from torchfleet.ps.tables.tiers.tracking import TieredTracking
 
 
+class _Checked(NamedTuple):
+    """A push that was checked: where its rows were, and how often rows had moved until then."""
+
+    keys: Keys | None
+    at: Rows
+    num_moves: int
+
+    def rows_of(self, keys: Keys, tiers: Tiers) -> Rows | None:
+        """The rows of these keys, if they are those that were checked and no row has moved since."""
+        return self.at if keys is self.keys and self.num_moves == tiers.num_moves else None
+
+
+NOTHING_CHECKED = _Checked(None, np.empty(0, np.int64), -1)
+
+
 class TieredTable(SparseTable):
     """Kind `sparse` with a storage."""
 
@@ -44,6 +59,7 @@ class TieredTable(SparseTable):
             )
         if self.statistics is not None and "delta" in self.statistics.names:
             raise TableError(f"table '{spec.name}' has rows on disk: its shrink cannot look at delta")
+        self._checked = NOTHING_CHECKED
         folder = checked_folder(storage.path, table_roots())
         cold = ColdRows(self.index.width - self.index.offset, folder)
         self.tiers = Tiers(spec.name, self.index, memory, cold)
@@ -82,10 +98,14 @@ class TieredTable(SparseTable):
 
     def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """A pull that creates no rows leaves the rows where they are."""
-        if create:
-            self.tiers.bring(keys, self._value_words)
+        if not create:
+            return self._peek(keys)
+        at = self.tiers.bring(keys, self._value_words)
+        if self.admission is not None or self.statistics is not None or (at < 0).any():
             return super()._pull_stored(keys, create, worker)
-        return self._peek(keys)
+        out = np.empty((len(keys), self._value_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, out)
+        return out
 
     def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull_rows; rows on disk are brought into memory."""
@@ -118,12 +138,18 @@ class TieredTable(SparseTable):
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.check_push."""
         self.tiers.check_batch(keys)
-        self.tiers.bring(keys, self._row_words)
+        self._checked = NOTHING_CHECKED
+        at = self.tiers.bring(keys, self._row_words)
         super().check_push(keys, grads, lr)
+        self._checked = _Checked(keys, at, self.tiers.num_moves)
 
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.update."""
-        self.tiers.bring(keys, self._row_words)
+        at, self._checked = self._checked.rows_of(keys, self.tiers), NOTHING_CHECKED
+        if at is None:
+            at = self.tiers.bring(keys, self._row_words)
+        if self.admission is None and self.statistics is None and not (at < 0).any():
+            self.index.recent.note(keys, at)  # so that the update does not search again
         super().update(keys, grads, lr)
 
     def check_add(self, keys: Keys, deltas: Floats) -> None:

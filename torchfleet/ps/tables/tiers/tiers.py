@@ -22,6 +22,7 @@ from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.directory import Directory, Places
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words, keys_of
 from torchfleet.ps.tables.tiers.passes import Pass, Passes
+from torchfleet.ps.tables.tiers.scan import Scan
 
 CHUNK = 2048  # keys per call of the map
 HOT_BYTES = 18 + 12  # per row in memory, beside the row: map slots, the list of free rows; used, changed, bits
@@ -50,6 +51,7 @@ class Tiers:
         self._hand = self._cut = 0
         self._compacted: Iterator[int] = iter(())  # the blocks still to be moved of one segment
         self.num_read = self.num_written = 0  # rows
+        self.num_moves = 0  # changes of which rows are in memory, and where
 
     @property
     def max_hot(self) -> int:
@@ -64,14 +66,13 @@ class Tiers:
 
     def check_batch(self, keys: Keys) -> None:
         """Raise TableError if the rows of these keys cannot be in memory together, or cannot be made to fit."""
-        if len(keys) <= min(FEWEST_ROWS, self.max_hot):
-            num = len(keys)
-        elif (num := len(unique(keys)[0])) > self.max_hot:
+        num, free = len(keys), self.directory.max_keys - self.directory.num_keys
+        if num > min(self.max_hot, free) and (num := len(unique(keys)[0])) > self.max_hot:
             raise TableError(
                 f"table '{self._name}': one request needs {num:,} rows, and memory holds {self.max_hot:,} of its "
                 f"{self.directory.num_keys:,} rows beside their directory. Give it more memory, or smaller batches."
             )
-        if self.directory.num_keys + num > self.directory.max_keys:
+        if num > free:
             raise TableError(
                 f"table '{self._name}' has {self.directory.num_keys:,} rows, and its memory of {self._memory:,} bytes "
                 f"holds a directory of {self.directory.max_keys:,}. Give it more memory, or use more servers."
@@ -137,6 +138,7 @@ class Tiers:
         """Move records into memory, where there is room for them."""
         if not len(keys):
             return
+        self.num_moves += 1
         at = np.full(len(keys), -1, np.int64)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -153,6 +155,7 @@ class Tiers:
 
     def note_new(self, keys: Keys, at: Rows) -> None:
         """These keys got rows in memory."""
+        self.num_moves += 1
         self.directory.insert(keys, at)
         self._passes.forget(at)
         self._use(at)
@@ -160,6 +163,7 @@ class Tiers:
 
     def note_gone(self, keys: Keys, at: Rows) -> None:
         """The rows of these keys in memory are dropped."""
+        self.num_moves += 1
         self.directory.remove(keys, at)
         self._used[at] = NEVER
 
@@ -209,6 +213,7 @@ class Tiers:
         return int(np.partition(ticks, int(len(ticks) * SHARE))[int(len(ticks) * SHARE)]) if len(ticks) else 0
 
     def _write_out(self, at: Rows) -> None:
+        self.num_moves += 1
         keys = self._index.keys_of(at)
         changed = self._changed[at]
         records = self._records(keys, self._gather(at), changed, self._passes.bits_of(at))
@@ -256,8 +261,8 @@ class Tiers:
             self.cold.reserve(self.cold.layout.per_block)
         except TableError:  # the disk is full: a request that needs room says so
             return False
-        slots, records = self.cold.scan_block(block)
-        self._move(keys_of(records), slots, records)
+        slots, keys, records = self.cold.scan_block(block)
+        self._move(keys, slots, records)
         return True
 
     def _move(self, keys: Keys, slots: Slots, records: Words) -> None:
@@ -290,10 +295,11 @@ class Tiers:
             self._passes.end(one)
 
     def _scan(self, one: Pass, since: int) -> Iterator[tuple[Keys, Words]]:
-        while one.cold < one.until:
-            _, records, one.cold = self.cold.scan(one.cold, since, one.begun_at, int(one.bit))
-            if len(records):
-                yield keys_of(records), records[:, RECORD_HEAD:]
+        with Scan(self.cold, since, one.begun_at, int(one.bit)) as scan:
+            while one.cold < one.until:
+                _, keys, words, one.cold = scan.take(one.cold)
+                if len(keys):
+                    yield keys, words
 
     def _hot_rows(self, one: Pass, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
         while one.hot < self._index.num_row_numbers:
