@@ -175,6 +175,11 @@ class TieredTable(SparseTable):
             own = None if columns is None else {name: column[some] for name, column in columns.items()}
             super()._put(keys[some], stored[some], own)
 
+    def reserve(self, num_rows: int) -> None:
+        """As RowStore.reserve: the directory takes all of them, memory those that fit."""
+        self.tiers.directory.reserve(num_rows)
+        super().reserve(max(0, min(num_rows, self.tiers.max_hot - self.index.num_keys)))
+
     def load_stored(self, keys: Keys, stored: Floats, columns: Columns | None = None) -> None:
         """As RowStore.load_stored: new rows fill memory first, then the disk."""
         self.bounds.note(rows.largest(self._widened(stored)))
