@@ -15,6 +15,10 @@ import torch
 import torchfleet as fleet
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "rowwise_adagrad": lambda parameters: fleet.optim.RowWiseAdagrad(parameters, lr=0.01),
+}
 
 
 class SummedIds(torch.nn.Module):
@@ -58,13 +62,14 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.15)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--mode", default="async")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--report_every", type=int, default=0, help="give the loss to fleet.report every N steps")
     options = parser.parse_args()
     torch.manual_seed(0)
     fleet.init()
     model = fleet.distributed_model(SummedIds(options.dim))
     strategy = fleet.DistributedStrategy(a_sync=options.mode == "async")
-    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), strategy)
+    optimizer = fleet.distributed_optimizer(OPTIMIZERS[options.optimizer](model.parameters()), strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
