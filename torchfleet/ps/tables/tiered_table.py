@@ -24,6 +24,7 @@ from torchfleet.ps.tables.settings.storage import TierStorage, checked_folder, t
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD
+from torchfleet.ps.tables.tiers.scan import MOST_WAIT
 from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
 from torchfleet.ps.tables.tiers.tracking import TieredTracking
 
@@ -233,9 +234,10 @@ class TieredTable(SparseTable):
     def stored_chunks(
         self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
     ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """As RowStore.stored_chunks."""
+        """As RowStore.stored_chunks; for a save, slices without rows come while the disk is busy."""
         is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
-        for keys, words in self.tiers.all_rows(num_rows, self.tracking.since if is_delta else 0):  # type: ignore[union-attr]
+        since = self.tracking.since if is_delta else 0  # type: ignore[union-attr]
+        for keys, words in self.tiers.all_rows(num_rows, since, MOST_WAIT if save else None):
             yield keys, self._values(words), self._columns(words)
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:

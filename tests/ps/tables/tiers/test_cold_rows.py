@@ -185,10 +185,13 @@ def test_what_was_cut_or_changed_on_disk_is_an_error(tmp_path: Path):
     plain = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
     on_disk = slots[slots // cold.layout.per_block < slots[-1] // cold.layout.per_block]
     num_errors = 0
-    for _ in range(1000):
+    for cut in range(1000):
         at = int(dice.integers(0, int(on_disk[-1] // cold.layout.per_page) * cold.layout.page_bytes))
-        before = os.pread(plain, 1, at)
-        os.pwrite(plain, bytes([before[0] ^ (1 << int(dice.integers(0, 8)))]), at)
+        before = os.pread(plain, 1 if cut % 2 else 1 << 30, at)
+        if cut % 2:
+            os.pwrite(plain, bytes([before[0] ^ (1 << int(dice.integers(0, 8)))]), at)
+        else:
+            os.truncate(plain, at)
         page = at // cold.layout.page_bytes
         some = np.arange(page * cold.layout.per_page, (page + 1) * cold.layout.per_page)
         with pytest.raises(TableError, match=str(tmp_path)):
@@ -197,9 +200,6 @@ def test_what_was_cut_or_changed_on_disk_is_an_error(tmp_path: Path):
         os.pwrite(plain, before, at)
     assert num_errors == 1000
     assert np.array_equal(cold.read(slots), rows)
-    os.truncate(plain, cold.layout.block_bytes)
-    with pytest.raises(TableError, match=str(tmp_path)):
-        cold.read(on_disk)
     os.close(plain)
 
 

@@ -7,7 +7,7 @@ its rows have moved to later blocks, or to memory.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,6 +23,7 @@ from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words
 BLOCKS = 8  # taken at once: 2 MiB
 PLANNED = 1024  # blocks put in order at once
 AHEAD = 2  # pieces that are read while one is taken
+MOST_WAIT = 0.005  # seconds for the disk, for a caller that serves others meanwhile
 
 
 @dataclass
@@ -39,10 +40,13 @@ class _Piece:
 class Scan:
     """One walk over the records in use. Owned by one thread; a context that ends the thread which reads."""
 
-    def __init__(self, cold: ColdRows, since: int = 0, begun_at: int = 0, bit: int = 0) -> None:
+    def __init__(
+        self, cold: ColdRows, since: int = 0, begun_at: int = 0, bit: int = 0, most_wait: float | None = None
+    ) -> None:
         """Leaves out records that were changed before save `since`, and those from the ordinal `begun_at` on that have
-        the bit of a pass.
+        the bit of a pass. `most_wait`: seconds after which `take` returns without records if the disk is busy.
         """
+        self._most_wait = most_wait
         self._cold, self._since, self._begun_at, self._bit = cold, since, begun_at, bit
         self._pieces: deque[_Piece] = deque()
         self._rooms = [Room() for _ in range(AHEAD + 1)]  # that no piece uses
@@ -60,16 +64,18 @@ class Scan:
 
     def take(self, start: int) -> tuple[Slots, Keys, Words, int]:
         """(slots, keys, words of rows, the ordinal after the last) of some records in use from the ordinal `start` on,
-        which is where the last call ended. Without any the result is empty, and its last part `next_ordinal`.
+        which is where the last call ended. Without any the result is empty, and its last part `next_ordinal`; while the
+        disk is busy it is empty, and its last part `start`.
         """
         cold = self._cold
         while True:
             if not self._pieces:
                 self._plan(start)
             if not self._pieces:
-                none = np.empty((0, cold.layout.row_words), np.uint32)
-                return np.empty(0, np.int64), np.empty(0, np.uint64), none, cold.next_ordinal
+                return *self._nothing(), cold.next_ordinal
             self._read_on()
+            if not self._is_read(self._pieces[0]):
+                return *self._nothing(), start
             piece = self._pieces.popleft()
             memory = self._memory(piece)
             is_same = cold.numbers(piece.blocks) == piece.numbers
@@ -101,6 +107,14 @@ class Scan:
                 num = self._cold.layout.pages_per_block
                 numbers = piece.numbers.repeat(num) + pages % num
                 piece.reading = thread.submit(reader.read, piece.blocks, numbers, piece.memory)
+
+    def _nothing(self) -> tuple[Slots, Keys, Words]:
+        none = np.empty((0, self._cold.layout.row_words), np.uint32)
+        return np.empty(0, np.int64), np.empty(0, np.uint64), none
+
+    def _is_read(self, piece: _Piece) -> bool:
+        """Whether this piece has been read, or was not begun; waits for it."""
+        return piece.reading is None or bool(wait([piece.reading], self._most_wait).done)
 
     def _memory(self, piece: _Piece) -> Bytes | None:
         """What was read ahead, until the next call; None if it must be read again, which then tells of errors."""

@@ -275,18 +275,20 @@ class Tiers:
 
     # All rows
 
-    def all_rows(self, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
-        """Yield (keys, words) of all rows that changed in interval `since` or later, in slices."""
+    def all_rows(self, num_rows: int, since: int, most_wait: float | None = None) -> Iterator[tuple[Keys, Words]]:
+        """Yield (keys, words) of all rows that changed in interval `since` or later, in slices. `most_wait`: seconds
+        after which a slice without rows comes if the disk is busy.
+        """
         one = self._passes.begin(self.cold.next_ordinal, self._index.num_row_numbers)
         if one is None:
             raise TableError(
                 f"table '{self._name}' is being saved or read as a whole too many times at once; try later"
             )
         try:
-            yield from self._scan(one, since)
+            yield from self._scan(one, since, most_wait)
             yield from self._hot_rows(one, num_rows, since)
             one.until, one.is_last_scan = self.cold.next_ordinal, True
-            yield from self._scan(one, since)
+            yield from self._scan(one, since, most_wait)
             while one.late:
                 keys = np.concatenate(one.late)
                 one.late = [keys[num_rows:]] if len(keys) > num_rows else []
@@ -294,11 +296,12 @@ class Tiers:
         finally:
             self._passes.end(one)
 
-    def _scan(self, one: Pass, since: int) -> Iterator[tuple[Keys, Words]]:
-        with Scan(self.cold, since, one.begun_at, int(one.bit)) as scan:
+    def _scan(self, one: Pass, since: int, most_wait: float | None) -> Iterator[tuple[Keys, Words]]:
+        with Scan(self.cold, since, one.begun_at, int(one.bit), most_wait) as scan:
             while one.cold < one.until:
-                _, keys, words, one.cold = scan.take(one.cold)
-                if len(keys):
+                before = one.cold
+                _, keys, words, one.cold = scan.take(before)
+                if len(keys) or one.cold == before:
                     yield keys, words
 
     def _hot_rows(self, one: Pass, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
