@@ -242,6 +242,22 @@ def test_a_write_that_fails_stays_in_memory_and_is_tried_again(tmp_path: Path):
     assert np.array_equal(cold.read(np.concatenate([slots, more])), rows)
 
 
+def test_a_file_system_without_direct_reads_is_used_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    open_file = os.open
+
+    def refuse(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    cold, rows = ColdRows(WORDS, str(tmp_path), SEGMENT), records(5000)
+    assert not cold.is_direct
+    assert np.array_equal(cold.read(appended(cold, rows)), rows)
+
+
 @pytest.mark.parametrize("what", ["missing", "file"])
 def test_a_folder_that_cannot_be_used_is_named(what: str, tmp_path: Path):
     place = tmp_path / "place"
