@@ -7,7 +7,7 @@ brought into memory. Only the methods that look at all rows differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +29,6 @@ from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
 from torchfleet.ps.tables.tiers.tracking import TieredTracking
 
 
-class _Checked(NamedTuple):
-    """A push that was checked: where its rows were, and how often rows had moved until then."""
-
-    keys: Keys | None
-    at: Rows
-    num_moves: int
-
-    def rows_of(self, keys: Keys, tiers: Tiers) -> Rows | None:
-        """The rows of these keys, if they are those that were checked and no row has moved since."""
-        return self.at if keys is self.keys and self.num_moves == tiers.num_moves else None
-
-
-NOTHING_CHECKED = _Checked(None, np.empty(0, np.int64), -1)
-
-
 class TieredTable(SparseTable):
     """Kind `sparse` with a storage."""
 
@@ -60,7 +45,6 @@ class TieredTable(SparseTable):
             )
         if self.statistics is not None and "delta" in self.statistics.names:
             raise TableError(f"table '{spec.name}' has rows on disk: its shrink cannot look at delta")
-        self._checked = NOTHING_CHECKED
         folder = checked_folder(storage.path, table_roots())
         cold = ColdRows(self.index.width - self.index.offset, folder)
         self.tiers = Tiers(spec.name, self.index, memory, cold)
@@ -139,18 +123,15 @@ class TieredTable(SparseTable):
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.check_push."""
         self.tiers.check_batch(keys)
-        self._checked = NOTHING_CHECKED
         at = self.tiers.bring(keys, self._row_words)
+        if self.admission is None and self.statistics is None and not (at < 0).any():
+            self.index.recent.note(keys, at)  # so that the update does not search again
         super().check_push(keys, grads, lr)
-        self._checked = _Checked(keys, at, self.tiers.num_moves)
 
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.update."""
-        at, self._checked = self._checked.rows_of(keys, self.tiers), NOTHING_CHECKED
-        if at is None:
-            at = self.tiers.bring(keys, self._row_words)
-        if self.admission is None and self.statistics is None and not (at < 0).any():
-            self.index.recent.note(keys, at)  # so that the update does not search again
+        if not self.index.recent.has(keys):
+            self.tiers.bring(keys, self._row_words)
         super().update(keys, grads, lr)
 
     def check_add(self, keys: Keys, deltas: Floats) -> None:

@@ -33,6 +33,7 @@ SAMPLE = 1 << 14  # rows whose last use is looked at to tell which rows are old
 SHARE = 0.1  # of the rows, the oldest, may leave in one lap
 IDLE_WASTE, MOST_WASTE = 0.25, 0.5  # share of dead records above which the file is compacted: while idle, and always
 WALKED = 1024  # rows of a walk at once: each is a read of the disk
+CLEARED = 1 << 20  # rows in memory that a pass prepares at once
 MAX_TICK = 1 << 31
 
 
@@ -51,7 +52,6 @@ class Tiers:
         self._hand = self._cut = 0
         self._compacted: Iterator[int] = iter(())  # the blocks still to be moved of one segment
         self.num_read = self.num_written = 0  # rows
-        self.num_moves = 0  # changes of which rows are in memory, and where
 
     @property
     def max_hot(self) -> int:
@@ -138,7 +138,6 @@ class Tiers:
         """Move records into memory, where there is room for them."""
         if not len(keys):
             return
-        self.num_moves += 1
         at = np.full(len(keys), -1, np.int64)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -155,7 +154,6 @@ class Tiers:
 
     def note_new(self, keys: Keys, at: Rows) -> None:
         """These keys got rows in memory."""
-        self.num_moves += 1
         self.directory.insert(keys, at)
         self._passes.forget(at)
         self._use(at)
@@ -163,7 +161,6 @@ class Tiers:
 
     def note_gone(self, keys: Keys, at: Rows) -> None:
         """The rows of these keys in memory are dropped."""
-        self.num_moves += 1
         self.directory.remove(keys, at)
         self._used[at] = NEVER
 
@@ -213,7 +210,6 @@ class Tiers:
         return int(np.partition(ticks, int(len(ticks) * SHARE))[int(len(ticks) * SHARE)]) if len(ticks) else 0
 
     def _write_out(self, at: Rows) -> None:
-        self.num_moves += 1
         keys = self._index.keys_of(at)
         changed = self._changed[at]
         records = self._records(keys, self._gather(at), changed, self._passes.bits_of(at))
@@ -279,12 +275,17 @@ class Tiers:
         """Yield (keys, words) of all rows that changed in interval `since` or later, in slices. `most_wait`: seconds
         after which a slice without rows comes if the disk is busy.
         """
-        one = self._passes.begin(self.cold.next_ordinal, self._index.num_row_numbers)
-        if one is None:
+        lane = self._passes.reserve()
+        if lane is None:
             raise TableError(
                 f"table '{self._name}' is being saved or read as a whole too many times at once; try later"
             )
         try:
+            for start in range(0, self._index.num_row_numbers, CLEARED):
+                self._passes.clear(lane, slice(start, start + CLEARED))
+                if most_wait is not None:
+                    yield np.empty(0, np.uint64), np.empty((0, self.cold.layout.row_words), np.uint32)
+            one = self._passes.begin(lane, self.cold.next_ordinal)
             yield from self._scan(one, since, most_wait)
             yield from self._hot_rows(one, num_rows, since)
             one.until, one.is_last_scan = self.cold.next_ordinal, True
@@ -294,7 +295,7 @@ class Tiers:
                 one.late = [keys[num_rows:]] if len(keys) > num_rows else []
                 yield self._read(keys[:num_rows])
         finally:
-            self._passes.end(one)
+            self._passes.end(lane)
 
     def _scan(self, one: Pass, since: int, most_wait: float | None) -> Iterator[tuple[Keys, Words]]:
         with Scan(self.cold, since, one.begun_at, int(one.bit), most_wait) as scan:
