@@ -219,6 +219,25 @@ def test_a_full_disk_stops_new_rows_and_loses_none(tmp_path: Path, monkeypatch: 
     assert rows_of(both[0]) == rows_of(both[1])
 
 
+@pytest.mark.usefixtures("tiny")
+def test_a_segment_that_a_write_frees_is_not_compacted(tmp_path: Path):
+    """Its rows have moved, and its last write ends while room is made for the rows of one of its blocks."""
+    table = pair(tmp_path)[1]
+    cold = table.tiers.cold
+    end_writes = cold._disk.end_writes
+    cold._disk.end_writes = lambda fewest: []  # type: ignore[method-assign]
+    keys = np.arange(1, cold.per_segment + 301, dtype=np.uint64)
+    table.tiers.add_cold(keys, np.zeros((len(keys), 2 * DIM), np.uint32))
+    for start in range(0, cold.per_segment, 400):
+        table.look_up(keys[start : start + 400])
+    assert cold.live[0] == 0
+    assert cold.has(0)
+    cold._disk.end_writes = lambda fewest: end_writes(1 << 20)  # type: ignore[method-assign]
+    table.tiers._compacted = iter([0])
+    assert table.tiers.compact()
+    assert not cold.has(0)
+
+
 def test_tables_that_share_a_folder_have_files_of_their_own(tmp_path: Path):
     keys = np.arange(1, 2001, dtype=np.uint64)
     tables = [pair(tmp_path)[1] for _ in range(2)]

@@ -251,12 +251,12 @@ class Tiers:
             block = next(self._compacted, None)
             if block is None:
                 return False
-        if not self.cold.has(block):
-            return True
         try:
             self.cold.reserve(self.cold.layout.per_block)
         except TableError:  # the disk is full: a request that needs room says so
             return False
+        if not self.cold.has(block):  # looked at last: writes that have ended may have freed its segment
+            return True
         slots, keys, records = self.cold.scan_block(block)
         self._move(keys, slots, records)
         return True
