@@ -6,8 +6,9 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import cycle, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 import torchfleet as fleet
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "rowwise_adagrad": lambda parameters: fleet.optim.RowWiseAdagrad(parameters, lr=0.01),
 }
