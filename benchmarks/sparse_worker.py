@@ -56,7 +56,7 @@ def labels(names: np.ndarray, ranks_BS: np.ndarray, rng: np.random.Generator) ->
     return found
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name, default in (("batch", 4096), ("slots", 26), ("dim", 16), ("num_ids", 10_000_000), ("num_batches", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -65,7 +65,11 @@ def main() -> None:
     parser.add_argument("--mode", default="async")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--report_every", type=int, default=0, help="give the loss to fleet.report every N steps")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     torch.manual_seed(0)
     fleet.init()
     model = fleet.distributed_model(SummedIds(options.dim))

@@ -98,7 +98,7 @@ class Tiers:
         self._use(at)
         missing = at < 0
         if missing.any():
-            strangers = unique(keys[missing])[0]
+            strangers = unique(keys[missing], many_repeat=False)[0]
             places, records = self.look_up(strangers)
             here = places >= 0
             self._make_room(len(strangers))
