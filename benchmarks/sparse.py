@@ -4,6 +4,7 @@ python -m benchmarks.sparse --json            1 server x 1 worker, 1 x 2, and on
 python -m benchmarks.sparse --quick --json    smaller and shorter, to see that it works
 python -m benchmarks.sparse --grid 1x1,1x2,1x4,1x8,2x8,4x8 --json    servers x workers: a server under load
 python -m benchmarks.sparse --grid 2x4,2x4+replicas,2x4+log --json   what backups cost, or a log of every change
+python -m benchmarks.sparse --grid 1x1,4x8 --optimizer rowwise_adagrad --json   the rule of FBGEMM and TorchRec
 
 With --grid the data is the same for every layout: `--num_batches` batches are dealt out to the workers, as the data of
 a job is. Each worker then has one thread, unless OMP_NUM_THREADS is set.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.timing import log, report
 
 _WORKER = Path(__file__).with_name("sparse_worker.py")
-_SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds")
+_SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds", "optimizer")
 _MANY = 8  # workers of the layout that is held against those with fewer
 
 _REPLICAS, _LOG = ("--replicas", "2"), ("--durability", "log", "--max_restart", "1")
@@ -67,6 +68,7 @@ def options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zipf", type=float, default=1.15, help="exponent of the ids' distribution")
     parser.add_argument("--seconds", type=float, default=8.0, help="time of one run, after a first pass over the data")
+    parser.add_argument("--optimizer", choices=("adam", "rowwise_adagrad"), default="adam", help="rule of the rows")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--grid", type=layouts, help="servers x workers of every run, such as 1x1,1x8,4x8")
     parser.add_argument(

@@ -6,8 +6,9 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import cycle, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ import torch
 import torchfleet as fleet
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "rowwise_adagrad": lambda parameters: fleet.optim.RowWiseAdagrad(parameters, lr=0.01),
+}
 
 
 class SummedIds(torch.nn.Module):
@@ -51,20 +56,25 @@ def labels(names: np.ndarray, ranks_BS: np.ndarray, rng: np.random.Generator) ->
     return found
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name, default in (("batch", 4096), ("slots", 26), ("dim", 16), ("num_ids", 10_000_000), ("num_batches", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zipf", type=float, default=1.15)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--mode", default="async")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--report_every", type=int, default=0, help="give the loss to fleet.report every N steps")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     torch.manual_seed(0)
     fleet.init()
     model = fleet.distributed_model(SummedIds(options.dim))
     strategy = fleet.DistributedStrategy(a_sync=options.mode == "async")
-    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), strategy)
+    optimizer = fleet.distributed_optimizer(OPTIMIZERS[options.optimizer](model.parameters()), strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,77 @@ def test_more_rows_than_memory_holds_are_loaded_onto_the_disk(tmp_path: Path):
         table.load(keys, values)
     assert both[1].stats()["hot_rows"] <= 700
     assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_disk_stops_new_rows_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows in memory are trained on, rows on disk are read; freed space is used at once."""
+    dice, both = np.random.default_rng(10), pair(tmp_path)
+    for _ in range(100):
+        step(dice, both)
+    is_full, allocate = [True], cold_rows.allocate
+
+    def refuse(*arguments: int) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "full")
+        allocate(*arguments)
+
+    monkeypatch.setattr(cold_rows, "allocate", refuse)
+    fresh = np.arange(1 << 40, (1 << 40) + 100_000, dtype=np.uint64).reshape(-1, 400)
+    errors = []
+    for keys in fresh:
+        try:
+            both[1].look_up(keys)
+        except TableError as error:
+            errors.append(str(error))
+            if len(errors) == 3:
+                break
+        else:
+            both[0].look_up(keys)
+    assert [str(tmp_path) in error for error in errors] == [True] * 3
+    assert rows_of(both[0]) == rows_of(both[1])
+    known = fresh[0][:100]
+    assert np.array_equal(*(table.look_up(known, create=False) for table in both))
+    hot = both[1].index.keys_of(np.arange(both[1].index.num_row_numbers))[:20].copy()
+    hot = hot[both[1].find(hot) >= 0]
+    is_full[0] = False
+    for table in both:
+        table.push(hot, np.ones((len(hot), DIM), np.float32))
+        table.look_up(fresh[-1])
+    assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_segment_that_a_write_frees_is_not_compacted(tmp_path: Path):
+    """Its rows have moved, and its last write ends while room is made for the rows of one of its blocks."""
+    table = pair(tmp_path)[1]
+    cold = table.tiers.cold
+    end_writes = cold._disk.end_writes
+    cold._disk.end_writes = lambda fewest: []  # type: ignore[method-assign]
+    keys = np.arange(1, cold.per_segment + 301, dtype=np.uint64)
+    table.tiers.add_cold(keys, np.zeros((len(keys), 2 * DIM), np.uint32))
+    for start in range(0, cold.per_segment, 400):
+        table.look_up(keys[start : start + 400])
+    assert cold.live[0] == 0
+    assert cold.has(0)
+    cold._disk.end_writes = lambda fewest: end_writes(1 << 20)  # type: ignore[method-assign]
+    table.tiers._compacted = iter([0])
+    assert table.tiers.compact()
+    assert not cold.has(0)
+
+
+def test_tables_that_share_a_folder_have_files_of_their_own(tmp_path: Path):
+    keys = np.arange(1, 2001, dtype=np.uint64)
+    tables = [pair(tmp_path)[1] for _ in range(2)]
+    for number, table in enumerate(tables):
+        table.tiers.add_cold(keys, np.full((len(keys), 2 * DIM), number, np.float32).view(np.uint32))
+    for number, table in enumerate(tables):
+        assert np.all(table.look_up(keys, create=False) == number)
+    assert not list(tmp_path.iterdir())
+    del tables, table
+    left = pair(tmp_path)[1]  # a later table finds nothing of them
+    assert not left.look_up(keys, create=False).any()
+    assert left.num_rows == 0
 
 
 @pytest.mark.usefixtures("tiny")

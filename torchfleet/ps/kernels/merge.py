@@ -111,11 +111,14 @@ class _Distinct:
             at, self._num = unique_inverse(keys_N, at, self.places, self._keys, self._num, inverse_N, SALT)
 
 
-def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(distinct keys in order of first appearance, inverse as int32, the places for `index_of`)."""
+def unique_places(keys_N: np.ndarray, many_repeat: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(distinct keys in order of first appearance, inverse as int32, the places for `index_of`).
+
+    `many_repeat`: as the ids of a batch do; otherwise there is room for all keys from the beginning.
+    """
     total, inverse = len(keys_N), np.empty(len(keys_N), np.int32)
     size = 1 << max(4, (2 * total - 1).bit_length())
-    num_places = min(size, max(FEW_PLACES, size >> 2))
+    num_places = min(size, max(FEW_PLACES, size >> 2)) if many_repeat else size
 
     def part(start: int, stop: int) -> tuple[_Distinct, int, int]:
         own = _Distinct(stop - start if start else total, num_places)
@@ -130,14 +133,14 @@ def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return whole.keys, inverse, whole.places
 
 
-def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct keys in order of first appearance, inverse as int32)."""
-    return unique_places(keys_N)[:2]
+def unique(keys_N: np.ndarray, many_repeat: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys in order of first appearance, inverse as int32); `many_repeat`: as in `unique_places`."""
+    return unique_places(keys_N, many_repeat)[:2]
 
 
 def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct keys, their summed gradients); the inputs themselves when no key repeats."""
-    distinct, inverse = unique(keys_N)
+    """(distinct keys, their summed gradients); the inputs themselves when no key repeats, as in what workers push."""
+    distinct, inverse = unique(keys_N, many_repeat=False)
     if len(distinct) == len(keys_N):
         return keys_N, grads_ND
     sums = np.empty((len(distinct), grads_ND.shape[1]), np.float32)

@@ -85,23 +85,26 @@ def note_unused(used_B: np.ndarray, slots_N: np.ndarray) -> None:
 @kernel
 def take_used(
     page_words: np.ndarray, words_per_page: int, per_page: int, slots_P: np.ndarray, ends_P: np.ndarray,
-    used_B: np.ndarray, since: int, marked_P: np.ndarray, bit: np.uint32, slots_N: np.ndarray, out_NW: np.ndarray,
+    used_B: np.ndarray, since: int, marked_P: np.ndarray, bit: np.uint32, slots_N: np.ndarray, keys_N: np.ndarray,
+    head: int, out_NW: np.ndarray,
 ) -> int:  # fmt: skip
-    """Copy the records of pages that are in use: out_NW their words, slots_N their numbers. Returns how many.
+    """Copy the records of pages that are in use: out_NW their words from `head` on, keys_N their keys, slots_N their
+    numbers. Returns how many.
 
     slots_P: the numbers of each page's first record to take and, ends_P, of the one behind its last. Left out are
     records that were changed before save `since` and, from the number marked_P of each page on, those with `bit`.
     """
-    width = np.uint64(out_NW.shape[1])
+    width, skipped = np.uint64(out_NW.shape[1]), np.uint64(head)
     flat, num = out_NW.reshape(-1), 0
     for p in range(len(slots_P)):
         for slot in range(slots_P[p], ends_P[p]):
             if used_B[slot >> 3] >> (slot & 7) & 1 == 0:
                 continue
-            source = np.uint64(p) * np.uint64(words_per_page) + _HEADER + np.uint64(slot % per_page) * width
+            source = np.uint64(p) * np.uint64(words_per_page) + _HEADER + np.uint64(slot % per_page) * (width + skipped)
             if page_words[source + _CHANGED] < since or (slot >= marked_P[p] and page_words[source + _PASSES] & bit):
                 continue
             slots_N[num] = slot
-            copy_words(flat, np.uint64(num) * width, page_words, source, width)
+            keys_N[num] = np.uint64(page_words[source]) | np.uint64(page_words[source + _ONE]) << _S32
+            copy_words(flat, np.uint64(num) * width, page_words, source + skipped, width)
             num += 1
     return num

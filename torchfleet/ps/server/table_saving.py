@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.ps.checkpoint import part_file
@@ -18,6 +19,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
 
+_SOME = np.ones(1, np.uint64)  # of a slice that has no keys
 SLICE = 1 << 14  # rows copied between two requests: one to three milliseconds
 
 
@@ -121,6 +123,9 @@ class Filling:
 
     def add(self, saved: SavedSlice) -> Iterator[FileToWrite | None]:
         """Add a slice. Yields the files that are full now, or None if there are none."""
+        if saved.kind == self._kind and not saved.arrays.get("keys", _SOME).size:  # the table waits for its disk
+            yield None
+            return
         if saved.kind != self._kind or saved.start:
             yield from self.end()
         self._kind, self._start = saved.kind, saved.start

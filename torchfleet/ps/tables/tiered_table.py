@@ -24,6 +24,7 @@ from torchfleet.ps.tables.settings.storage import TierStorage, checked_folder, t
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD
+from torchfleet.ps.tables.tiers.scan import MOST_WAIT
 from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
 from torchfleet.ps.tables.tiers.tracking import TieredTracking
 
@@ -82,10 +83,14 @@ class TieredTable(SparseTable):
 
     def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """A pull that creates no rows leaves the rows where they are."""
-        if create:
-            self.tiers.bring(keys, self._value_words)
+        if not create:
+            return self._peek(keys)
+        at = self.tiers.bring(keys, self._value_words)
+        if self.admission is not None or self.statistics is not None or (at < 0).any():
             return super()._pull_stored(keys, create, worker)
-        return self._peek(keys)
+        out = np.empty((len(keys), self._value_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, out)
+        return out
 
     def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull_rows; rows on disk are brought into memory."""
@@ -118,12 +123,15 @@ class TieredTable(SparseTable):
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.check_push."""
         self.tiers.check_batch(keys)
-        self.tiers.bring(keys, self._row_words)
+        at = self.tiers.bring(keys, self._row_words)
+        if self.admission is None and self.statistics is None and not (at < 0).any():
+            self.index.recent.note(keys, at)  # so that the update does not search again
         super().check_push(keys, grads, lr)
 
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.update."""
-        self.tiers.bring(keys, self._row_words)
+        if not self.index.recent.has(keys):
+            self.tiers.bring(keys, self._row_words)
         super().update(keys, grads, lr)
 
     def check_add(self, keys: Keys, deltas: Floats) -> None:
@@ -148,6 +156,11 @@ class TieredTable(SparseTable):
             self.index.reserve_for(keys[some])
             own = None if columns is None else {name: column[some] for name, column in columns.items()}
             super()._put(keys[some], stored[some], own)
+
+    def reserve(self, num_rows: int) -> None:
+        """As RowStore.reserve: the directory takes all of them, memory those that fit."""
+        self.tiers.directory.reserve(num_rows)
+        super().reserve(max(0, min(num_rows, self.tiers.max_hot - self.index.num_keys)))
 
     def load_stored(self, keys: Keys, stored: Floats, columns: Columns | None = None) -> None:
         """As RowStore.load_stored: new rows fill memory first, then the disk."""
@@ -202,9 +215,10 @@ class TieredTable(SparseTable):
     def stored_chunks(
         self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
     ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """As RowStore.stored_chunks."""
+        """As RowStore.stored_chunks; for a save, slices without rows come while the disk is busy."""
         is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
-        for keys, words in self.tiers.all_rows(num_rows, self.tracking.since if is_delta else 0):  # type: ignore[union-attr]
+        since = self.tracking.since if is_delta else 0  # type: ignore[union-attr]
+        for keys, words in self.tiers.all_rows(num_rows, since, MOST_WAIT if save else None):
             yield keys, self._values(words), self._columns(words)
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from torchfleet.ps.tables.rows import recent_pulls
+from torchfleet.ps.tables.rows.keymap import KeyMap
 from torchfleet.ps.tables.rows.recent_pulls import FEWEST_KEYS, RecentPulls
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
@@ -50,6 +51,23 @@ def test_keys_that_repeat_have_to_be_summed_first() -> None:
         assert recent.take(keys) is None
     recent.note(some_keys(), some_rows())
     assert recent.take(some_keys()) is not None
+
+
+def test_keys_that_were_pulled_are_not_searched_to_see_whether_the_map_must_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = KeyMap(20, 1 << 28)
+    keys = some_keys(num=200_000)
+    index.insert_missing(keys, np.full(len(keys), -1))
+    index._grows_at = index.num_keys + 1  # as full as a map can be
+    pulled = keys[:NUM].copy()
+    index.recent.note(pulled, some_rows())
+    num_searched = []
+    monkeypatch.setattr(KeyMap, "find", lambda self, keys, *_: num_searched.append(len(keys)) or 0)
+    index.reserve_for(pulled)
+    assert num_searched == []
+    index.reserve_for(keys[NUM : 20 * NUM])
+    assert num_searched == [19 * NUM]
 
 
 def test_few_keys_are_not_kept_and_old_pulls_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

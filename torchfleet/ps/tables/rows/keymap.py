@@ -86,6 +86,8 @@ class KeyMap:
         """
         if self.num_keys + len(keys) < self._grows_at:
             return
+        if self.recent.has(keys):
+            return
         num_new = len(keys)
         if num_new > EASY_KEYS or int(self._num_buckets[NEW]) >= SMALL:
             num_new = self.find(keys, np.empty(num_new, np.int64), 0)

@@ -47,6 +47,11 @@ class RecentPulls:
         while len(self._pulls) > MOST_PULLS or self._num_keys > MOST_KEYS:
             self._drop(next(iter(self._pulls)))
 
+    def has(self, keys: Keys) -> bool:
+        """Whether these keys, in this order, were pulled: all of them have rows."""
+        pulled = self._pulls.get(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
+        return pulled is not None and np.array_equal(pulled[0], keys)
+
     def take(self, keys: Keys) -> Rows | None:
         """The rows of exactly these keys in this order; None if the keys are not known or repeat."""
         pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.ps.kernels import pages as kernels
+from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.tiers.cold_file import (
     PageReader,
     Pages,
@@ -31,7 +33,6 @@ from torchfleet.ps.tables.tiers.read_ahead import ReadAhead
 
 SEGMENT_BYTES = 64 << 20
 MOST_UNWRITTEN = 64  # blocks that may wait for the disk
-SCAN_BLOCKS = 8  # blocks read at once by a scan
 PIECE = 1 << 12  # pages read at once
 MOST_LIVE = 0.9  # share of a segment's records in use above which it is not worth moving them
 
@@ -43,8 +44,9 @@ class ColdRows:
         self.layout = Layout(row_words)
         self.folder = folder
         self._file, self.is_direct = open_file(folder)
-        self._disk, self._reader = open_disk(self._file), PageReader(self._file, self.layout, folder)
-        self._ahead = ReadAhead(self.layout.page_bytes, PageReader(self._file, self.layout, folder))
+        self.make_reader = partial(PageReader, self._file, self.layout, folder)
+        self._disk, self._reader = open_disk(self._file), self.make_reader()
+        self._ahead = ReadAhead(self.layout.page_bytes, self.make_reader)
         self._closing = weakref.finalize(self, close_file, self._file, self._ahead, self._reader, self._disk)
         self._room = Room()  # to read into
         self._blocks_per_segment = max(1, segment_bytes // self.layout.block_bytes)
@@ -233,34 +235,48 @@ class ColdRows:
             return self._next_number * self.layout.per_page
         return int(self._numbers[self._block]) * self.layout.per_page + self._filled
 
-    def scan(self, start: int, since: int = 0, begun_at: int = 0, bit: int = 0) -> tuple[Slots, Words, int]:
-        """(slots, records, the ordinal after the last) of some records in use from the ordinal `start` on, in order.
-        Left out are those that were changed before save `since`, and those from the ordinal `begun_at` on that have
-        the bit of a pass. Without any the result is empty, and its last part `next_ordinal`.
+    def blocks_from(self, start: int, since: int, most: int) -> Pages:
+        """The first blocks, at most `most`, with records from the ordinal `start` on that may have been changed in save
+        `since` or later; in order.
+        """
+        ends = (self._numbers + self.layout.pages_per_block) * self.layout.per_page
+        if self._block >= 0:
+            ends[self._block] = self._numbers[self._block] * self.layout.per_page + self._filled
+        wanted = np.flatnonzero((self._numbers > 0) & (ends > start) & (self._changed >= since))
+        if len(wanted) > most:
+            wanted = wanted[np.argpartition(self._numbers[wanted], most)[:most]]
+        return wanted[np.argsort(self._numbers[wanted], kind="stable")]
+
+    def numbers(self, blocks: Pages) -> Pages:
+        """The numbers of the first pages of these blocks: another number is another content. 0: not in use."""
+        found: Pages = self._numbers[blocks]
+        return found
+
+    def are_on_disk(self, blocks: Pages) -> bool:
+        return not self._is_unwritten[blocks].any()
+
+    def end_of(self, block: int) -> int:
+        """The ordinal behind the last record of a block."""
+        num = self._filled if block == self._block else self.layout.per_block
+        return int(self._numbers[block]) * self.layout.per_page + num
+
+    def take_blocks(
+        self, blocks: Pages, memory: Words, start: int = 0, since: int = 0, begun_at: int = 0, bit: int = 0,
+        head: int = 0,
+    ) -> tuple[Slots, Keys, Words]:  # fmt: skip
+        """(slots, keys, words from `head` on) of the records of these blocks, read into `memory`, that are in use, from
+        the ordinal `start` on. Left out are those that were changed before save `since`, and those from the ordinal
+        `begun_at` on that have the bit of a pass.
         """
         layout = self.layout
-        ends = (self._numbers + layout.pages_per_block) * layout.per_page
-        if self._block >= 0:
-            ends[self._block] = self._numbers[self._block] * layout.per_page + self._filled
-        wanted = np.flatnonzero((self._numbers > 0) & (ends > start) & (self._changed >= since))
-        chosen = wanted[np.argsort(self._numbers[wanted], kind="stable")][:SCAN_BLOCKS]
-        if not len(chosen):
-            return np.empty(0, np.int64), np.empty((0, layout.record_words), np.uint32), self.next_ordinal
-        return *self._take_blocks(chosen, start, since, begun_at, bit), int(ends[chosen[-1]])
-
-    def _take_blocks(
-        self, blocks: Pages, start: int = 0, since: int = 0, begun_at: int = 0, bit: int = 0
-    ) -> tuple[Slots, Words]:
-        layout = self.layout
-        pages = self._pages_of(blocks)
+        pages = self.pages_of(blocks)
         ordinals = self._numbers_of(pages) * layout.per_page  # of the first record of each page
         slots = pages * layout.per_page
         ends = np.minimum(slots + layout.per_page, self._end_of_records(blocks).repeat(layout.pages_per_block))
         first, marked = (slots + np.clip(ordinal - ordinals, 0, layout.per_page) for ordinal in (start, begun_at))
-        words = self._read_blocks(blocks)
-        return layout.take_used(words, first, np.maximum(first, ends), self._used, since, marked, bit)
+        return layout.take_used(memory, first, np.maximum(first, ends), self._used, since, marked, bit, head)
 
-    def _pages_of(self, blocks: Pages) -> Pages:
+    def pages_of(self, blocks: Pages) -> Pages:
         num = self.layout.pages_per_block
         return (blocks[:, None] * num + np.arange(num)).reshape(-1)
 
@@ -273,9 +289,10 @@ class ColdRows:
         """Whether a block is full and in use."""
         return bool(self._numbers[block]) and block != self._block
 
-    def scan_block(self, block: int) -> tuple[Slots, Words]:
-        """(slots, records) of the records of one block that are in use."""
-        return self._take_blocks(np.array([block]))
+    def scan_block(self, block: int) -> tuple[Slots, Keys, Words]:
+        """(slots, keys, records) of the records of one block that are in use."""
+        blocks = np.array([block])
+        return self.take_blocks(blocks, self.read_blocks(blocks))
 
     def sparsest(self) -> range | None:
         """The blocks of the segment with the fewest rows in use; None if all segments are nearly full."""
@@ -294,7 +311,7 @@ class ColdRows:
         """The share of the records of all segments in use whose rows have moved away."""
         return 1 - self.num_live / max(1, int(self._is_in_use.sum()) * self.per_segment)
 
-    def _read_blocks(self, blocks: Pages) -> Words:
+    def read_blocks(self, blocks: Pages) -> Words:
         """The pages of these blocks, in memory that the next call uses again."""
         layout = self.layout
         memory = self._room.take(len(blocks), layout.block_bytes)
@@ -305,7 +322,7 @@ class ColdRows:
         ends = np.flatnonzero(np.diff(np.concatenate([[True], is_here, [True]])))
         for start, stop in ends.reshape(-1, 2).tolist():  # runs of blocks that are on disk
             some = blocks[start:stop]
-            self._reader.read(some, self._numbers_of(self._pages_of(some)), memory[start:stop])
+            self._reader.read(some, self._numbers_of(self.pages_of(some)), memory[start:stop])
         return memory.reshape(-1).view(np.uint32)
 
     def close(self) -> None:

@@ -69,14 +69,24 @@ class Directory:
                 self._grow()
         self.num_keys += len(keys)
 
+    def reserve(self, num: int) -> None:
+        """Make room for `num` new keys at once, as far as this many keys may come: for loading."""
+        share = min(self.num_keys + num, self.max_keys) / NUM_SUBS
+        buckets = min(int(share / MAX_LOAD / BUCKET), self._max_buckets)  # a little less than most sub-maps will need
+        for sub in np.flatnonzero(self._sizes < buckets).tolist():
+            self._grow_to(sub, buckets)
+
     def _grow(self) -> None:
         for sub in np.flatnonzero(self._counts >= self._limits).tolist():
             size = int(self._sizes[sub])
             larger = min(max(size + 1, int(size * GROWTH)), self._max_buckets)
             if larger == size:
                 raise RuntimeError("a sub-map of a directory is full: its hash no longer spreads. This is a bug.")
-            kernels.grow(*self._arrays[:3], sub, larger, np.empty(size * BUCKET, np.uint64))
-            self._limits[sub] = int(larger * BUCKET * MAX_LOAD)
+            self._grow_to(sub, larger)
+
+    def _grow_to(self, sub: int, size: int) -> None:
+        kernels.grow(*self._arrays[:3], sub, size, np.empty(int(self._sizes[sub]) * BUCKET, np.uint64))
+        self._limits[sub] = int(size * BUCKET * MAX_LOAD)
 
     def move(self, keys: Keys, old: Places, new: Places) -> None:
         """Note that rows have moved from the places `old` to `new`."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 Offsets = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-DEPTH = 512  # requests under way at once
+DEPTH = 256  # requests under way at once; the system has 65,536 for all processes, and counts each twice
 THREADS = 32
 _NUMBERS = {  # of the system calls: io_setup, io_destroy, io_getevents, io_submit
     "x86_64": (206, 207, 208, 209),
@@ -36,7 +36,9 @@ _EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("result
 
 
 class Disk(ABC):
-    """Reads and writes of an open file. Buffers are aligned as O_DIRECT asks for; each request is for one block."""
+    """Reads or writes of an open file: no read begins before all writes have ended. Buffers are aligned, as O_DIRECT
+    demands; each request is for one block.
+    """
 
     @abstractmethod
     def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
@@ -107,19 +109,19 @@ class _Queue:
 
 class _AsynchronousDisk(Disk):
     def __init__(self, file: int) -> None:
-        self._file = file
-        self._reads, self._writes = _Queue(), _Queue()
+        self._file, self._queue = file, _Queue()
         self._under_way: dict[int, tuple[npt.NDArray[Any], Bytes]] = {}  # writes: request and block
 
     def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
+        assert not self._under_way
         requests, pointers = self._requests(_READ, offsets, blocks_NB)  # the kernel reads them until they end
         results = np.empty(len(offsets), np.int64)
         num_submitted = num_ended = 0
         while num_ended < len(offsets):
             room = DEPTH - (num_submitted - num_ended)
             if room and num_submitted < len(offsets):
-                num_submitted += self._reads.submit(pointers[num_submitted : num_submitted + room])
-            events = self._reads.events(1)
+                num_submitted += self._queue.submit(pointers[num_submitted : num_submitted + room])
+            events = self._queue.events(1)
             results[events["data"].astype(np.int64)] = events["result"]
             num_ended += len(events)
         del requests
@@ -129,10 +131,10 @@ class _AsynchronousDisk(Disk):
         requests, pointers = self._requests(_WRITE, np.array([offset]), block.reshape(1, -1))
         requests["data"] = number
         self._under_way[number] = requests, block
-        self._writes.submit(pointers)
+        self._queue.submit(pointers)
 
     def end_writes(self, fewest: int) -> list[tuple[int, int]]:
-        events = self._writes.events(min(fewest, len(self._under_way)))
+        events = self._queue.events(min(fewest, len(self._under_way)))
         ended = [(int(number), int(result)) for number, result in zip(events["data"], events["result"], strict=True)]
         for number, _ in ended:
             del self._under_way[number]
@@ -141,8 +143,7 @@ class _AsynchronousDisk(Disk):
     def close(self) -> None:
         while self._under_way:
             self.end_writes(1)
-        self._reads.close()
-        self._writes.close()
+        self._queue.close()
 
     def _requests(self, command: int, offsets: Offsets, blocks_NB: Bytes) -> tuple[npt.NDArray[Any], Any]:
         requests = np.zeros(len(offsets), _REQUEST)

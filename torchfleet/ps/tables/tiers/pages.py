@@ -73,14 +73,16 @@ class Layout:
         return out
 
     def take_used(
-        self, pages: Words, slots: Slots, ends: Slots, used: npt.NDArray[np.uint8], since: int, marked: Slots, bit: int
-    ) -> tuple[Slots, Words]:
-        """(numbers, records) of the records of these pages that are in use: as kernels.take_used."""
+        self, pages: Words, slots: Slots, ends: Slots, used: npt.NDArray[np.uint8], since: int, marked: Slots, bit: int,
+        head: int,
+    ) -> tuple[Slots, Keys, Words]:  # fmt: skip
+        """(numbers, keys, words from `head` on) of the records of these pages that are in use: as kernels.take_used."""
         most = int((ends - slots).sum())
-        numbers, out = np.empty(most, np.int64), np.empty((most, self.record_words), np.uint32)
-        words, sizes = pages.reshape(-1), (self.page_bytes // 4, self.per_page)
-        num = kernels.take_used(words, *sizes, slots, ends, used, since, marked, np.uint32(bit), numbers, out)
-        return numbers[:num], out[:num]
+        numbers, keys = np.empty(most, np.int64), np.empty(most, np.uint64)
+        out = np.empty((most, self.record_words - head), np.uint32)
+        words, sizes, bits = pages.reshape(-1), (self.page_bytes // 4, self.per_page), np.uint32(bit)
+        num = kernels.take_used(words, *sizes, slots, ends, used, since, marked, bits, numbers, keys, head, out)
+        return numbers[:num], keys[:num], out[:num]
 
     def seal(self, block: Words, first_number: int) -> None:
         """Write the numbers and checksums of a block's pages."""

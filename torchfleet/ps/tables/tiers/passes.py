@@ -48,21 +48,29 @@ class Passes:
 
     def __init__(self, max_rows: int, bits: Bits) -> None:
         self._bits = bits[:max_rows]
-        self._lanes: dict[int, Pass] = {}
+        self._lanes: dict[int, Pass] = {}  # that have begun
+        self._reserved: set[int] = set()
 
-    def begin(self, next_ordinal: int, num_rows: int) -> Pass | None:
-        """A new pass; None if too many are under way. `num_rows`: all row numbers in use are below it."""
-        lane = next((lane for lane in range(MOST_PASSES) if lane not in self._lanes), None)
-        if lane is None:
-            return None
-        made = Pass(lane, next_ordinal, next_ordinal)
-        self._bits[:num_rows] &= ~made.bit
-        self._lanes[lane] = made
+    def reserve(self) -> int | None:
+        """A lane for a new pass; None if too many are under way. Its bits must be cleared before it begins."""
+        lane = next((lane for lane in range(MOST_PASSES) if lane not in self._reserved), None)
+        if lane is not None:
+            self._reserved.add(lane)
+        return lane
+
+    def clear(self, lane: int, rows: slice) -> None:
+        """Clear the bits of these rows. Until the pass begins, no row gets its bit."""
+        self._bits[rows] &= ~np.uint32(1 << lane)
+
+    def begin(self, lane: int, next_ordinal: int) -> Pass:
+        """Begin the pass of this lane."""
+        made = self._lanes[lane] = Pass(lane, next_ordinal, next_ordinal)
         return made
 
-    def end(self, one: Pass) -> None:
+    def end(self, lane: int) -> None:
         """The pass is over."""
-        self._lanes.pop(one.lane, None)
+        self._lanes.pop(lane, None)
+        self._reserved.discard(lane)
 
     def brought(self, keys: Keys, rows: Rows, ordinals: Ordinals, bits: Bits) -> None:
         """Records have moved to these rows in memory."""

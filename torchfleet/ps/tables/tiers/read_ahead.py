@@ -1,4 +1,4 @@
-"""Pages of cold rows that are read in a thread, before the request that needs them is served.
+"""Pages of cold rows that are read in threads, before the request that needs them is served.
 
 A page never changes while its number stays the same, so a page that was read ahead is as good as one that is read when
 it is needed; pages whose numbers have changed since are read again.
@@ -6,10 +6,9 @@ it is needed; pages whose numbers have changed since are read again.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,60 +18,79 @@ from torchfleet.ps.tables.tiers.disk import Bytes
 
 MOST_REQUESTS = 4  # whose pages are read ahead
 MOST_PAGES = 1 << 13  # of one request
+THREADS = 2  # while one computes checksums, the disk reads for the other
 
 
 @dataclass
 class _Request:
-    """The pages of one request. `pages` is sorted."""
+    """The pages of one request, and the reading of each part of them."""
 
-    room: Room
     pages: Pages
     numbers: Pages
     memory: Bytes
-    reading: Future[None] = field(default_factory=Future)
+    reading: Sequence[Future[None]]
+
+    def end(self) -> bool:
+        """Wait until the pages are read. Returns whether all could be: a page that cannot be read is read again by the
+        request, which then fails.
+        """
+        errors = [future.exception() for future in self.reading]
+        for error in errors:
+            if error is not None and not isinstance(error, TableError):
+                raise error
+        return not any(errors)
 
 
 class ReadAhead:
-    """Reads pages for requests that wait. Owned by one thread; it uses `reader` in another."""
+    """Reads pages for requests that wait. Owned by one thread; it uses the readers in others."""
 
-    def __init__(self, page_bytes: int, reader: PageReader) -> None:
-        self._page_bytes, self._reader = page_bytes, reader
-        self._thread: ThreadPoolExecutor | None = None
-        self._requests: deque[_Request] = deque()  # the oldest first
+    def __init__(self, page_bytes: int, make_reader: Callable[[], PageReader]) -> None:
+        self._page_bytes, self._make_reader = page_bytes, make_reader
+        self._threads: list[tuple[ThreadPoolExecutor, PageReader]] = []
+        self._requests: list[_Request | None] = [None] * MOST_REQUESTS
         self._rooms = [Room() for _ in range(MOST_REQUESTS)]
+        self._next = 0  # of the requests: the one that was begun first
+        # By page of the file: where it was read to last, as request * MOST_PAGES + position. Compared when it is used.
+        self._places = np.zeros(1, np.int32)
 
     def begin(self, pages: Pages, numbers: Pages) -> None:
         """Begin to read distinct pages, in ascending order, which have these numbers."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        if not self._rooms:
-            self._rooms.append(self._ended(self._requests.popleft()).room)
-        room, pages, numbers = self._rooms.pop(), pages[:MOST_PAGES], numbers[:MOST_PAGES]
-        memory = room.take(len(pages), self._page_bytes)
-        made = _Request(room, pages, numbers, memory)
-        made.reading = self._thread.submit(self._reader.read, pages, numbers, memory)
-        self._requests.append(made)
+        if not self._threads:
+            self._threads = [
+                (ThreadPoolExecutor(1, thread_name_prefix="read-ahead"), self._make_reader()) for _ in range(THREADS)
+            ]
+        pages, numbers = pages[:MOST_PAGES], numbers[:MOST_PAGES]
+        if pages[-1] >= len(self._places):
+            self._places = np.append(self._places, np.zeros(int(pages[-1]), np.int32))
+        self._places[pages] = self._next * MOST_PAGES + np.arange(len(pages))
+        before = self._requests[self._next]
+        if before is not None:
+            before.end()
+        memory = self._rooms[self._next].take(len(pages), self._page_bytes)
+        cuts = np.linspace(0, len(pages), THREADS + 1).astype(int).tolist()
+        reading = [
+            thread.submit(reader.read, pages[start:stop], numbers[start:stop], memory[start:stop])
+            for (thread, reader), start, stop in zip(self._threads, cuts[:-1], cuts[1:], strict=True)
+            if start < stop
+        ]
+        self._requests[self._next] = _Request(pages, numbers, memory, reading)
+        self._next = (self._next + 1) % MOST_REQUESTS
 
     def found(self, pages: Pages, numbers: Pages) -> Iterator[tuple[Pages, Bytes, Pages]]:
-        """Yield (positions in `pages`, memory, positions in memory) of pages that were read ahead. A page may come
-        twice. Waits until they are read.
+        """Yield (positions in `pages`, memory, positions in memory) of pages that were read ahead. Waits until they are
+        read.
         """
-        for request in self._requests:
-            at = np.minimum(np.searchsorted(request.pages, pages), len(request.pages) - 1)
-            is_here = (request.pages[at] == pages) & (request.numbers[at] == numbers)
-            if is_here.any() and self._ended(request).reading.exception() is None:
-                positions = np.flatnonzero(is_here)
-                yield positions, request.memory, at[positions]
+        requests, places = np.divmod(self._places[np.minimum(pages, len(self._places) - 1)], MOST_PAGES)
+        for i, request in enumerate(self._requests):
+            if request is None:
+                continue
+            own = np.flatnonzero((requests == i) & (places < len(request.pages)))
+            at = places[own].astype(np.int64)
+            is_here = (request.pages[at] == pages[own]) & (request.numbers[at] == numbers[own])
+            if is_here.any() and request.end():
+                yield own[is_here], request.memory, at[is_here]
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-        self._reader.close()
-
-    @staticmethod
-    def _ended(request: _Request) -> _Request:
-        """Wait until the pages are read. A page that cannot be read is read again by the request, which then fails."""
-        error = request.reading.exception()
-        if error is not None and not isinstance(error, TableError):
-            raise error
-        return request
+        for thread, reader in self._threads:
+            thread.shutdown()
+            reader.close()

@@ -22,6 +22,7 @@ from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.directory import Directory, Places
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words, keys_of
 from torchfleet.ps.tables.tiers.passes import Pass, Passes
+from torchfleet.ps.tables.tiers.scan import Scan
 
 CHUNK = 2048  # keys per call of the map
 HOT_BYTES = 18 + 12  # per row in memory, beside the row: map slots, the list of free rows; used, changed, bits
@@ -32,6 +33,7 @@ SAMPLE = 1 << 14  # rows whose last use is looked at to tell which rows are old
 SHARE = 0.1  # of the rows, the oldest, may leave in one lap
 IDLE_WASTE, MOST_WASTE = 0.25, 0.5  # share of dead records above which the file is compacted: while idle, and always
 WALKED = 1024  # rows of a walk at once: each is a read of the disk
+CLEARED = 1 << 20  # rows in memory that a pass prepares at once
 MAX_TICK = 1 << 31
 
 
@@ -64,14 +66,13 @@ class Tiers:
 
     def check_batch(self, keys: Keys) -> None:
         """Raise TableError if the rows of these keys cannot be in memory together, or cannot be made to fit."""
-        if len(keys) <= min(FEWEST_ROWS, self.max_hot):
-            num = len(keys)
-        elif (num := len(unique(keys)[0])) > self.max_hot:
+        num, free = len(keys), self.directory.max_keys - self.directory.num_keys
+        if num > min(self.max_hot, free) and (num := len(unique(keys)[0])) > self.max_hot:
             raise TableError(
                 f"table '{self._name}': one request needs {num:,} rows, and memory holds {self.max_hot:,} of its "
                 f"{self.directory.num_keys:,} rows beside their directory. Give it more memory, or smaller batches."
             )
-        if self.directory.num_keys + num > self.directory.max_keys:
+        if num > free:
             raise TableError(
                 f"table '{self._name}' has {self.directory.num_keys:,} rows, and its memory of {self._memory:,} bytes "
                 f"holds a directory of {self.directory.max_keys:,}. Give it more memory, or use more servers."
@@ -97,7 +98,7 @@ class Tiers:
         self._use(at)
         missing = at < 0
         if missing.any():
-            strangers = unique(keys[missing])[0]
+            strangers = unique(keys[missing], many_repeat=False)[0]
             places, records = self.look_up(strangers)
             here = places >= 0
             self._make_room(len(strangers))
@@ -250,14 +251,14 @@ class Tiers:
             block = next(self._compacted, None)
             if block is None:
                 return False
-        if not self.cold.has(block):
-            return True
         try:
             self.cold.reserve(self.cold.layout.per_block)
         except TableError:  # the disk is full: a request that needs room says so
             return False
-        slots, records = self.cold.scan_block(block)
-        self._move(keys_of(records), slots, records)
+        if not self.cold.has(block):  # looked at last: writes that have ended may have freed its segment
+            return True
+        slots, keys, records = self.cold.scan_block(block)
+        self._move(keys, slots, records)
         return True
 
     def _move(self, keys: Keys, slots: Slots, records: Words) -> None:
@@ -270,30 +271,39 @@ class Tiers:
 
     # All rows
 
-    def all_rows(self, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
-        """Yield (keys, words) of all rows that changed in interval `since` or later, in slices."""
-        one = self._passes.begin(self.cold.next_ordinal, self._index.num_row_numbers)
-        if one is None:
+    def all_rows(self, num_rows: int, since: int, most_wait: float | None = None) -> Iterator[tuple[Keys, Words]]:
+        """Yield (keys, words) of all rows that changed in interval `since` or later, in slices. `most_wait`: seconds
+        after which a slice without rows comes if the disk is busy.
+        """
+        lane = self._passes.reserve()
+        if lane is None:
             raise TableError(
                 f"table '{self._name}' is being saved or read as a whole too many times at once; try later"
             )
         try:
-            yield from self._scan(one, since)
+            for start in range(0, self._index.num_row_numbers, CLEARED):
+                self._passes.clear(lane, slice(start, start + CLEARED))
+                if most_wait is not None:
+                    yield np.empty(0, np.uint64), np.empty((0, self.cold.layout.row_words), np.uint32)
+            one = self._passes.begin(lane, self.cold.next_ordinal)
+            yield from self._scan(one, since, most_wait)
             yield from self._hot_rows(one, num_rows, since)
             one.until, one.is_last_scan = self.cold.next_ordinal, True
-            yield from self._scan(one, since)
+            yield from self._scan(one, since, most_wait)
             while one.late:
                 keys = np.concatenate(one.late)
                 one.late = [keys[num_rows:]] if len(keys) > num_rows else []
                 yield self._read(keys[:num_rows])
         finally:
-            self._passes.end(one)
+            self._passes.end(lane)
 
-    def _scan(self, one: Pass, since: int) -> Iterator[tuple[Keys, Words]]:
-        while one.cold < one.until:
-            _, records, one.cold = self.cold.scan(one.cold, since, one.begun_at, int(one.bit))
-            if len(records):
-                yield keys_of(records), records[:, RECORD_HEAD:]
+    def _scan(self, one: Pass, since: int, most_wait: float | None) -> Iterator[tuple[Keys, Words]]:
+        with Scan(self.cold, since, one.begun_at, int(one.bit), most_wait) as scan:
+            while one.cold < one.until:
+                before = one.cold
+                _, keys, words, one.cold = scan.take(before)
+                if len(keys) or one.cold == before:
+                    yield keys, words
 
     def _hot_rows(self, one: Pass, num_rows: int, since: int) -> Iterator[tuple[Keys, Words]]:
         while one.hot < self._index.num_row_numbers:

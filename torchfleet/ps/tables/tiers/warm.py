@@ -30,5 +30,5 @@ def warm_up_tiers() -> None:
     used, slots = np.zeros(8, np.uint8), np.arange(3)
     pages.note_used(used, 0, 64)
     pages.note_unused(used, slots)
-    layout.take_used(block, slots[:1], slots[2:], used, 0, slots[:1], 1)
+    layout.take_used(block, slots[:1], slots[2:], used, 0, slots[:1], 1, 0)
     oldest(np.zeros(8, np.uint32), 1, 0, 0, 8, np.uint32(0), 8, np.empty(8, np.int64))
