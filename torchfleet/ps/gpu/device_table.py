@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from torchfleet.base.errors import TableError, WrongIds
-from torchfleet.ps.gpu import device_errors, eviction
+from torchfleet.ps.gpu import device_errors, eviction, free_rows
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
 from torchfleet.ps.gpu.occupancy import Occupancy
@@ -18,19 +18,14 @@ from torchfleet.ps.gpu.row_blocks import Columns, RowBlock, joined, last_of_each
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import (
     EMPTY,
-    FRESH,
     LIMIT,
     MAX_SLOTS,
-    NUM_FREE,
     OUTSIDE,
     PENDING,
-    READY,
     REFUSED,
     REMOVED,
     SPARE,
     STEP,
-    TAKEN,
-    clear_directory,
     empty_directory,
     new_memory,
 )
@@ -280,10 +275,8 @@ class DeviceTable:
         self.occupancy.refresh()
 
     def _rebuild(self) -> None:
-        """Make the directory anew in its memory, without the entries of rows that were removed."""
-        special = self.slot_of_empty()
-        clear_directory(self.memory.directory)
-        self.kernels.place(self.memory, self.num_slots, special)
+        """Make the directory anew, without the entries of rows that were removed."""
+        free_rows.rebuild(self.memory, self.kernels, self.slot_of_empty())
         self._num_removed = 0
 
     def _mark(self, slots: torch.Tensor) -> None:
@@ -294,21 +287,13 @@ class DeviceTable:
     @property
     def num_slots(self) -> int:
         """Slots that were ever in use, from 0 on. Waits for the device."""
-        counters = self.memory.counters.tolist()
-        return int(min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT]))
+        return free_rows.num_used(self.memory)
 
     def slot_of_empty(self) -> int:
         """The slot of the key that equals EMPTY, or -1."""
-        key, slot = self.memory.directory[self.memory.num_positions].tolist()
-        return -1 if key == EMPTY else int(slot)
+        return free_rows.slot_of_empty(self.memory)
 
     def _give_back(self, slots: torch.Tensor) -> None:
         """Make the free list of what is left of it and these slots."""
-        memory, used = self.memory, self.num_slots
-        counters = memory.counters.tolist()
-        free = torch.cat([memory.free[counters[TAKEN] : counters[NUM_FREE]], slots.int()])
-        memory.free[: len(free)] = free
-        changes = {TAKEN: 0, READY: 0, NUM_FREE: len(free), FRESH: used, REFUSED: 0}
-        for counter, value in changes.items():
-            memory.counters[counter] = value
+        free_rows.give_back(self.memory, slots)
         self.occupancy.refresh()

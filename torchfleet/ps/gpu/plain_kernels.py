@@ -127,9 +127,16 @@ def gather(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtyp
 
 
 def push(
-    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+    memory: TableMemory,
+    layout: RowLayout,
+    slots: torch.Tensor,
+    grads: torch.Tensor,
+    lr: float | torch.Tensor,
+    failed: torch.Tensor | None = None,
 ) -> None:
-    """One update by the layout's rule of every slot but ABSENT, by the sum of its gradients in their order."""
+    """One update by the layout's rule of every slot but ABSENT, by the sum of its gradients in their order. `failed`,
+    an int32: becomes 1 if a sum is not finite, and such a row stays as it is.
+    """
     rule, asked, step = layout.rule, float(lr), int(memory.counters[STEP]) + 1
     memory.counters[STEP] += 1
     distinct, inverse = torch.unique(slots, return_inverse=True)
@@ -139,8 +146,12 @@ def push(
         distinct, sums = distinct[1:], sums[1:]
     words = memory.rows.read(distinct, 0, layout.num_words)
     factor = 1.0 - rule.row_rule.rate(rule, asked, step) * rule.weight_decay
-    words = updated(rule, layout.dim, words, sums, step_rate(rule, asked, step), factor)
-    memory.rows.write(distinct, 0, words)
+    made = updated(rule, layout.dim, words, sums, step_rate(rule, asked, step), factor)
+    if failed is not None:
+        is_finite = sums.isfinite().all(1, keepdim=True)
+        made = torch.where(is_finite, made, words)
+        failed |= (~is_finite).any().int()
+    memory.rows.write(distinct, 0, made)
 
 
 def stamp(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None:

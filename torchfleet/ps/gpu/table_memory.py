@@ -87,8 +87,9 @@ def stored_keys(keys: torch.Tensor) -> torch.Tensor:
     return torch.where(keys <= REMOVED, 0, keys)
 
 
-def new_memory(width: int, capacity: int, device: torch.device) -> TableMemory:
-    rows = RowMemory(width, capacity, device)
+def new_memory(width: int, capacity: int, device: torch.device, is_fixed: bool = False) -> TableMemory:
+    """`is_fixed`: exactly `capacity` rows, which never become more."""
+    rows = RowMemory(width, capacity, device, is_fixed)
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     counters[LIMIT] = rows.num_rows
     return TableMemory(

@@ -19,7 +19,7 @@ FIND_BLOCK, FIND_WARPS = 64, 2
 GATHER_WORDS, GATHER_WARPS = 1024, 2  # of a program
 TILE = 32  # positions of the order
 UPDATE_WORDS, WORDS_PER_WARP = 512, 128  # of a program's step
-FINISH_WORDS = 4096  # of parts that a program reads at once
+FINISH_WORDS, FINISH_WARPS = 4096, 4  # of parts that a program reads at once
 MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
 
@@ -103,7 +103,12 @@ def read_values(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch
 
 
 def push(
-    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+    memory: TableMemory,
+    layout: RowLayout,
+    slots: torch.Tensor,
+    grads: torch.Tensor,
+    lr: float | torch.Tensor,
+    failed: torch.Tensor | None = None,
 ) -> None:
     num, rule, device = len(slots), layout.rule, slots.device
     if num:
@@ -115,11 +120,13 @@ def push(
         decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
         shared = (
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
-            1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay, rule.low, rule.high,
+            part_slots if failed is None else failed, 1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay,
+            rule.low, rule.high,
         )  # fmt: skip
         shape = {
-            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds, "D": layout.dim, "PADDED": padded,
-            "WIDTH": layout.width, "SHIFT": _shift(memory),
+            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds,
+            "CHECKED": failed is not None, "D": layout.dim, "PADDED": padded, "WIDTH": layout.width,
+            "SHIFT": _shift(memory),
         }  # fmt: skip
         triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
             *shared, order, perm, grads.contiguous(), num, lr, _rule_settings(rule, device), **shape,
@@ -127,7 +134,7 @@ def push(
             num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
         )  # fmt: skip
         block = max(1, FINISH_WORDS // padded)
-        triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=4)
+        triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=FINISH_WARPS)
     else:
         triton_update.count_step[(1,)](memory.counters, num_warps=1)
 

@@ -76,10 +76,17 @@ def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def write_row(
-    words, start, value, first, second, grad, mask, d, rate, factor, rest1, rest2, eps, decay, low, high,
-    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
+    words, start, value, first, second, grad, mask, d, rate, factor, failed, rest1, rest2, eps, decay, low, high,
+    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """The rows after one gradient each, by the formulas of plain_rules.updated."""
+    """The rows after one gradient each, by the formulas of plain_rules.updated. CHECKED: a row whose gradient is not
+    finite stays as it is, and `failed` becomes 1.
+    """
+    if CHECKED:
+        is_finite = tl.sum(grad - grad, 1) == 0.0
+        if tl.max((mask & (is_finite == 0)).to(tl.int32), 0) > 0:
+            tl.store(failed, 1)
+        mask = mask & is_finite
     if DECAY == COUPLED:
         grad += value * decay
     elif DECAY == DECOUPLED:
@@ -109,10 +116,11 @@ def write_row(
 
 @triton.jit(do_not_specialize=["n", "num_tiles"])
 def sum_and_update(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
     order, perm, grads, n, lr, settings,
-    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles per program. `part_slots`: of the left and right part of each tile, -1: none. `rates` are for
     `finish`.
@@ -157,14 +165,14 @@ def sum_and_update(
         left = tl.where((is_left3 & ends3)[:, None], grad3, left)
         is_left = is_left3 & (ends3 == 0)
         # fmt: off
-        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
         # fmt: on
     to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
     left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
@@ -178,9 +186,9 @@ def sum_and_update(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def finish(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
-    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
+    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr, D: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
     tile = tl.program_id(0).to(tl.int64)
@@ -204,8 +212,8 @@ def finish(
         grad = (own + tl.sum(total, 0))[None, :]
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
         start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
-        write_row(words, start, value, first, second, grad, one, d, rate, factor, rest1, rest2, eps, decay, low,
-                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
+        write_row(words, start, value, first, second, grad, one, d, rate, factor, failed, rest1, rest2, eps, decay,
+                  low, high, D, RULE, DECAY, BOUNDED, CHECKED)  # fmt: skip
 
 
 @triton.jit
