@@ -114,9 +114,10 @@ def push(
     if num:
         order, perm = torch.sort(slots, stable=True)
         num_tiles, padded = triton.cdiv(num, TILE), triton.next_power_of_2(layout.dim)
-        tiles = max(1, UPDATE_WORDS // padded)
-        parts = torch.empty(2 * num_tiles, layout.dim, dtype=torch.float32, device=device)
-        part_slots = torch.empty(2 * num_tiles, dtype=torch.int32, device=device)
+        tiles, block = max(1, UPDATE_WORDS // padded), max(1, FINISH_WORDS // padded)
+        num_groups = num_tiles // block
+        parts = torch.empty(2 * num_tiles + num_groups, layout.dim, dtype=torch.float32, device=device)
+        part_slots = torch.empty(2 * num_tiles + num_groups, dtype=torch.int32, device=device)
         decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
         shared = (
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
@@ -133,7 +134,10 @@ def push(
             LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles,
             num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
         )  # fmt: skip
-        block = max(1, FINISH_WORDS // padded)
+        if num_groups:
+            triton_update.fold[(num_groups,)](
+                parts, part_slots, num_tiles, D=layout.dim, PADDED=padded, BLOCK=block, num_warps=FINISH_WARPS
+            )
         triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=FINISH_WARPS)
     else:
         triton_update.count_step[(1,)](memory.counters, num_warps=1)

@@ -4,7 +4,8 @@
 A tile is TILE positions of the order, which `sum_and_update` walks through from left to right: it applies the rule to
 the rows whose runs lie within the tile. Of a run that goes over an edge it leaves the part in the tile, as the left or
 right part of the tile; a part that goes over both edges is a left one. `finish` adds up the parts of each such run,
-beginning with the right part of the tile in which it begins, and applies the rule to its row.
+beginning with the right part of the tile in which it begins, and applies the rule to its row. A run over thousands of
+tiles would take it long: `fold` has added up the left parts of each group of BLOCK tiles that belong to one run.
 
 No sum depends on the order in which programs run.
 """
@@ -184,6 +185,34 @@ def sum_and_update(
     tl.store(at + D, total, mask=(known & to_right & (is_left == 0))[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def add_parts(parts, part_slots, slot, base, stride, begin, end, D: tl.constexpr, PADDED: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """(sum of the parts begin, begin + 1, ... that belong to this slot, at most BLOCK; how many). Part k is row
+    base + stride * k. The parts of a run are neighbours.
+    """
+    at, d = begin + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    row = base + stride * at
+    is_same = (tl.load(part_slots + row, mask=at < end, other=-1) == slot) & (at < end)
+    inside = is_same[:, None] & (d < D)[None, :]
+    total = tl.sum(tl.load(parts + row[:, None] * D + d[None, :], mask=inside, other=0.0), 0)
+    return total, tl.sum(is_same.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Behind the parts of tiles: the sum of the left parts of each whole group of BLOCK tiles, if they are of one run;
+    its slot is -1 if they are not.
+    """
+    group, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    begin, row = group * BLOCK, 2 * num_tiles.to(tl.int64) + group
+    first, last = tl.load(part_slots + 2 * begin), tl.load(part_slots + 2 * (begin + BLOCK - 1))
+    tl.store(part_slots + row, tl.where(first == last, first, -1))
+    if (first == last) & (first >= 0):  # slots are sorted: all between are the same
+        total, num = add_parts(parts, part_slots, first, begin - begin, 2, begin, begin + BLOCK, D, PADDED, BLOCK)
+        tl.store(parts + row * D + d, total, mask=d < D)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def finish(
     words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
@@ -196,24 +225,28 @@ def finish(
         count(counters)
     slot = tl.load(part_slots + 2 * tile + 1)
     if slot >= 0:
-        rate, factor = tl.load(rates), tl.load(rates + 1)
-        d, i = tl.arange(0, PADDED), tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK, PADDED], tl.float32)
-        begin = tile + 1
-        goes_on = 1
-        while goes_on > 0:
-            at = begin + i
-            is_same = tl.load(part_slots + 2 * at, mask=at < num_tiles, other=-1) == slot
-            inside = is_same[:, None] & (d < D)[None, :]
-            total += tl.load(parts + (2 * at)[:, None] * D + d[None, :], mask=inside, other=0.0)
-            goes_on = tl.min(is_same.to(tl.int32), 0)  # parts of one run are neighbours: none is behind another slot
-            begin += BLOCK
+        d, none, num_parts = tl.arange(0, PADDED), tile - tile, num_tiles.to(tl.int64)
+        begin, edge = tile + 1, (tile + BLOCK) // BLOCK * BLOCK  # of the next group
         own = tl.load(parts + (2 * tile + 1) * D + d, mask=d < D, other=0.0)
-        grad = (own + tl.sum(total, 0))[None, :]
+        more, num = add_parts(parts, part_slots, slot, none, 2, begin, tl.minimum(edge, num_parts), D, PADDED, BLOCK)
+        total = own + more
+        if begin + num == edge:
+            group = edge // BLOCK
+            goes_on = 1
+            while goes_on > 0:
+                more, num = add_parts(
+                    parts, part_slots, slot, 2 * num_parts, 1, group, num_parts // BLOCK, D, PADDED, BLOCK
+                )
+                total += more
+                group += num
+                goes_on = (num == BLOCK).to(tl.int32)
+            more, num = add_parts(parts, part_slots, slot, none, 2, group * BLOCK, num_parts, D, PADDED, BLOCK)
+            total += more
+        rate, factor = tl.load(rates), tl.load(rates + 1)
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
         start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
-        write_row(words, start, value, first, second, grad, one, d, rate, factor, failed, rest1, rest2, eps, decay,
-                  low, high, D, RULE, DECAY, BOUNDED, CHECKED)  # fmt: skip
+        write_row(words, start, value, first, second, total[None, :], one, d, rate, factor, failed, rest1, rest2, eps,
+                  decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)  # fmt: skip
 
 
 @triton.jit
