@@ -27,7 +27,7 @@ from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_ta
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
 _FILE = 1 << 25  # bytes, as those of saves
-_WRITERS = 2
+_WRITERS = 4  # as table_saves.py
 
 
 def options() -> argparse.Namespace:
