@@ -143,7 +143,18 @@ def changes(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[s
     if "cache" not in after:
         return {}
     old, new = before["cache"]["rows"], after["cache"]["rows"]
-    counted = ("looked_up", "missed", "pulled", "evicted", "written", "wait_ms", "begin_ms", "end_ms", "pull_ms", "evict_ms")
+    counted = (
+        "looked_up",
+        "missed",
+        "pulled",
+        "evicted",
+        "written",
+        "wait_ms",
+        "begin_ms",
+        "end_ms",
+        "pull_ms",
+        "evict_ms",
+    )
     return {**{name: (new[name] - old[name]) / steps for name in counted}, "cache_rows": new["rows"]}
 
 

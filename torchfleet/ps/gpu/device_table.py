@@ -69,6 +69,7 @@ class DeviceTable:
         self.kernels: Kernels = kernels_for(self.device)
         self.occupancy = Occupancy(self.memory)
         self.num_evicted = 0
+        self._has_capacity = capacity is not None
         self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
         self.tracking: ChangeTracking | None = None  # from the first save on
         self._num_removed = 0  # entries of the directory marked REMOVED
@@ -106,7 +107,7 @@ class DeviceTable:
         self.memory.counters[STEP] = step
 
     def find(self, keys: torch.Tensor, insert: bool = False, padding: int | None = None) -> torch.Tensor:
-        """Slots of keys of any shape, flattened; -1 for a key without a row, and for `padding`. Keys may repeat.
+        """Slots of keys of any shape, flattened; negative for a key without a row, -1 for `padding`. Keys may repeat.
 
         `insert`: missing keys get a row with its first values, and the rows count as used. Raises TableError if there
         is no memory for them.
@@ -117,7 +118,7 @@ class DeviceTable:
         return slots
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(len(slots), dim): the values of these rows; zeros for -1."""
+        """(len(slots), dim): the values of these rows; zeros for -1, and NaN for a key that got no row in a graph."""
         return self.kernels.gather(self.memory, slots, self.dim, dtype)
 
     def find_and_gather(
@@ -210,7 +211,7 @@ class DeviceTable:
     def check(self) -> None:
         """Raise an error about earlier lookups, as far as is known without waiting for the device: WrongIds for ids
         that are not below the table's declared size, TableError if there was no row for a key, which only a captured
-        graph can come to.
+        graph can come to: such a key reads NaN.
         """
         known = self.occupancy.known
         if known[OUTSIDE]:
@@ -224,12 +225,26 @@ class DeviceTable:
         """Check the keys of a lookup, and make room for those that it inserts."""
         keys = device_errors.checked_keys(keys, self.name, self.device)
         if insert and self._is_capturing:
+            self._check_capture()
             self.is_captured = True
         elif insert:
             self.check()
             if not self.occupancy.is_enough_for(len(keys)):
                 self._make_room(keys)
         return keys
+
+    def _check_capture(self) -> None:
+        """Raise TableError if the table can come to a state in a graph that only the host can resolve."""
+        if self.max_rows is not None:
+            raise TableError(
+                f"table '{self.name}' has a limit (shrink=) and evicts rows, which a CUDA graph cannot: train it "
+                "without a graph, or give capacity= for all rows that are to come instead of the limit"
+            )
+        if not self._has_capacity:
+            raise TableError(
+                f"table '{self.name}' grows, and a CUDA graph holds the addresses of its memory: give its "
+                "SparseEmbedding capacity=, for all rows that are to come"
+            )
 
     def _end(self, slots: torch.Tensor, insert: bool) -> None:
         """Note that a lookup was issued."""

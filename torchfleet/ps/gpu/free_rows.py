@@ -10,6 +10,7 @@ from torchfleet.ps.gpu.table_memory import (
     FRESH,
     LIMIT,
     NUM_FREE,
+    NUM_OF_ROWS,
     READY,
     REFUSED,
     TAKEN,
@@ -37,7 +38,7 @@ def give_back(memory: TableMemory, slots: torch.Tensor) -> None:
     memory.free[: len(free)] = free
     for counter, value in {TAKEN: 0, READY: 0, NUM_FREE: len(free), FRESH: used, REFUSED: 0}.items():
         counters[counter] = value
-    memory.counters.copy_(torch.tensor(counters))
+    memory.counters[:NUM_OF_ROWS] = torch.tensor(counters[:NUM_OF_ROWS])  # another stream may count updates
 
 
 def rebuild(memory: TableMemory, kernels: Kernels, special: int) -> None:

@@ -8,6 +8,7 @@ while threads write the last ones.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ from torchfleet.ps.tables.update_bounds import check_block, check_squares
 FILES_OF_RANK = 1_000_000
 BLOCK_BYTES = 1 << 25  # of rows that are copied at once, and of a file: microseconds of a GPU's memory
 _AHEAD = 2  # blocks on their way to the host
+_PAUSE = 0.01  # seconds
 _WRITERS = 4  # threads that write files and compute their checksums
 _OWN: tuple[Literal["C"], Literal["W"]] = ("C", "W")  # arrays that torch may view: what files hold is read-only
 
@@ -55,6 +57,7 @@ class TableSaves:
     def __init__(self, table: DeviceTable) -> None:
         self.table, self.spec = table, table.spec
         self._chain = Chain()
+        self._has_pinned = False
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -114,6 +117,7 @@ class TableSaves:
         table, tracking = self.table, self.table.tracking
         num_rows = max(1, BLOCK_BYTES // (4 * table.layout.width))
         used = table.num_slots
+        self._make_pinned_memory()
         on_their_way: deque[BlockOnItsWay] = deque()
         for start in range(0, used, num_rows):
             stop = min(start + num_rows, used)
@@ -126,6 +130,16 @@ class TableSaves:
                 yield self._arrived(on_their_way.popleft())
         while on_their_way:
             yield self._arrived(on_their_way.popleft())
+
+    def _make_pinned_memory(self) -> None:
+        """Have torch allocate the host memory of all blocks that are on their way at once, with pauses: the driver
+        launches no kernel while it pins memory. Torch keeps it for the blocks.
+        """
+        held = []
+        for _ in range(0 if self._side is None or self._has_pinned else _AHEAD + _WRITERS + 2):
+            held.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
+            time.sleep(_PAUSE)
+        self._has_pinned = True
 
     def _read(self, slots: torch.Tensor) -> BlockOnItsWay:
         """Copy the rows in use among these slots to the host. A slot that got another key meanwhile is left out: its

@@ -17,8 +17,8 @@ from torchfleet.ps.tables.settings.rule import Rule
 # Tile sizes, the fastest on an H200 (benchmarks/log.md)
 FIND_BLOCK, FIND_WARPS = 64, 2
 GATHER_WORDS, GATHER_WARPS = 1024, 2  # of a program
-TILE = 32  # positions of the order
-UPDATE_WORDS, WORDS_PER_WARP = 512, 128  # of a program's step
+TILE = 64  # positions of the order
+UPDATE_WORDS, NARROW_WORDS, WORDS_PER_WARP = 512, 1024, 128  # of a program's step; narrow: rows of up to 32 values
 FINISH_WORDS, FINISH_WARPS = 4096, 4  # of parts that a program reads at once
 MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
@@ -114,7 +114,8 @@ def push(
     if num:
         order, perm = torch.sort(slots, stable=True)
         num_tiles, padded = triton.cdiv(num, TILE), triton.next_power_of_2(layout.dim)
-        tiles, block = max(1, UPDATE_WORDS // padded), max(1, FINISH_WORDS // padded)
+        tiles = max(1, (UPDATE_WORDS if padded > 32 else NARROW_WORDS) // padded)
+        block = max(1, FINISH_WORDS // padded)
         num_groups = num_tiles // block
         parts = torch.empty(2 * num_tiles + num_groups, layout.dim, dtype=torch.float32, device=device)
         part_slots = torch.empty(2 * num_tiles + num_groups, dtype=torch.int32, device=device)

@@ -209,7 +209,7 @@ def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BL
     first, last = tl.load(part_slots + 2 * begin), tl.load(part_slots + 2 * (begin + BLOCK - 1))
     tl.store(part_slots + row, tl.where(first == last, first, -1))
     if (first == last) & (first >= 0):  # slots are sorted: all between are the same
-        total, num = add_parts(parts, part_slots, first, begin - begin, 2, begin, begin + BLOCK, D, PADDED, BLOCK)
+        total, _ = add_parts(parts, part_slots, first, begin - begin, 2, begin, begin + BLOCK, D, PADDED, BLOCK)
         tl.store(parts + row * D + d, total, mask=d < D)
 
 
@@ -240,7 +240,7 @@ def finish(
                 total += more
                 group += num
                 goes_on = (num == BLOCK).to(tl.int32)
-            more, num = add_parts(parts, part_slots, slot, none, 2, group * BLOCK, num_parts, D, PADDED, BLOCK)
+            more, _ = add_parts(parts, part_slots, slot, none, 2, group * BLOCK, num_parts, D, PADDED, BLOCK)
             total += more
         rate, factor = tl.load(rates), tl.load(rates + 1)
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0

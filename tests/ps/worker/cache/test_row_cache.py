@@ -136,6 +136,41 @@ def test_rows_are_evicted_written_and_fetched_again() -> None:
     assert found["missed"] > found["rows"]  # some came twice
 
 
+def test_servers_are_asked_only_for_rows_that_they_have() -> None:
+    with jobs.one_worker(Model("1MB"), lambda model: KINDS["adam"](model.parameters()), num_servers=2) as part:
+        train(part, list(batches()))
+        before = part.stats()["cache"]["items"]
+        part.worker.engine.caches["items"].empty()  # others may write rows from now on
+        train(part, list(batches()))
+        after = part.stats()["cache"]["items"]
+    assert before["missed"] == before["rows"] > 50
+    assert before["pulled"] == 0
+    assert after["pulled"] == after["missed"] - before["missed"] == before["missed"]
+
+
+@each_of("optimizer", ["sgd", "adagrad", "rowwise", "adam"])
+def test_the_kernels_of_devices_have_the_rows_without_the_cache(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, by the twins of its kernels."""
+    plain_losses, plain = trained(None, optimizer, "sync", True)
+    monkeypatch.setattr(
+        RowMemory, "is_exact", property(lambda memory: False, lambda memory, value: None), raising=False
+    )
+    losses, rows = trained(SMALL, optimizer, "sync", True)
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
+    _check_alike(rows, plain, 1e-6)
+
+
+def _check_alike(found: dict[str, dict[int, bytes]], expected: dict[str, dict[int, bytes]], atol: float) -> None:
+    for name, rows in expected.items():
+        assert found[name].keys() == rows.keys()
+        for key, row in rows.items():
+            if key > -(1 << 60):
+                own = np.frombuffer(found[name][key], np.float32)
+                np.testing.assert_allclose(own, np.frombuffer(row, np.float32), atol=atol)
+
+
 def test_a_prediction_a_save_and_a_state_have_the_rows_of_the_cache(tmp_path: Path) -> None:
     states, saved = [], []
     for cache in (None, SMALL):
@@ -298,9 +333,4 @@ def test_rows_of_a_gpu_are_those_without_the_cache(optimizer: str, ids_on: str) 
         results.append((losses, held(servers)))
     (plain_losses, plain), (losses, rows) = results
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
-    for name, expected in plain.items():
-        assert rows[name].keys() == expected.keys()
-        for key, row in expected.items():
-            if key > -(1 << 60):
-                found = np.frombuffer(rows[name][key], np.float32)
-                np.testing.assert_allclose(found, np.frombuffer(row, np.float32), atol=2e-5)
+    _check_alike(rows, plain, 2e-5)

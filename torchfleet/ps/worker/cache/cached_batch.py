@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class CachedBatch:
         self.on_gradient: Callable[[CachedBatch], None] = lambda batch: None
         self.is_ready, self.is_dropped = threading.Event(), False
         self.error: BaseException | None = None
+        self.given: Any = None  # event of the stream on which the ids are made
         self.event: Any = None  # of the cache's stream, when the rows are there
         self.asked = torch.empty(0, dtype=torch.int64, device=memory.device)  # slots whose rows are on their way
         self._index: dict[tuple[Stamp, int | None], torch.Tensor] = {}
@@ -48,19 +49,19 @@ class CachedBatch:
 
     # In the cache's thread
 
-    def keys(self) -> Iterator[tuple[int | None, torch.Tensor]]:
-        """(padding, keys) of all ids, on the cache's device: those with the same padding together."""
-        for padding in dict.fromkeys(padding for _, padding in self.ids):
-            flat = [as_keys(ids, self.memory.device) for ids, own in self.ids if own == padding]
-            yield padding, flat[0] if len(flat) == 1 else torch.cat(flat)
-
-    def take_slots(self, padding: int | None, slots: torch.Tensor) -> None:
-        """Note the slots of the keys with this padding."""
+    def take_slots(self, padding: int | None, slots: torch.Tensor) -> int:
+        """Note the slots of the keys with this padding: the first of these. Returns how many."""
         start = 0
         for ids, own in self.ids:
             if own == padding:
                 self._index[stamp_of([ids]), padding] = slots[start : start + ids.numel()]
                 start += ids.numel()
+        return start
+
+    @property
+    def slots(self) -> Iterable[torch.Tensor]:
+        """Of all ids, as they were noted."""
+        return self._index.values()
 
     # In the training thread
 
@@ -180,6 +181,14 @@ def pooled(rows: torch.Tensor, index: torch.Tensor, bags: Bags) -> torch.Tensor:
             num = embedding_bag(at, is_real.to(rows)[:, None], offsets, mode="sum")
             out = out / num.clamp(min=1.0)
     return out.view(bags.num_slots, -1, rows.shape[1]).transpose(0, 1)
+
+
+def keys_together(batches: Sequence[CachedBatch]) -> Iterator[tuple[int | None, torch.Tensor]]:
+    """(padding, keys) of the ids of all batches, on the cache's device: those with the same padding together."""
+    every = [(batch, ids, padding) for batch in batches for ids, padding in batch.ids]
+    for padding in dict.fromkeys(padding for _, _, padding in every):
+        flat = [as_keys(ids, batch.memory.device) for batch, ids, own in every if own == padding]
+        yield padding, flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def as_keys(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

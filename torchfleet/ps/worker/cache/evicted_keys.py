@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from torchfleet.ps.gpu.integers import mix, shift_right
+from torchfleet.ps.gpu.integers import shift_right, signed
 
 BYTES_PER_SLOT = 16
 NEVER = 0
+_FACTOR = signed(0x9E3779B97F4A7C15)
 _NUMBERS = 250  # of evictions, used in turns
 
 
@@ -35,4 +36,4 @@ class EvictedKeys:
         return self._marks[self._places(keys)]
 
     def _places(self, keys: torch.Tensor) -> torch.Tensor:
-        return (shift_right(mix(keys), 32) * len(self._marks)) >> 32
+        return (shift_right(keys * _FACTOR, 32) * len(self._marks)) >> 32

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torchfleet.base.errors import ModelError, TableError, WrongIds
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
-from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Slot
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Slot, keys_together
 from torchfleet.ps.worker.cache.evicted_keys import NEVER, EvictedKeys
 from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_memory import RowMemory
@@ -35,10 +35,10 @@ class RowCache:
     """Rows that this worker alone changes. Methods are called by the training thread, those with a client by the
     cache's thread, on a stream of its own.
 
-    A batch is prepared in two halves. `begin` gives slots to the keys that have none and asks the servers for their
-    rows; `end` waits for the rows and puts them into their slots. Batches begin and end in the order in which they were
-    prepared, so that a batch may use rows that an earlier one has asked for. When few slots are free, the rows used
-    least recently are dropped before the next batch begins.
+    Batches are prepared in two halves. `begin` gives slots to the keys that have none and asks the servers for their
+    rows; `_end` waits for the rows and puts them into their slots. Batches begin and end in the order in which they
+    were prepared, so that a batch may use rows that an earlier one has asked for. When few slots are free, the rows
+    used least recently are dropped before the next batch begins.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class RowCache:
         self.memory = RowMemory(spec, max(1, num_slots), device, step)
         self._evicted = EvictedKeys(self.memory.num_slots, device)
         self._servers_have_rows = servers_have_rows
-        self._evictions: dict[int, Write | None] = {}  # by number: its write, while the servers may not have it
+        self._evictions: dict[int, Write] = {}  # by number: the last write that was given with it, or before
+        self._last_write: Write | None = None
         self._num_evictions = 0
         self._written_step = step
         self._alive: dict[int, weakref.ref[CachedBatch]] = {}
@@ -79,8 +80,9 @@ class RowCache:
             # at most a few batches live at once: those that have ended are forgotten here
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             self._alive[batch.number] = weakref.ref(batch)
-        given = torch.cuda.current_stream(self.memory.device).record_event() if self._is_cuda else None
-        self._thread.prepare(lambda client: self._begin(client, batch, given), lambda error: self._fail(batch, error))
+        if self._is_cuda and any(tensor.is_cuda for tensor, _ in ids):
+            batch.given = torch.cuda.current_stream(self.memory.device).record_event()
+        self._thread.prepare(self, batch)
         return batch
 
     def update(self, pending: Sequence[Pending], lr: float | None) -> None:
@@ -134,51 +136,60 @@ class RowCache:
     def _beside(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _begin(self, client: Client, batch: CachedBatch, given: Any) -> Any:
-        """The first half; returns the second."""
+    def begin(self, client: Client, batches: list[CachedBatch]) -> Callable[[], None]:
+        """The first half, of several batches at once; returns the second."""
+        new = list[torch.Tensor]()
         with self._beside(), self._timed("begin"):
-            if self._stream is not None and any(ids.is_cuda for ids, _ in batch.ids):
-                self._stream.wait_event(given)
-            new = self._place(batch)
-            pulls: list[Future[tuple[Floats, int]]] = []
-            if len(new):
-                wanted = self._missing(batch, new)
-                for start in range(0, len(wanted), _CHUNK):
-                    pulls.append(client.pull_rows(self.spec.name, wanted[start : start + _CHUNK]))
-            self._looked_up += self.memory.count_used(batch.number)
-            if self.memory.num_free < self.memory.num_slots // _EVICTED_SHARE:
-                self._evict(0, batch)
-        return lambda: self._end(batch, pulls)
+            for batch in batches:
+                if self._stream is not None and batch.given is not None:
+                    self._stream.wait_event(batch.given)
+            try:
+                self._place(batches, new)
+                wanted = self._missing(batches[0], new[0] if len(new) == 1 else torch.cat(new))
+                pulls = [
+                    client.pull_rows(self.spec.name, wanted[start : start + _CHUNK])
+                    for start in range(0, len(wanted), _CHUNK)
+                ]
+                if self.memory.num_free < self.memory.num_slots // _EVICTED_SHARE:
+                    self._evict(0)
+            except Exception:
+                batches[0].asked = batches[0].asked[:0]
+                if new:
+                    self.memory.erase(torch.cat(new))
+                raise
+        return lambda: self._end(batches, pulls)
 
-    def _place(self, batch: CachedBatch) -> torch.Tensor:
-        """Give slots to all keys of a batch. Returns those of keys that had none."""
-        memory, new = self.memory, list[torch.Tensor]()
-        for padding, keys in batch.keys():
+    def _place(self, batches: Sequence[CachedBatch], new: list[torch.Tensor]) -> None:
+        """Give slots to all keys of these batches. Adds those of keys that had none to `new`, also if it raises."""
+        memory = self.memory
+        for padding, keys in keys_together(batches):
             slots = memory.place(keys, padding)
             new.append(memory.read_counters())
             num_outside = memory.take_outside()
             if num_outside:
-                memory.erase(torch.cat(new))
                 raise WrongIds(
-                    f"table '{self.spec.name}' has num_embeddings={self.spec.size:,}, and {num_outside:,} ids are not in "
-                    f"0..{self.spec.size - 1:,}"
+                    f"table '{self.spec.name}' has num_embeddings={self.spec.size:,}, and {num_outside:,} ids are not "
+                    f"in 0..{self.spec.size - 1:,}"
                 )
-            memory.use(slots, batch.number)
             if memory.has_refused:
-                is_out = slots < 0 if padding is None else (slots < 0) & (keys != padding)
-                try:
-                    self._evict(len(torch.unique(keys[is_out])), batch)
-                except ModelError:
-                    memory.erase(torch.cat(new))
-                    raise
+                slots.clamp_(min=-1)
+                is_refused = slots < 0 if padding is None else (slots < 0) & (keys != padding)
+                memory.use(slots, batches[0].number)  # so that they stay
+                self._evict(len(torch.unique(keys[is_refused])))
                 slots = memory.place(keys, padding)
                 new.append(memory.read_counters())
+            start = 0
+            for batch in batches:
+                start += batch.take_slots(padding, slots[start:])
+        for batch in batches:
+            for slots in batch.slots:
                 memory.use(slots, batch.number)
-            batch.take_slots(padding, slots)
-        return new[0] if len(new) == 1 else torch.cat(new)
+            self._looked_up += memory.count_used(batch.number)
 
     def _missing(self, batch: CachedBatch, new: torch.Tensor) -> Any:
         """Which keys of new slots to ask the servers for. The others have no row there: theirs begin here."""
+        if not len(new):
+            return np.empty(0, np.uint64)
         keys = self.memory.keys_of(new)
         evictions = self._evicted.find(keys)
         host_keys, numbers = torch.stack([keys, evictions.long()]).cpu().numpy()
@@ -193,57 +204,59 @@ class RowCache:
             self._await_eviction(number)
         return host_keys.view(np.uint64)[is_asked]
 
-    def _end(self, batch: CachedBatch, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+    def _end(self, batches: Sequence[CachedBatch], pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+        asked = batches[0].asked  # nothing if an earlier batch has failed: then the slots are taken back
         with self._beside(), self._timed("end"):
             start = 0
             for pull in pulls:
                 with self._timed("pull"):
                     rows = torch.from_numpy(pull.result()[0])
-                if batch.error is not None:  # its slots are taken back
-                    continue
-                some = batch.asked[start : start + len(rows)]
-                self.memory.words[some] = rows if self._staging is None else self._staging.moved(rows)
-                start += len(rows)
-            batch.asked = batch.asked[:0]
-            if self._stream is not None:
-                batch.event = self._stream.record_event()
-        batch.is_ready.set()
+                if len(asked):
+                    some = asked[start : start + len(rows)]
+                    self.memory.words[some] = rows if self._staging is None else self._staging.moved(rows)
+                    start += len(rows)
+            batches[0].asked = asked[:0]
+            event = None if self._stream is None else self._stream.record_event()
+        for batch in batches:
+            batch.event = event
+            batch.is_ready.set()
 
-    def _fail(self, batch: CachedBatch, error: BaseException) -> None:
-        """Give an error to a batch, and to later ones that may count on its rows. Forget the rows that did not come."""
+    def fail(self, batches: list[CachedBatch], error: BaseException) -> None:
+        """Give an error to batches, and to later ones that may count on their rows. Rows that did not come are
+        forgotten.
+        """
         with self._lock:
-            known = [there() for number, there in self._alive.items() if number >= batch.number]
+            known = [there() for number, there in self._alive.items() if number >= batches[0].number]
+        failed = [batch for batch in known if batch is not None and not batch.is_ready.is_set()]
+        failed += [batch for batch in batches if batch not in failed]
         with self._beside():
-            gone = [batch.asked]
-            for failed in known:
-                if failed is not None and not failed.is_ready.is_set():
-                    failed.error = error
-                    gone.append(failed.asked)
-            self.memory.erase(torch.unique(torch.cat(gone)))
-        for failed in known:
-            if failed is not None:
-                failed.is_ready.set()
+            self.memory.erase(torch.cat([batch.asked for batch in failed]))
+        for batch in failed:
+            batch.asked, batch.error = batch.asked[:0], error
+            batch.is_ready.set()
 
-    def _evict(self, num: int, batch: CachedBatch) -> None:
+    def _evict(self, num: int) -> None:
         """Drop the rows that were used least recently, by no batch that is alive: `num`, or more if there are."""
         with self._timed("evict"):
             self._check_gradients()
             memory = self.memory
-            slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive(batch))
+            slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive())
             if len(slots) < num:
                 raise self._too_small(num - len(slots))
             self._num_evictions += 1
             number = EvictedKeys.number(self._num_evictions)
             self._await_eviction(number)
             self._evicted.add(memory.keys_of(slots), number)
-            self._evictions[number] = self._write(slots)
+            self._write(slots)
+            if self._last_write is not None:
+                self._evictions[number] = self._last_write
             memory.erase(slots)
             self.counts["evicted"] += len(slots)
 
-    def _oldest_alive(self, batch: CachedBatch) -> int:
+    def _oldest_alive(self) -> int:
         with self._lock:
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
-            return min(self._alive, default=batch.number)
+            return min(self._alive, default=self._num_batches + 1)
 
     def _await_eviction(self, number: int) -> None:
         """Wait until the servers have the rows of an eviction, and of those before it."""
@@ -251,16 +264,15 @@ class RowCache:
         if write is not None:
             self._write_back.wait(write)
 
-    def _write(self, slots: torch.Tensor) -> Write | None:
-        """Send those of these rows that have changed. Returns None if there are none."""
+    def _write(self, slots: torch.Tensor) -> None:
+        """Send those of these rows that have changed."""
         if self._stream is not None and self._updated is not None:
             self._stream.wait_event(self._updated)
         slots = slots[self.memory.is_changed[slots]]
         self.counts["written"] += len(slots)
-        if not len(slots):
-            return None
-        self.memory.is_changed[slots] = False
-        return self._give(self.memory.keys_of(slots), self.memory.words.index_select(0, slots))
+        if len(slots):
+            self.memory.is_changed[slots] = False
+            self._give(self.memory.keys_of(slots), self.memory.words.index_select(0, slots))
 
     def _give(self, keys: torch.Tensor, rows: torch.Tensor) -> Write:
         host_keys, host_rows, copied = keys, rows, None
@@ -270,9 +282,9 @@ class RowCache:
                 for tensor in (keys, rows)
             )
             copied = self._stream.record_event()
-        write = Write(self.spec.name, host_keys, host_rows, copied, self.step)
-        self._write_back.give(write)
-        return write
+        self._last_write = Write(self.spec.name, host_keys, host_rows, copied, self.step)
+        self._write_back.give(self._last_write)
+        return self._last_write
 
     def _do_write_back(self, client: Client) -> None:
         with self._beside():
@@ -309,4 +321,3 @@ class RowCache:
             f"{size:,} bytes, and the batches under way need {num:,} more. Give it more memory, at least "
             f"{2 * (self.memory.num_slots + num) * size:,} bytes, or use smaller batches."
         )
-

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchfleet.ps.gpu import free_rows
+from torchfleet.ps.gpu import free_rows, plain_kernels
 from torchfleet.ps.gpu.kernel_choice import kernels_for
 from torchfleet.ps.gpu.plain_rules import check_rule
 from torchfleet.ps.gpu.row_layout import RowLayout
@@ -59,7 +59,7 @@ class RowMemory:
 
     def place(self, keys: torch.Tensor, padding: int | None) -> torch.Tensor:
         """Slots (int32) of keys, which may repeat; -1 for padding. Keys without a slot get one, with the first values
-        of a new row, or -1 if none is free. `read_counters` then tells how many.
+        of a new row, or NO_ROW if none is free. `read_counters` then tells how many.
         """
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         return self.kernels.find(self.table, self.layout, keys, True, padding, is_deterministic)
@@ -151,7 +151,9 @@ class RowMemory:
         if touched is not None:
             slots = torch.where(touched, slots, -1)
         rate = self.spec.rule.lr if lr is None else lr
-        self.kernels.push(self.table, self.layout, slots.int(), grads, rate, self.has_failed)
+        # The plain kernel sums in the order of the gradients, wherever rows are placed.
+        kernels = plain_kernels if torch.are_deterministic_algorithms_enabled() else self.kernels
+        kernels.push(self.table, self.layout, slots.int(), grads, rate, self.has_failed)
         self.is_changed[slots] = True
 
     def _update_as_servers(

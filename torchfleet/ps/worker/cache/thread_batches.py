@@ -63,7 +63,8 @@ class ThreadBatches:
         if not found:
             return None
         together = Pending.joined(found)
-        if len(self._pending[table]) > 1 or together.touched is None:  # a later backward pass through the same graph starts from zero
+        # A later backward pass through the same graph starts from zero.
+        if len(self._pending[table]) > 1 or together.touched is None:
             self.drop_gradients([table])
             self._pending[table] = [together]
         return together

@@ -89,4 +89,5 @@ class WriteBack:
                         under_way.popleft().result()
                 for answer in under_way:
                     answer.result()
+                write.keys = write.rows = torch.empty(0)  # their memory is free for others
                 write.is_done.set()
