@@ -46,7 +46,7 @@ class BlockOnItsWay(NamedTuple):
     slots: torch.Tensor
     words: torch.Tensor
     is_finite: torch.Tensor
-    arrival: Any  # CUDA event after which they are there; None without a GPU
+    arrival: Any = None  # CUDA event after which they are there; None without a GPU
 
 
 class TableSaves:
@@ -152,17 +152,17 @@ class TableSaves:
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self.table.device))
         with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
-            for tensor in (slots, keys, words, again) if self._side is not None else ():
-                tensor.record_stream(self._side)
+            if self._side is not None:
+                for tensor in (slots, keys, words, again):
+                    tensor.record_stream(self._side)
             special = memory.directory[memory.num_positions]
             is_special = (slots == special[1]) & (special[0] != EMPTY)
             kept = ((keys == again) & ((keys != EMPTY) | is_special)).nonzero().squeeze(1)
             if len(kept) < len(slots):
                 keys, slots, words = (tensor.index_select(0, kept) for tensor in (keys, slots, words))
             is_finite = words.isfinite().all()
-            on_host = [self._to_host(tensor) for tensor in (keys, slots, words, is_finite)]
-            arrival = None if self._side is None else self._side.record_event()
-        return BlockOnItsWay(*on_host, arrival)
+            block = BlockOnItsWay(*map(self._to_host, (keys, slots, words, is_finite)))
+            return block if self._side is None else block._replace(arrival=self._side.record_event())
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._side is None:

@@ -43,7 +43,7 @@ class RowMemory:
         self.is_changed = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # since it came from the servers
         self.has_failed = torch.zeros((), dtype=torch.int32, device=device)  # 1: a gradient was not finite
         self.is_exact = device.type == "cpu"  # updates are those of servers, bit for bit
-        self.counters = self.table.counters.tolist()  # as they were last read
+        self.counters: list[int] = self.table.counters.tolist()  # as they were last read
 
     @staticmethod
     def bytes_per_row(spec: TableSpec) -> int:
