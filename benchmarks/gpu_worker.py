@@ -71,14 +71,12 @@ def run(chosen: argparse.Namespace, with_cache: bool, profile: bool = False) -> 
 
 def main() -> None:
     chosen = options()
-    cached = run(chosen, with_cache=True)
+    cached = run(chosen, with_cache=True, profile=chosen.profile)
     result: dict[str, Any] = {"worker_samples_per_s": cached["samples_per_s"], "cached": cached}
     if chosen.without:
         plain = run(chosen, with_cache=False)
         result |= {"without_samples_per_s": plain["samples_per_s"], "without": plain}
         result["ratio"] = cached["samples_per_s"] / plain["samples_per_s"]
-    if chosen.profile:
-        run(chosen, with_cache=True, profile=True)
     report({**result, "servers": chosen.servers, **{name: getattr(chosen, name) for name in _SETTINGS}}, chosen.json)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ import torchfleet as fleet
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 
 NUM_DENSE = 13
+PROFILED = 30  # steps
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -80,11 +84,12 @@ def main() -> None:
         return
     if num_rows:
         torch.set_num_threads(1)  # threads that spin between copies take the cores of the servers
-    data = drawn(options, options.warm + options.steps)
+    num_timed = options.warm + options.steps
+    data = drawn(options, num_timed + PROFILED * options.profile)
     fleet.init_worker()
-    batches = fleet.prefetch(data)
+    batches = fleet.prefetch(data[:num_timed])
     train(model, optimizer, islice(batches, options.warm))
-    before = fleet.stats()["worker"]
+    before, threads = fleet.stats()["worker"], thread_seconds()
     start, cpu = time.perf_counter(), time.process_time()
     losses = train(model, optimizer, batches)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -96,9 +101,14 @@ def main() -> None:
         "loss": float(torch.stack(losses).mean()),
         "servers_busy": [server["busy"] for server in stats["servers"]],
         **changes(before, stats["worker"], len(losses)),
+        "thread_cpu_ms": {
+            name: round(1000 * (now - threads.get(name, 0.0)) / len(losses), 3)
+            for name, now in thread_seconds().items()
+            if now > threads.get(name, 0.0)
+        },
     }
     if options.profile:
-        profile(model, optimizer, data)
+        profile(model, optimizer, data[num_timed:])
     start = time.perf_counter()
     fleet.flush()
     print("RESULT " + json.dumps({**result, "flush_s": time.perf_counter() - start}), flush=True)
@@ -117,12 +127,34 @@ def train(model: Any, optimizer: Any, batches: Iterator[Batch]) -> list[torch.Te
     return losses
 
 
+def thread_seconds() -> dict[str, float]:
+    """Processor time of each thread of this process so far, by number and name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = {}
+    for path in Path("/proc/self/task").iterdir():
+        user, system = (path / "stat").read_text().rpartition(")")[2].split()[11:13]
+        ticks = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        found[f"{path.name} {names.get(int(path.name), '')}".strip()] = ticks
+    return found
+
+
 def changes(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, Any]:
     """Of the cache, by step."""
     if "cache" not in after:
         return {}
     old, new = before["cache"]["rows"], after["cache"]["rows"]
-    counted = ("looked_up", "missed", "evicted", "written", "wait_ms", "begin_ms", "end_ms", "pull_ms", "evict_ms")
+    counted = (
+        "looked_up",
+        "missed",
+        "pulled",
+        "evicted",
+        "written",
+        "wait_ms",
+        "begin_ms",
+        "end_ms",
+        "pull_ms",
+        "evict_ms",
+    )
     return {**{name: (new[name] - old[name]) / steps for name in counted}, "cache_rows": new["rows"]}
 
 
@@ -131,7 +163,7 @@ def profile(model: Any, optimizer: Any, data: list[Batch]) -> None:
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        train(model, optimizer, fleet.prefetch(data[-30:]))
+        train(model, optimizer, fleet.prefetch(data))
     print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=25), flush=True)
     print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=25), flush=True)
 

@@ -85,14 +85,16 @@ def test_deterministic_tables_are_equal_bit_for_bit() -> None:
 
 
 def test_a_captured_step_replays() -> None:
-    """The rows after a replay are those of the same step without a graph; a full table is reported."""
+    """The rows after a replay are those of the same step without a graph; a full table reads NaN, and is reported."""
     described = spec(dim=16, rule=Rule("adam", 0.1), shrink=Shrink())
     graphed, plain = (DeviceTable(described, "cuda", 1 << 12) for _ in range(2))
     ids, grads = drawn(1 << 10, 500, 0), torch.randn(1 << 10, 16, device="cuda")
     static = ids.clone()
 
-    def step(table: DeviceTable, ids: torch.Tensor) -> None:
-        table.push(table.find_and_gather(ids, insert=True)[0], grads)
+    def step(table: DeviceTable, ids: torch.Tensor) -> torch.Tensor:
+        slots, values = table.find_and_gather(ids, insert=True)
+        table.push(slots, grads)
+        return values
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -101,7 +103,7 @@ def test_a_captured_step_replays() -> None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(graphed, static)
+        read = step(graphed, static)
     step(plain, ids)
     for seed in range(1, 4):
         static.copy_(drawn(1 << 10, 500, seed))
@@ -114,10 +116,24 @@ def test_a_captured_step_replays() -> None:
         static.copy_(drawn(1 << 10, 2000, seed))
         graph.replay()
     torch.cuda.synchronize()
+    has_row = graphed.find(static) >= 0
+    assert bool(read[~has_row].isnan().all())
+    assert bool(read[has_row].isfinite().all())
+    assert 0 < int(has_row.sum()) < len(static)
     graphed.occupancy.refresh()
     with pytest.raises(TableError, match="'ads'"):
         graphed.check()
     assert sum(len(block.keys) for block in graphed.rows()) == graphed.num_rows == 1 << 12
+
+
+@pytest.mark.parametrize(("capacity", "shrink"), [(None, Shrink()), (1 << 12, Shrink(max_rows=1 << 12))])
+def test_a_table_that_needs_the_host_when_it_is_full_is_not_captured(capacity: int | None, shrink: Shrink) -> None:
+    table = DeviceTable(spec(dim=4, shrink=shrink), "cuda", capacity)
+    ids = drawn(1 << 10, 500, 0)
+    table.find(ids, insert=True)
+    with pytest.raises(TableError, match=r"'ads'.*capacity"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        table.find(ids, insert=True)
+    assert table.num_rows == len(torch.unique(ids))  # it goes on without a graph
 
 
 def test_find_needs_no_host() -> None:

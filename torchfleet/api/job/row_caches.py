@@ -71,6 +71,7 @@ def make_caches(plan: Plan, client: Client, connect: Callable[[], Client], ends:
     sys.setswitchinterval(min(before, SWITCH_INTERVAL))
     ends.callback(sys.setswitchinterval, before)
     steps = {name: client.pull_rows(name, []).result()[1] for name in groups}
+    rows = {name: sum(server["tables"][name]["rows"] for server in client.stats()) for name in groups}
     write_back = WriteBack(connect)
     ends.callback(write_back.close)
     thread = CacheThread(connect)
@@ -78,5 +79,5 @@ def make_caches(plan: Plan, client: Client, connect: Callable[[], Client], ends:
     made = {}
     for name, group in groups.items():
         size, device = group.modules[0].cache, group.modules[0].weight.device
-        made[name] = RowCache(group.spec, size, device, steps[name], thread, write_back)
+        made[name] = RowCache(group.spec, size, device, steps[name], thread, write_back, rows[name] > 0)
     return made

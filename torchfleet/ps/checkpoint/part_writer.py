@@ -39,11 +39,19 @@ def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
 class Files:
     """Part files of one folder, filled per server and written by threads."""
 
-    def __init__(self, target: Storage, folder: str, num_servers: int, show: Show, first: int = 0) -> None:
-        """`first`: the number of the first file of each table, kind and server."""
-        self._first = first
+    def __init__(
+        self,
+        target: Storage,
+        folder: str,
+        num_servers: int,
+        show: Show,
+        first: int = 0,
+        num_threads: int = _UNDER_WAY,
+    ) -> None:
+        """`first`: the number of the first file of each table, kind and server. `num_threads`: that write."""
+        self._first, self._num_threads = first, num_threads
         self._target, self._folder, self._num_servers, self._show = target, folder, num_servers, show
-        self._pool = ThreadPoolExecutor(_UNDER_WAY)
+        self._pool = ThreadPoolExecutor(num_threads)
         self._under_way: deque[Future[Part]] = deque()
         self._written: list[Part] = []
 
@@ -94,7 +102,7 @@ class Files:
         return self._written
 
     def _submit(self, filling: Filling, like: Part | None = None) -> None:
-        if len(self._under_way) >= _UNDER_WAY:
+        if len(self._under_way) >= self._num_threads:
             self._written.append(self._under_way.popleft().result())
         num_rows, start = (like.rows, like.start) if like else (filling.num_rows, 0)
         part = Part(filling.table, filling.file, filling.server, num_rows, 0, 0, start, filling.kind, repeats=0)

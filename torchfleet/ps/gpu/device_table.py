@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from torchfleet.base.errors import TableError, WrongIds
-from torchfleet.ps.gpu import device_errors, eviction
+from torchfleet.ps.gpu import device_errors, eviction, free_rows
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
 from torchfleet.ps.gpu.occupancy import Occupancy
@@ -18,19 +18,14 @@ from torchfleet.ps.gpu.row_blocks import Columns, RowBlock, joined, last_of_each
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import (
     EMPTY,
-    FRESH,
     LIMIT,
     MAX_SLOTS,
-    NUM_FREE,
     OUTSIDE,
     PENDING,
-    READY,
     REFUSED,
     REMOVED,
     SPARE,
     STEP,
-    TAKEN,
-    clear_directory,
     empty_directory,
     new_memory,
 )
@@ -74,6 +69,7 @@ class DeviceTable:
         self.kernels: Kernels = kernels_for(self.device)
         self.occupancy = Occupancy(self.memory)
         self.num_evicted = 0
+        self._has_capacity = capacity is not None
         self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
         self.tracking: ChangeTracking | None = None  # from the first save on
         self._num_removed = 0  # entries of the directory marked REMOVED
@@ -111,7 +107,7 @@ class DeviceTable:
         self.memory.counters[STEP] = step
 
     def find(self, keys: torch.Tensor, insert: bool = False, padding: int | None = None) -> torch.Tensor:
-        """Slots of keys of any shape, flattened; -1 for a key without a row, and for `padding`. Keys may repeat.
+        """Slots of keys of any shape, flattened; negative for a key without a row, -1 for `padding`. Keys may repeat.
 
         `insert`: missing keys get a row with its first values, and the rows count as used. Raises TableError if there
         is no memory for them.
@@ -122,7 +118,7 @@ class DeviceTable:
         return slots
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(len(slots), dim): the values of these rows; zeros for -1."""
+        """(len(slots), dim): the values of these rows; zeros for -1, and NaN for a key that got no row in a graph."""
         return self.kernels.gather(self.memory, slots, self.dim, dtype)
 
     def find_and_gather(
@@ -215,7 +211,7 @@ class DeviceTable:
     def check(self) -> None:
         """Raise an error about earlier lookups, as far as is known without waiting for the device: WrongIds for ids
         that are not below the table's declared size, TableError if there was no row for a key, which only a captured
-        graph can come to.
+        graph can come to: such a key reads NaN.
         """
         known = self.occupancy.known
         if known[OUTSIDE]:
@@ -229,12 +225,26 @@ class DeviceTable:
         """Check the keys of a lookup, and make room for those that it inserts."""
         keys = device_errors.checked_keys(keys, self.name, self.device)
         if insert and self._is_capturing:
+            self._check_capture()
             self.is_captured = True
         elif insert:
             self.check()
             if not self.occupancy.is_enough_for(len(keys)):
                 self._make_room(keys)
         return keys
+
+    def _check_capture(self) -> None:
+        """Raise TableError if the table can come to a state in a graph that only the host can resolve."""
+        if self.max_rows is not None:
+            raise TableError(
+                f"table '{self.name}' has a limit (shrink=) and evicts rows, which a CUDA graph cannot: train it "
+                "without a graph, or give capacity= for all rows that are to come instead of the limit"
+            )
+        if not self._has_capacity:
+            raise TableError(
+                f"table '{self.name}' grows, and a CUDA graph holds the addresses of its memory: give its "
+                "SparseEmbedding capacity=, for all rows that are to come"
+            )
 
     def _end(self, slots: torch.Tensor, insert: bool) -> None:
         """Note that a lookup was issued."""
@@ -280,10 +290,8 @@ class DeviceTable:
         self.occupancy.refresh()
 
     def _rebuild(self) -> None:
-        """Make the directory anew in its memory, without the entries of rows that were removed."""
-        special = self.slot_of_empty()
-        clear_directory(self.memory.directory)
-        self.kernels.place(self.memory, self.num_slots, special)
+        """Make the directory anew, without the entries of rows that were removed."""
+        free_rows.rebuild(self.memory, self.kernels, self.slot_of_empty())
         self._num_removed = 0
 
     def _mark(self, slots: torch.Tensor) -> None:
@@ -294,21 +302,13 @@ class DeviceTable:
     @property
     def num_slots(self) -> int:
         """Slots that were ever in use, from 0 on. Waits for the device."""
-        counters = self.memory.counters.tolist()
-        return int(min(counters[FRESH] + max(0, counters[TAKEN] - counters[NUM_FREE]), counters[LIMIT]))
+        return free_rows.num_used(self.memory)
 
     def slot_of_empty(self) -> int:
         """The slot of the key that equals EMPTY, or -1."""
-        key, slot = self.memory.directory[self.memory.num_positions].tolist()
-        return -1 if key == EMPTY else int(slot)
+        return free_rows.slot_of_empty(self.memory)
 
     def _give_back(self, slots: torch.Tensor) -> None:
         """Make the free list of what is left of it and these slots."""
-        memory, used = self.memory, self.num_slots
-        counters = memory.counters.tolist()
-        free = torch.cat([memory.free[counters[TAKEN] : counters[NUM_FREE]], slots.int()])
-        memory.free[: len(free)] = free
-        changes = {TAKEN: 0, READY: 0, NUM_FREE: len(free), FRESH: used, REFUSED: 0}
-        for counter, value in changes.items():
-            memory.counters[counter] = value
+        free_rows.give_back(self.memory, slots)
         self.occupancy.refresh()

@@ -45,6 +45,7 @@ class Kernels(Protocol):
         slots: torch.Tensor,
         grads: torch.Tensor,
         lr: float | torch.Tensor,
+        failed: torch.Tensor | None = ...,
     ) -> None: ...
 
     def stamp(self, memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None: ...

@@ -14,6 +14,7 @@ from torchfleet.ps.gpu.table_memory import (
     EMPTY,
     FRESH,
     LIMIT,
+    NO_ROW,
     NUM_FREE,
     OUTSIDE,
     READY,
@@ -35,7 +36,7 @@ def find(
     deterministic: bool = True,
 ) -> torch.Tensor:
     """Slots (int32) of keys, which may repeat; ABSENT for a key without a row, and for `padding`. `insert`: such keys
-    get one, with its first values, while there are rows; others are counted as refused.
+    get one, with its first values, while there are rows; others are counted as refused, and have the slot NO_ROW.
     """
     slots = positions(memory, keys)[1]
     is_known = torch.ones_like(keys, dtype=torch.bool) if padding is None else keys != padding
@@ -48,7 +49,8 @@ def find(
         missing = is_known & (slots == ABSENT)
         if bool(missing.any()):
             _insert(memory, layout, torch.unique(keys[missing]))
-            slots[missing] = positions(memory, keys[missing])[1]
+            found = positions(memory, keys[missing])[1]
+            slots[missing] = torch.where(found == ABSENT, NO_ROW, found)
     return slots.int()
 
 
@@ -121,26 +123,37 @@ def _take_rows(memory: TableMemory, keys: torch.Tensor) -> torch.Tensor:
 
 
 def gather(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """(len(slots), dim) values; zeros for ABSENT."""
-    out = memory.rows.read(slots.clamp(min=0), 0, dim)
-    return out.masked_fill_((slots < 0)[:, None], 0.0).to(dtype)
+    """(len(slots), dim) values; zeros for ABSENT, NaN for NO_ROW."""
+    out = memory.rows.read(slots.clamp(min=0), 0, dim).masked_fill_((slots < 0)[:, None], 0.0)
+    return out.masked_fill_((slots == NO_ROW)[:, None], torch.nan).to(dtype)
 
 
 def push(
-    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+    memory: TableMemory,
+    layout: RowLayout,
+    slots: torch.Tensor,
+    grads: torch.Tensor,
+    lr: float | torch.Tensor,
+    failed: torch.Tensor | None = None,
 ) -> None:
-    """One update by the layout's rule of every slot but ABSENT, by the sum of its gradients in their order."""
+    """One update by the layout's rule of every slot but ABSENT and NO_ROW, by the sum of its gradients in their order.
+    `failed`, an int32: becomes 1 if a sum is not finite, and such a row stays as it is.
+    """
     rule, asked, step = layout.rule, float(lr), int(memory.counters[STEP]) + 1
     memory.counters[STEP] += 1
     distinct, inverse = torch.unique(slots, return_inverse=True)
     sums = torch.zeros(len(distinct), layout.dim, dtype=torch.float32, device=slots.device)
     sums.index_add_(0, inverse, grads.float())
-    if len(distinct) and int(distinct[0]) < 0:
-        distinct, sums = distinct[1:], sums[1:]
+    is_row = distinct >= 0
+    distinct, sums = distinct[is_row], sums[is_row]
     words = memory.rows.read(distinct, 0, layout.num_words)
     factor = 1.0 - rule.row_rule.rate(rule, asked, step) * rule.weight_decay
-    words = updated(rule, layout.dim, words, sums, step_rate(rule, asked, step), factor)
-    memory.rows.write(distinct, 0, words)
+    made = updated(rule, layout.dim, words, sums, step_rate(rule, asked, step), factor)
+    if failed is not None:
+        is_finite = sums.isfinite().all(1, keepdim=True)
+        made = torch.where(is_finite, made, words)
+        failed |= (~is_finite).any().int()
+    memory.rows.write(distinct, 0, made)
 
 
 def stamp(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None:

@@ -15,8 +15,9 @@ class RowMemory:
     ALIGN_WORDS words: a kernel finds a row with one pointer and this array.
     """
 
-    def __init__(self, width: int, num_rows: int, device: torch.device) -> None:
-        self.width, self.device = width, device
+    def __init__(self, width: int, num_rows: int, device: torch.device, is_fixed: bool = False) -> None:
+        """`is_fixed`: exactly this many rows, which never become more."""
+        self.width, self.device, self._is_fixed = width, device, is_fixed
         self.shift = min(max(max(num_rows - 1, 1).bit_length(), LEAST_SHIFT), MOST_SHIFT)
         self.segments: list[torch.Tensor] = []
         self.num_rows = 0
@@ -29,6 +30,8 @@ class RowMemory:
 
     def rounded(self, num_rows: int) -> int:
         """`num_rows`, rounded up to whole chunks."""
+        if self._is_fixed:
+            return num_rows
         return -(-num_rows >> self.shift) << self.shift
 
     def grow(self, num_rows: int) -> None:
@@ -39,7 +42,7 @@ class RowMemory:
         distance, rest = divmod(segment.data_ptr() - first.data_ptr(), 4 * ALIGN_WORDS)
         assert rest == 0, "torch aligns memory to 64 bytes"
         chunk_words = (1 << self.shift) * self.width
-        starts = torch.arange(num_rows >> self.shift, dtype=torch.int64, device=self.device)
+        starts = torch.arange(-(-num_rows >> self.shift), dtype=torch.int64, device=self.device)
         self.offsets = torch.cat([self.offsets, distance + starts * (chunk_words // ALIGN_WORDS)])
         self.segments.append(segment)
         self.num_rows += num_rows

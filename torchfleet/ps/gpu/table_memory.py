@@ -19,7 +19,8 @@ from torchfleet.ps.gpu.row_memory import RowMemory
 EMPTY = -(1 << 63)  # the key of an entry that was never used
 REMOVED = EMPTY + 1  # the key of an entry whose row was removed: a search goes on behind it
 ABSENT = -1  # the slot of a key that has no row
-PENDING = -2  # the slot of an entry while a kernel inserts it
+PENDING = -2  # in the directory: the slot of an entry while a kernel inserts it
+NO_ROW = -2  # what a lookup returns for a key that was to get a row when there was none left: it reads NaN
 MAX_SLOTS = 1 << 30  # slots and positions are 32-bit numbers
 SPARE = 1.5  # directory entries per row
 NUM_IDLE = 1024  # entries that stay empty
@@ -32,6 +33,7 @@ FRESH = 2  # the first row that no key has ever had, when that list was made
 LIMIT = 3  # rows that exist
 REFUSED = 4  # keys that got no row, because there was none
 READY = 5  # of the rows taken, those that have their first values
+NUM_OF_ROWS = 6  # the counters above, which are about rows
 STEP = 6  # updates so far
 OUTSIDE = 7  # ids that were looked up and are not below the table's declared size
 NUM_COUNTERS = 8
@@ -87,8 +89,9 @@ def stored_keys(keys: torch.Tensor) -> torch.Tensor:
     return torch.where(keys <= REMOVED, 0, keys)
 
 
-def new_memory(width: int, capacity: int, device: torch.device) -> TableMemory:
-    rows = RowMemory(width, capacity, device)
+def new_memory(width: int, capacity: int, device: torch.device, is_fixed: bool = False) -> TableMemory:
+    """`is_fixed`: exactly `capacity` rows, which never become more."""
+    rows = RowMemory(width, capacity, device, is_fixed)
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     counters[LIMIT] = rows.num_rows
     return TableMemory(

@@ -1,13 +1,17 @@
 """Saves of tables on devices in the files of servers, and loads of them: full saves, deltas and saves for prediction.
 
 Rows go to the host in blocks. A block is copied within the device on the stream of training, so that every row in it is
-from one moment, and from there to the host on a stream of its own, while training goes on.
+from one moment, and from there to the host on a stream of its own, while training goes on. The next block is on its way
+while threads write the last ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +23,7 @@ from torchfleet.ps.checkpoint.part_file import Arrays
 from torchfleet.ps.checkpoint.part_writer import Files
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.device_table import DeviceTable
-from torchfleet.ps.gpu.row_blocks import split
+from torchfleet.ps.gpu.row_blocks import RowBlock, split
 from torchfleet.ps.gpu.table_memory import EMPTY
 from torchfleet.ps.server.state.saves import Chain
 from torchfleet.ps.tables.rows.keymap import Keys
@@ -28,8 +32,21 @@ from torchfleet.ps.tables.table import SavedSlice, SaveMode
 from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
 FILES_OF_RANK = 1_000_000
-BLOCK_BYTES = 1 << 26  # bytes of rows that are copied at once: a fraction of a millisecond of a GPU's memory
+BLOCK_BYTES = 1 << 25  # of rows that are copied at once, and of a file: microseconds of a GPU's memory
+_AHEAD = 2  # blocks on their way to the host
+_PAUSE = 0.01  # seconds
+_WRITERS = 4  # threads that write files and compute their checksums
 _OWN: tuple[Literal["C"], Literal["W"]] = ("C", "W")  # arrays that torch may view: what files hold is read-only
+
+
+class BlockOnItsWay(NamedTuple):
+    """Rows that are being copied to the host."""
+
+    keys: torch.Tensor
+    slots: torch.Tensor
+    words: torch.Tensor
+    is_finite: torch.Tensor
+    arrival: Any = None  # CUDA event after which they are there; None without a GPU
 
 
 class TableSaves:
@@ -40,6 +57,7 @@ class TableSaves:
     def __init__(self, table: DeviceTable) -> None:
         self.table, self.spec = table, table.spec
         self._chain = Chain()
+        self._has_pinned = False
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -95,45 +113,70 @@ class TableSaves:
             arrays.pop("delta", None)  # accumulated since the last save
             yield keys, arrays
 
-    def _blocks(self, only_changed: bool) -> Iterator[Any]:
+    def _blocks(self, only_changed: bool) -> Iterator[RowBlock]:
         table, tracking = self.table, self.table.tracking
         num_rows = max(1, BLOCK_BYTES // (4 * table.layout.width))
         used = table.num_slots
+        self._make_pinned_memory()
+        on_their_way: deque[BlockOnItsWay] = deque()
         for start in range(0, used, num_rows):
             stop = min(start + num_rows, used)
             slots = torch.arange(start, stop, device=table.device)
             if only_changed:
                 assert isinstance(tracking, ChangeTracking)
                 slots = tracking.changed(start, stop)
-            yield self._read(slots)
+            on_their_way.append(self._read(slots))
+            if len(on_their_way) > _AHEAD:
+                yield self._arrived(on_their_way.popleft())
+        while on_their_way:
+            yield self._arrived(on_their_way.popleft())
 
-    def _read(self, slots: torch.Tensor) -> Any:
-        """The rows in use among these slots, on the host. A slot that got another key meanwhile is left out: its new
-        row belongs to the next save.
+    def _make_pinned_memory(self) -> None:
+        """Have torch allocate the host memory of all blocks that are on their way at once, with pauses: the driver
+        launches no kernel while it pins memory. Torch keeps it for the blocks.
+        """
+        held = []
+        for _ in range(0 if self._side is None or self._has_pinned else _AHEAD + _WRITERS + 2):
+            held.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
+            time.sleep(_PAUSE)
+        self._has_pinned = True
+
+    def _read(self, slots: torch.Tensor) -> BlockOnItsWay:
+        """Copy the rows in use among these slots to the host. A slot that got another key meanwhile is left out: its
+        new row belongs to the next save.
         """
         memory = self.table.memory
         keys = memory.row_keys[slots]
         words = memory.rows.read(slots, 0, self.table.layout.width)
         again = memory.row_keys[slots]
-        if not bool(words.isfinite().all()):
-            raise CheckpointError(
-                f"table '{self.spec.name}' holds NaN or infinity: a model with it would not load. Nothing was replaced."
-            )
-        is_row = (keys == again) & ((keys != EMPTY) | (slots == self.table.slot_of_empty()))
-        keys, words = self._to_host(keys), self._to_host(words)
-        is_row = is_row.cpu()
-        return split(self.table.layout, keys[is_row], slots.cpu()[is_row], words[is_row])
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.table.device))
+        with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            if self._side is not None:
+                for tensor in (slots, keys, words, again):
+                    tensor.record_stream(self._side)
+            special = memory.directory[memory.num_positions]
+            is_special = (slots == special[1]) & (special[0] != EMPTY)
+            kept = ((keys == again) & ((keys != EMPTY) | is_special)).nonzero().squeeze(1)
+            if len(kept) < len(slots):
+                keys, slots, words = (tensor.index_select(0, kept) for tensor in (keys, slots, words))
+            is_finite = words.isfinite().all()
+            block = BlockOnItsWay(*map(self._to_host, (keys, slots, words, is_finite)))
+            return block if self._side is None else block._replace(arrival=self._side.record_event())
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._side is None:
             return tensor
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._side.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._side):
-            pinned.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._side)
-        self._side.synchronize()
-        return pinned
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def _arrived(self, block: BlockOnItsWay) -> RowBlock:
+        if block.arrival is not None:
+            block.arrival.synchronize()
+        if not bool(block.is_finite):
+            raise CheckpointError(
+                f"table '{self.spec.name}' holds NaN or infinity: a model with it would not load. Nothing was replaced."
+            )
+        return split(self.table.layout, block.keys, block.slots, block.words)
 
     # Loads
 
@@ -186,7 +229,7 @@ def write_tables(
     """Write the part files of these tables, whose saves have begun, as files of one server. The files of different
     ranks have different numbers.
     """
-    with Files(storage, folder, 1, lambda text: None, rank * FILES_OF_RANK) as files:
+    with Files(storage, folder, 1, lambda text: None, rank * FILES_OF_RANK, _WRITERS) as files:
         for saves in tables.values():
             width = saves.spec.dim if mode == "inference" else saves.num_words
             if mode == "delta":

@@ -14,6 +14,7 @@ from torchfleet.ps.gpu import table_memory as memory
 
 EMPTY, REMOVED = tl.constexpr(memory.EMPTY), tl.constexpr(memory.REMOVED)
 ABSENT, PENDING, IN_FLIGHT = tl.constexpr(memory.ABSENT), tl.constexpr(memory.PENDING), tl.constexpr(-3)
+NO_ROW = tl.constexpr(memory.NO_ROW)
 TAKEN, NUM_FREE, FRESH = tl.constexpr(memory.TAKEN), tl.constexpr(memory.NUM_FREE), tl.constexpr(memory.FRESH)
 LIMIT, REFUSED, READY = tl.constexpr(memory.LIMIT), tl.constexpr(memory.REFUSED), tl.constexpr(memory.READY)
 OUTSIDE, NUM_IDLE = tl.constexpr(memory.OUTSIDE), tl.constexpr(memory.NUM_IDLE)
@@ -66,7 +67,7 @@ def locate(
     directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, size,
     INSERT: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion IN_FLIGHT - position."""
+    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion NO_ROW or IN_FLIGHT - position."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = i < n
     key = tl.load(keys + i, mask=todo, other=0)
@@ -111,9 +112,10 @@ def locate(
             tl.store(directory + at * 2 + 1, tl.where(fits, row, ABSENT), mask=has_won)
             tl.store(row_keys + row, key, mask=fits)
             slot = tl.where(has_won, tl.where(fits, row, ABSENT), slot)
-        num_refused = tl.sum((is_known & (slot == ABSENT)).to(tl.int32), 0)
-        if num_refused > 0:
-            tl.atomic_add(counters + REFUSED, num_refused.to(tl.int64))
+        is_refused = (is_known & (slot == ABSENT)).to(tl.int32)
+        slot = tl.where(is_refused > 0, NO_ROW, slot)
+        if tl.max(is_refused, 0) > 0:
+            tl.atomic_add(counters + REFUSED, tl.sum(is_refused, 0).to(tl.int64))
     tl.store(slots + i, slot.to(tl.int32), mask=i < n)
 
 
@@ -122,7 +124,8 @@ def resolved(directory, slot, mask):
     """Slots, for those and the positions that `locate` returned."""
     in_flight = mask & (slot <= IN_FLIGHT)
     at = tl.where(in_flight, IN_FLIGHT - slot.to(tl.int64), 0)
-    return tl.where(in_flight, tl.load(directory + at * 2 + 1, mask=in_flight, other=ABSENT).to(tl.int32), slot)
+    found = tl.load(directory + at * 2 + 1, mask=in_flight, other=ABSENT).to(tl.int32)
+    return tl.where(in_flight, tl.where(found == ABSENT, NO_ROW, found), slot)
 
 
 @triton.jit

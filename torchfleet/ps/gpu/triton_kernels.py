@@ -17,9 +17,9 @@ from torchfleet.ps.tables.settings.rule import Rule
 # Tile sizes, the fastest on an H200 (benchmarks/log.md)
 FIND_BLOCK, FIND_WARPS = 64, 2
 GATHER_WORDS, GATHER_WARPS = 1024, 2  # of a program
-TILE = 32  # positions of the order
-UPDATE_WORDS, WORDS_PER_WARP = 512, 128  # of a program's step
-FINISH_WORDS = 4096  # of parts that a program reads at once
+TILE = 64  # positions of the order
+UPDATE_WORDS, NARROW_WORDS, WORDS_PER_WARP = 512, 1024, 128  # of a program's step; narrow: rows of up to 32 values
+FINISH_WORDS, FINISH_WARPS = 4096, 4  # of parts that a program reads at once
 MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
 
@@ -103,31 +103,43 @@ def read_values(memory: TableMemory, slots: torch.Tensor, dim: int, dtype: torch
 
 
 def push(
-    memory: TableMemory, layout: RowLayout, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor
+    memory: TableMemory,
+    layout: RowLayout,
+    slots: torch.Tensor,
+    grads: torch.Tensor,
+    lr: float | torch.Tensor,
+    failed: torch.Tensor | None = None,
 ) -> None:
     num, rule, device = len(slots), layout.rule, slots.device
     if num:
         order, perm = torch.sort(slots, stable=True)
         num_tiles, padded = triton.cdiv(num, TILE), triton.next_power_of_2(layout.dim)
-        tiles = max(1, UPDATE_WORDS // padded)
-        parts = torch.empty(2 * num_tiles, layout.dim, dtype=torch.float32, device=device)
-        part_slots = torch.empty(2 * num_tiles, dtype=torch.int32, device=device)
+        tiles = max(1, (UPDATE_WORDS if padded > 32 else NARROW_WORDS) // padded)
+        block = max(1, FINISH_WORDS // padded)
+        num_groups = num_tiles // block
+        parts = torch.empty(2 * num_tiles + num_groups, layout.dim, dtype=torch.float32, device=device)
+        part_slots = torch.empty(2 * num_tiles + num_groups, dtype=torch.int32, device=device)
         decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
         shared = (
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
-            1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay, rule.low, rule.high,
+            part_slots if failed is None else failed, 1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay,
+            rule.low, rule.high,
         )  # fmt: skip
         shape = {
-            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds, "D": layout.dim, "PADDED": padded,
-            "WIDTH": layout.width, "SHIFT": _shift(memory),
+            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds,
+            "CHECKED": failed is not None, "D": layout.dim, "PADDED": padded, "WIDTH": layout.width,
+            "SHIFT": _shift(memory),
         }  # fmt: skip
         triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
             *shared, order, perm, grads.contiguous(), num, lr, _rule_settings(rule, device), **shape,
             LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles,
             num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
         )  # fmt: skip
-        block = max(1, FINISH_WORDS // padded)
-        triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=4)
+        if num_groups:
+            triton_update.fold[(num_groups,)](
+                parts, part_slots, num_tiles, D=layout.dim, PADDED=padded, BLOCK=block, num_warps=FINISH_WARPS
+            )
+        triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=FINISH_WARPS)
     else:
         triton_update.count_step[(1,)](memory.counters, num_warps=1)
 

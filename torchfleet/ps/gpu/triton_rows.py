@@ -10,6 +10,7 @@ from torchfleet.ps.gpu import table_memory as memory
 from torchfleet.ps.gpu.triton_find import mix, note_ready, resolved, row_of_rank
 
 ALIGN_WORDS = tl.constexpr(row_memory.ALIGN_WORDS)
+NO_ROW = tl.constexpr(memory.NO_ROW)
 TAKEN, READY, STEP = tl.constexpr(memory.TAKEN), tl.constexpr(memory.READY), tl.constexpr(memory.STEP)
 NUM_FREE, LIMIT, FRESH = tl.constexpr(memory.NUM_FREE), tl.constexpr(memory.LIMIT), tl.constexpr(memory.FRESH)
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -32,7 +33,7 @@ def gather(
     RESOLVE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the values of row slots[i]; zeros for ABSENT. RESOLVE: as the kernel `resolve`, too."""
+    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: as the kernel `resolve`, too."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i, mask=i < n, other=-1)
     if RESOLVE:
@@ -45,6 +46,7 @@ def gather(
     d = tl.arange(0, PADDED)
     inside = (i < n)[:, None] & (d < D)[None, :]
     value = tl.load(words + start[:, None] + d[None, :], mask=inside & (slot >= 0)[:, None], other=0.0)
+    value = tl.where((slot == NO_ROW)[:, None], float("nan"), value)
     tl.store(out + i[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -4,7 +4,8 @@
 A tile is TILE positions of the order, which `sum_and_update` walks through from left to right: it applies the rule to
 the rows whose runs lie within the tile. Of a run that goes over an edge it leaves the part in the tile, as the left or
 right part of the tile; a part that goes over both edges is a left one. `finish` adds up the parts of each such run,
-beginning with the right part of the tile in which it begins, and applies the rule to its row.
+beginning with the right part of the tile in which it begins, and applies the rule to its row. A run over thousands of
+tiles would take it long: `fold` has added up the left parts of each group of BLOCK tiles that belong to one run.
 
 No sum depends on the order in which programs run.
 """
@@ -76,10 +77,17 @@ def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def write_row(
-    words, start, value, first, second, grad, mask, d, rate, factor, rest1, rest2, eps, decay, low, high,
-    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
+    words, start, value, first, second, grad, mask, d, rate, factor, failed, rest1, rest2, eps, decay, low, high,
+    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """The rows after one gradient each, by the formulas of plain_rules.updated."""
+    """The rows after one gradient each, by the formulas of plain_rules.updated. CHECKED: a row whose gradient is not
+    finite stays as it is, and `failed` becomes 1.
+    """
+    if CHECKED:
+        is_finite = tl.sum(grad - grad, 1) == 0.0
+        if tl.max((mask & (is_finite == 0)).to(tl.int32), 0) > 0:
+            tl.store(failed, 1)
+        mask = mask & is_finite
     if DECAY == COUPLED:
         grad += value * decay
     elif DECAY == DECOUPLED:
@@ -109,10 +117,11 @@ def write_row(
 
 @triton.jit(do_not_specialize=["n", "num_tiles"])
 def sum_and_update(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
     order, perm, grads, n, lr, settings,
-    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles per program. `part_slots`: of the left and right part of each tile, -1: none. `rates` are for
     `finish`.
@@ -157,14 +166,14 @@ def sum_and_update(
         left = tl.where((is_left3 & ends3)[:, None], grad3, left)
         is_left = is_left3 & (ends3 == 0)
         # fmt: off
-        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
-        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED)
+        write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+        write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor, failed,
+                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
         # fmt: on
     to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
     left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
@@ -176,11 +185,39 @@ def sum_and_update(
     tl.store(at + D, total, mask=(known & to_right & (is_left == 0))[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def add_parts(parts, part_slots, slot, base, stride, begin, end, D: tl.constexpr, PADDED: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """(sum of the parts begin, begin + 1, ... that belong to this slot, at most BLOCK; how many). Part k is row
+    base + stride * k. The parts of a run are neighbours.
+    """
+    at, d = begin + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    row = base + stride * at
+    is_same = (tl.load(part_slots + row, mask=at < end, other=-1) == slot) & (at < end)
+    inside = is_same[:, None] & (d < D)[None, :]
+    total = tl.sum(tl.load(parts + row[:, None] * D + d[None, :], mask=inside, other=0.0), 0)
+    return total, tl.sum(is_same.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Behind the parts of tiles: the sum of the left parts of each whole group of BLOCK tiles, if they are of one run;
+    its slot is -1 if they are not.
+    """
+    group, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    begin, row = group * BLOCK, 2 * num_tiles.to(tl.int64) + group
+    first, last = tl.load(part_slots + 2 * begin), tl.load(part_slots + 2 * (begin + BLOCK - 1))
+    tl.store(part_slots + row, tl.where(first == last, first, -1))
+    if (first == last) & (first >= 0):  # slots are sorted: all between are the same
+        total, _ = add_parts(parts, part_slots, first, begin - begin, 2, begin, begin + BLOCK, D, PADDED, BLOCK)
+        tl.store(parts + row * D + d, total, mask=d < D)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def finish(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, rest1, rest2, eps, decay, low, high,
-    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
+    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr, D: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
     tile = tl.program_id(0).to(tl.int64)
@@ -188,24 +225,28 @@ def finish(
         count(counters)
     slot = tl.load(part_slots + 2 * tile + 1)
     if slot >= 0:
-        rate, factor = tl.load(rates), tl.load(rates + 1)
-        d, i = tl.arange(0, PADDED), tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK, PADDED], tl.float32)
-        begin = tile + 1
-        goes_on = 1
-        while goes_on > 0:
-            at = begin + i
-            is_same = tl.load(part_slots + 2 * at, mask=at < num_tiles, other=-1) == slot
-            inside = is_same[:, None] & (d < D)[None, :]
-            total += tl.load(parts + (2 * at)[:, None] * D + d[None, :], mask=inside, other=0.0)
-            goes_on = tl.min(is_same.to(tl.int32), 0)  # parts of one run are neighbours: none is behind another slot
-            begin += BLOCK
+        d, none, num_parts = tl.arange(0, PADDED), tile - tile, num_tiles.to(tl.int64)
+        begin, edge = tile + 1, (tile + BLOCK) // BLOCK * BLOCK  # of the next group
         own = tl.load(parts + (2 * tile + 1) * D + d, mask=d < D, other=0.0)
-        grad = (own + tl.sum(total, 0))[None, :]
+        more, num = add_parts(parts, part_slots, slot, none, 2, begin, tl.minimum(edge, num_parts), D, PADDED, BLOCK)
+        total = own + more
+        if begin + num == edge:
+            group = edge // BLOCK
+            goes_on = 1
+            while goes_on > 0:
+                more, num = add_parts(
+                    parts, part_slots, slot, 2 * num_parts, 1, group, num_parts // BLOCK, D, PADDED, BLOCK
+                )
+                total += more
+                group += num
+                goes_on = (num == BLOCK).to(tl.int32)
+            more, _ = add_parts(parts, part_slots, slot, none, 2, group * BLOCK, num_parts, D, PADDED, BLOCK)
+            total += more
+        rate, factor = tl.load(rates), tl.load(rates + 1)
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
         start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
-        write_row(words, start, value, first, second, grad, one, d, rate, factor, rest1, rest2, eps, decay, low,
-                  high, D, RULE, DECAY, BOUNDED)  # fmt: skip
+        write_row(words, start, value, first, second, total[None, :], one, d, rate, factor, failed, rest1, rest2, eps,
+                  decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)  # fmt: skip
 
 
 @triton.jit

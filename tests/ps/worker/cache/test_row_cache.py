@@ -19,7 +19,7 @@ from torchfleet.api import current_job
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 
-SMALL = "12KB"  # fewer rows than ids: rows are evicted and come back
+SMALL = "15KB"  # fewer rows than ids: rows are evicted and come back
 KINDS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -130,10 +130,45 @@ def test_rows_are_evicted_written_and_fetched_again() -> None:
         train(part, list(batches()))
         found = part.stats()["cache"]["items"]
     size = RowMemory.bytes_per_row(part.job.plan.sparse["items"].spec)
-    assert found["slots"] == 12 * 1024 // size
+    assert found["slots"] == 15 * 1024 // size
     assert found["rows"] <= found["slots"] < 140
     assert found["evicted"] > 0
     assert found["missed"] > found["rows"]  # some came twice
+
+
+def test_servers_are_asked_only_for_rows_that_they_have() -> None:
+    with jobs.one_worker(Model("1MB"), lambda model: KINDS["adam"](model.parameters()), num_servers=2) as part:
+        train(part, list(batches()))
+        before = part.stats()["cache"]["items"]
+        part.worker.engine.caches["items"].empty()  # others may write rows from now on
+        train(part, list(batches()))
+        after = part.stats()["cache"]["items"]
+    assert before["missed"] == before["rows"] > 50
+    assert before["pulled"] == 0
+    assert after["pulled"] == after["missed"] - before["missed"] == before["missed"]
+
+
+@each_of("optimizer", ["sgd", "adagrad", "rowwise", "adam"])
+def test_the_kernels_of_devices_have_the_rows_without_the_cache(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, by the twins of its kernels."""
+    plain_losses, plain = trained(None, optimizer, "sync", True)
+    monkeypatch.setattr(
+        RowMemory, "is_exact", property(lambda memory: False, lambda memory, value: None), raising=False
+    )
+    losses, rows = trained(SMALL, optimizer, "sync", True)
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
+    _check_alike(rows, plain, 1e-6)
+
+
+def _check_alike(found: dict[str, dict[int, bytes]], expected: dict[str, dict[int, bytes]], atol: float) -> None:
+    for name, rows in expected.items():
+        assert found[name].keys() == rows.keys()
+        for key, row in rows.items():
+            if key > -(1 << 60):
+                own = np.frombuffer(found[name][key], np.float32)
+                np.testing.assert_allclose(own, np.frombuffer(row, np.float32), atol=atol)
 
 
 def test_a_prediction_a_save_and_a_state_have_the_rows_of_the_cache(tmp_path: Path) -> None:
@@ -279,7 +314,7 @@ def test_the_rows_of_a_pass_are_there_before_it() -> None:
         cache = part.worker.engine.caches["items"]
         batch = cache.prepare([(ids, None)])
         cache.wait_for(batch)
-        assert np.array_equal(held_now, batch.values()[:-1].numpy())
+        assert np.array_equal(held_now, batch.values(batch.index_of([ids], None)).numpy())
 
 
 @pytest.mark.gpu
@@ -298,9 +333,4 @@ def test_rows_of_a_gpu_are_those_without_the_cache(optimizer: str, ids_on: str) 
         results.append((losses, held(servers)))
     (plain_losses, plain), (losses, rows) = results
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
-    for name, expected in plain.items():
-        assert rows[name].keys() == expected.keys()
-        for key, row in expected.items():
-            if key > -(1 << 60):
-                found = np.frombuffer(rows[name][key], np.float32)
-                np.testing.assert_allclose(found, np.frombuffer(row, np.float32), atol=2e-5)
+    _check_alike(rows, plain, 2e-5)

@@ -7,34 +7,48 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.ps.worker.client.client import Client
 
 _LOOK = 0.1  # seconds
-_UNDER_WAY = 4  # batches whose rows were asked for and have not come
+_UNDER_WAY = 4  # groups of batches whose rows were asked for and have not come
+_TOGETHER = 4  # batches of a group
 
 End = Callable[[], None]
-Fail = Callable[[BaseException], None]
+
+
+class Preparer(Protocol):
+    """A cache, as its thread sees it."""
+
+    def begin(self, client: Client, batches: list[Any]) -> End:
+        """The first half of the preparation of batches; returns the second. Has no effect if it raises an error."""
+
+    def fail(self, batches: list[Any], error: BaseException) -> None:
+        """Give the error of one of the halves to the batches."""
 
 
 @dataclass
-class Job:
-    """Work of a cache: `begin`, and perhaps a second half that it returns. An error of either goes to `fail`."""
+class Alone:
+    """Work that begins when all that was given before has ended."""
 
-    begin: Callable[[Client], End | None]
-    fail: Fail
-    comes_alone: bool  # begins when all that was given before has ended
+    work: Callable[[Client], None]
+    errors: list[BaseException]
+    is_done: threading.Event
 
 
 class CacheThread:
-    """Runs the work of all caches in the order in which it was given."""
+    """Runs the work of all caches. That of one cache is run in the order in which it was given; batches that wait
+    together are prepared together, in as few calls of device and servers as one.
+    """
 
     def __init__(self, connect: Callable[[], Client]) -> None:
         """`connect`: makes the thread's client."""
         self._connect = connect
-        self._queue: queue.Queue[Job] = queue.Queue()
+        self._queue: queue.Queue[tuple[Preparer, Any] | Alone] = queue.Queue()
         self._ending = threading.Event()
+        self._under_way: deque[tuple[Preparer, list[Any], End]] = deque()
         self._threads = BackgroundThreads([self._work], "the thread of the row cache failed")
         self._threads.start()
 
@@ -42,24 +56,19 @@ class CacheThread:
         """Raise an error if the thread has ended."""
         self._threads.check()
 
-    def prepare(self, begin: Callable[[Client], End], fail: Fail) -> None:
-        """Call `begin`, and later what it returns, when the replies to its requests are likely to be there."""
+    def prepare(self, cache: Preparer, batch: Any) -> None:
+        """Call `cache.begin`, and later what it returns, when the replies to its requests are likely to be there."""
         self.check()
-        self._queue.put(Job(begin, fail, comes_alone=False))
+        self._queue.put((cache, batch))
 
     def run(self, work: Callable[[Client], None]) -> None:
         """Call `work` after all that was given before, and wait for it. Raises its error."""
-        is_done, errors = threading.Event(), list[BaseException]()
-
-        def begin(client: Client) -> None:
-            work(client)
-            is_done.set()
-
-        self._queue.put(Job(begin, errors.append, comes_alone=True))
-        while not is_done.wait(_LOOK) and not errors:
+        alone = Alone(work, [], threading.Event())
+        self._queue.put(alone)
+        while not alone.is_done.wait(_LOOK):
             self.check()
-        if errors:
-            raise errors[0]
+        if alone.errors:
+            raise alone.errors[0]
 
     def close(self) -> None:
         """End the thread, and its client. What was not begun is dropped."""
@@ -68,26 +77,60 @@ class CacheThread:
 
     def _work(self) -> None:
         with self._connect() as client:
-            under_way: deque[tuple[Job, End]] = deque()
             while not self._ending.is_set():
                 try:
-                    job = self._queue.get(timeout=0 if under_way else _LOOK)
+                    given = self._queue.get(timeout=0 if self._under_way else _LOOK)
                 except queue.Empty:
-                    if under_way:
-                        _end(*under_way.popleft())
+                    if self._under_way:
+                        self._end_oldest()
                     continue
-                while under_way and (job.comes_alone or len(under_way) >= _UNDER_WAY):
-                    _end(*under_way.popleft())
-                try:
-                    end = job.begin(client)
-                except Exception as error:
-                    job.fail(error)
+                if isinstance(given, Alone):
+                    self._run(client, given)
                 else:
-                    under_way.extend([(job, end)] if end is not None else [])
+                    self._begin(client, given)
 
+    def _run(self, client: Client, alone: Alone) -> None:
+        while self._under_way:
+            self._end_oldest()
+        try:
+            alone.work(client)
+        except Exception as error:
+            alone.errors.append(error)
+        alone.is_done.set()
 
-def _end(job: Job, end: End) -> None:
-    try:
-        end()
-    except Exception as error:
-        job.fail(error)
+    def _begin(self, client: Client, first: tuple[Preparer, Any]) -> None:
+        """Begin this batch and those that wait behind it."""
+        groups = {id(first[0]): (first[0], [first[1]])}
+        following: Alone | None = None
+        while following is None and sum(len(batches) for _, batches in groups.values()) < _TOGETHER * len(groups):
+            try:
+                given = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(given, Alone):
+                following = given
+            else:
+                groups.setdefault(id(given[0]), (given[0], []))[1].append(given[1])
+        for cache, batches in groups.values():
+            self._begin_together(client, cache, batches)
+        if following is not None:
+            self._run(client, following)
+
+    def _begin_together(self, client: Client, cache: Preparer, batches: list[Any]) -> None:
+        while len(self._under_way) >= _UNDER_WAY:
+            self._end_oldest()
+        try:
+            self._under_way.append((cache, batches, cache.begin(client, batches)))
+        except Exception as error:
+            if len(batches) == 1:
+                cache.fail(batches, error)
+                return
+            for batch in batches:  # one of them is at fault, and the others are not
+                self._begin_together(client, cache, [batch])
+
+    def _end_oldest(self) -> None:
+        cache, batches, end = self._under_way.popleft()
+        try:
+            end()
+        except Exception as error:
+            cache.fail(batches, error)

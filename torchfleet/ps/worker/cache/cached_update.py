@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchfleet.ps.worker.cache.cached_batch import Pending
+from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_cache import RowCache
 
 
@@ -23,7 +23,7 @@ class CachedUpdate:
         """Whether all gradients are, as far as this is known without waiting for a device; RowMemory.update has the
         rest.
         """
-        return self.cache.memory.device.type == "cuda" or all(part.is_finite() for part in self.pending)
+        return not self.cache.memory.is_exact or all(part.is_finite() for part in self.pending)
 
     def scale(self, factor: float) -> bool:
         """Multiply the gradients. Returns whether the result is finite; waits for the device."""

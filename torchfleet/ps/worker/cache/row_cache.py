@@ -8,37 +8,37 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchfleet.base.errors import ModelError, TableError
+from torchfleet.base.errors import ModelError, TableError, WrongIds
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
-from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending, Slot
-from torchfleet.ps.worker.cache.key_directory import KeyDirectory
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Slot, keys_together
+from torchfleet.ps.worker.cache.evicted_keys import NEVER, EvictedKeys
+from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 from torchfleet.ps.worker.cache.staging import Staging
 from torchfleet.ps.worker.cache.write_back import Write, WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
-from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.client.shard import Floats
 
 _CHUNK = 1 << 16  # rows of one pull
-_WRITTEN = 1 << 14  # rows of one write: a pull behind it waits for a few milliseconds
 _EVICTED_SHARE = 64  # an eviction frees 1/64 of the slots, or more: several batches then need none
-_NEW = -1  # the last use of a slot without a row
 
 
 class RowCache:
     """Rows that this worker alone changes. Methods are called by the training thread, those with a client by the
     cache's thread, on a stream of its own.
 
-    A batch is prepared in two halves. `begin` finds the distinct keys that are missing, makes room for them and asks
-    the servers for their rows; `end` waits for the rows and puts them into their slots. Batches begin and end in the
-    order in which they were prepared, so that a batch may use rows that an earlier one has asked for.
+    Batches are prepared in two halves. `begin` gives slots to the keys that have none and asks the servers for their
+    rows; `_end` waits for the rows and puts them into their slots. Batches begin and end in the order in which they
+    were prepared, so that a batch may use rows that an earlier one has asked for. When few slots are free, the rows
+    used least recently are dropped before the next batch begins.
     """
 
     def __init__(
@@ -49,14 +49,17 @@ class RowCache:
         step: int,
         thread: CacheThread,
         write_back: WriteBack,
+        servers_have_rows: bool = True,
     ) -> None:
-        """`step`: the table's number of updates so far."""
+        """`step`: the table's number of updates so far. `servers_have_rows`: the table is not empty."""
         num_slots = num_bytes // RowMemory.bytes_per_row(spec)
         self.spec, self.step, self._thread, self._write_back = spec, step, thread, write_back
-        self.memory = RowMemory(spec, max(1, num_slots), device)
-        self._directory = KeyDirectory(device)
-        self._free = torch.arange(self.memory.num_slots, device=device)
-        self._writes: list[Write] = []  # that the servers may not have yet
+        self.memory = RowMemory(spec, max(1, num_slots), device, step)
+        self._evicted = EvictedKeys(self.memory.num_slots, device)
+        self._servers_have_rows = servers_have_rows
+        self._evictions: dict[int, Write] = {}  # by number: the last write that was given with it, or before
+        self._last_write: Write | None = None
+        self._num_evictions = 0
         self._written_step = step
         self._alive: dict[int, weakref.ref[CachedBatch]] = {}
         self._lock = threading.Lock()
@@ -65,7 +68,8 @@ class RowCache:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._staging = None if self._stream is None else Staging(spec.num_words, device, self._stream)
-        self.counts = {"looked_up": 0, "missed": 0, "evicted": 0, "written": 0}
+        self._looked_up = torch.zeros((), dtype=torch.int64, device=device)
+        self.counts = {"missed": 0, "pulled": 0, "evicted": 0, "written": 0}
         self.seconds = dict.fromkeys(("wait", "begin", "end", "pull", "evict"), 0.0)
 
     def prepare(self, ids: Sequence[Slot]) -> CachedBatch:
@@ -76,18 +80,23 @@ class RowCache:
             # at most a few batches live at once: those that have ended are forgotten here
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             self._alive[batch.number] = weakref.ref(batch)
-        given = torch.cuda.current_stream(self.memory.device).record_event() if self._is_cuda else None
-        self._thread.prepare(lambda client: self._begin(client, batch, given), lambda error: self._fail(batch, error))
+        if self._is_cuda and any(tensor.is_cuda for tensor, _ in ids):
+            batch.given = torch.cuda.current_stream(self.memory.device).record_event()
+        self._thread.prepare(self, batch)
         return batch
 
     def update(self, pending: Sequence[Pending], lr: float | None) -> None:
         """One update of the table. A step without gradients counts, too."""
         self.step += 1
-        if pending:
-            joined = Pending.joined(pending)
-            self.memory.update(joined.places, joined.grads, joined.touched, lr, self.step)
-            if self._is_cuda:
-                self._updated = torch.cuda.current_stream(self.memory.device).record_event()
+        joined = Pending.joined(pending) if pending else self._no_gradients()
+        self.memory.update(joined.slots, joined.grads, joined.touched, lr, self.step)
+        if self._is_cuda:
+            self._updated = torch.cuda.current_stream(self.memory.device).record_event()
+
+    def _no_gradients(self) -> Pending:
+        device = self.memory.device
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        return Pending([], nothing, torch.empty(0, self.spec.dim, device=device), None)
 
     def flush(self) -> None:
         """Write all changed rows to the servers, and wait until they have them. The rows stay cached."""
@@ -100,13 +109,14 @@ class RowCache:
         self._thread.run(lambda client: self._forget())
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start; `looked_up` counts distinct keys of batches. Milliseconds: `wait` of the training
-        thread; of the cache's thread `begin` (in it `evict`) and `end` (in it `pull`, the wait for the servers).
+        """Counts since the start: `looked_up` distinct keys of batches, of which `missed` were not here and `pulled`
+        came from the servers. Milliseconds: `wait` of the training thread; of the cache's thread `begin` (in it
+        `evict`) and `end` (in it `pull`, the wait for the servers).
         """
         memory = self.memory
         used = {"slots": memory.num_slots, "bytes": memory.num_slots * RowMemory.bytes_per_row(self.spec)}
         times = {f"{name}_ms": 1000 * seconds for name, seconds in self.seconds.items()}
-        return {"rows": len(self._directory), **used, **self.counts, **times}
+        return {"rows": memory.num_rows, **used, "looked_up": int(self._looked_up), **self.counts, **times}
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -126,103 +136,145 @@ class RowCache:
     def _beside(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _begin(self, client: Client, batch: CachedBatch, given: Any) -> Any:
-        """The first half; returns the second."""
+    def begin(self, client: Client, batches: list[CachedBatch]) -> Callable[[], None]:
+        """The first half, of several batches at once; returns the second."""
+        new = list[torch.Tensor]()
         with self._beside(), self._timed("begin"):
-            if self._stream is not None and any(ids.is_cuda for ids, _ in batch.ids):
-                self._stream.wait_event(given)
-            keys = batch.collect()
-            slots = self._directory.find(keys)
-            is_missing = slots < 0
-            missing = keys[is_missing]
-            self.counts["looked_up"] += len(keys)
-            self.counts["missed"] += len(missing)
-            self.memory.last_use[slots[~is_missing]] = batch.number
-            pulls: list[Future[tuple[Floats, int]]] = []
-            if len(missing):
-                batch.asked = taken = self._take_slots(len(missing), batch)
-                slots = slots.masked_scatter(is_missing, taken)
-                self._directory.insert(missing, taken)
-                self.memory.last_use[taken] = batch.number
-                wanted = _host_keys(missing)
-                self._await_writes(missing)
-                for start in range(0, len(wanted), _CHUNK):
-                    pulls.append(client.pull_rows(self.spec.name, wanted[start : start + _CHUNK]))
-            batch.places = slots
-        return lambda: self._end(batch, pulls)
+            for batch in batches:
+                if self._stream is not None and batch.given is not None:
+                    self._stream.wait_event(batch.given)
+            try:
+                self._place(batches, new)
+                wanted = self._missing(batches[0], new[0] if len(new) == 1 else torch.cat(new))
+                pulls = [
+                    client.pull_rows(self.spec.name, wanted[start : start + _CHUNK])
+                    for start in range(0, len(wanted), _CHUNK)
+                ]
+                if self.memory.num_free < self.memory.num_slots // _EVICTED_SHARE:
+                    self._evict(0)
+            except Exception:
+                batches[0].asked = batches[0].asked[:0]
+                if new:
+                    self.memory.erase(torch.cat(new))
+                raise
+        return lambda: self._end(batches, pulls)
 
-    def _end(self, batch: CachedBatch, pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+    def _place(self, batches: Sequence[CachedBatch], new: list[torch.Tensor]) -> None:
+        """Give slots to all keys of these batches. Adds those of keys that had none to `new`, also if it raises."""
+        memory = self.memory
+        for padding, keys in keys_together(batches):
+            slots = memory.place(keys, padding)
+            new.append(memory.read_counters())
+            num_outside = memory.take_outside()
+            if num_outside:
+                raise WrongIds(
+                    f"table '{self.spec.name}' has num_embeddings={self.spec.size:,}, and {num_outside:,} ids are not "
+                    f"in 0..{self.spec.size - 1:,}"
+                )
+            if memory.has_refused:
+                slots.clamp_(min=-1)
+                is_refused = slots < 0 if padding is None else (slots < 0) & (keys != padding)
+                memory.use(slots, batches[0].number)  # so that they stay
+                self._evict(len(torch.unique(keys[is_refused])))
+                slots = memory.place(keys, padding)
+                new.append(memory.read_counters())
+            start = 0
+            for batch in batches:
+                start += batch.take_slots(padding, slots[start:])
+        for batch in batches:
+            for slots in batch.slots:
+                memory.use(slots, batch.number)
+            self._looked_up += memory.count_used(batch.number)
+
+    def _missing(self, batch: CachedBatch, new: torch.Tensor) -> Any:
+        """Which keys of new slots to ask the servers for. The others have no row there: theirs begin here."""
+        if not len(new):
+            return np.empty(0, np.uint64)
+        keys = self.memory.keys_of(new)
+        evictions = self._evicted.find(keys)
+        host_keys, numbers = torch.stack([keys, evictions.long()]).cpu().numpy()
+        is_asked = np.ones(len(host_keys), bool) if self._servers_have_rows else numbers != NEVER
+        places = torch.from_numpy(is_asked.nonzero()[0]).to(self.memory.device)
+        batch.asked = new[places]
+        self.memory.is_changed[new] = True
+        self.memory.is_changed[batch.asked] = False
+        self.counts["missed"] += len(host_keys)
+        self.counts["pulled"] += len(places)
+        for number in np.unique(numbers[numbers != NEVER]).tolist():
+            self._await_eviction(number)
+        return host_keys.view(np.uint64)[is_asked]
+
+    def _end(self, batches: Sequence[CachedBatch], pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
+        asked = batches[0].asked  # nothing if an earlier batch has failed: then the slots are taken back
         with self._beside(), self._timed("end"):
             start = 0
             for pull in pulls:
                 with self._timed("pull"):
                     rows = torch.from_numpy(pull.result()[0])
-                if batch.error is not None:  # its slots are taken back
-                    continue
-                some = batch.asked[start : start + len(rows)]
-                self.memory.words.index_copy_(0, some, rows if self._staging is None else self._staging.moved(rows))
-                start += len(rows)
-            batch.asked = batch.asked[:0]
-            if self._stream is not None:
-                batch.event = self._stream.record_event()
-        batch.is_ready.set()
+                if len(asked):
+                    some = asked[start : start + len(rows)]
+                    self.memory.words[some] = rows if self._staging is None else self._staging.moved(rows)
+                    start += len(rows)
+            batches[0].asked = asked[:0]
+            event = None if self._stream is None else self._stream.record_event()
+        for batch in batches:
+            batch.event = event
+            batch.is_ready.set()
 
-    def _fail(self, batch: CachedBatch, error: BaseException) -> None:
-        """Give an error to a batch, and to later ones that may count on its rows. Forget the rows that did not come."""
+    def fail(self, batches: list[CachedBatch], error: BaseException) -> None:
+        """Give an error to batches, and to later ones that may count on their rows. Rows that did not come are
+        forgotten.
+        """
         with self._lock:
-            known = [there() for number, there in self._alive.items() if number >= batch.number]
-        is_gone = torch.zeros(self.memory.num_slots, dtype=torch.bool, device=self.memory.device)
-        for failed in known:
-            if failed is not None and not failed.is_ready.is_set():
-                failed.error = error
-                is_gone[failed.asked] = True
-        _, slots = self._directory.erase(is_gone)
-        self.memory.last_use[slots] = _NEW
-        self._free = torch.cat([self._free, slots])
-        for failed in known:
-            if failed is not None:
-                failed.is_ready.set()
+            known = [there() for number, there in self._alive.items() if number >= batches[0].number]
+        failed = [batch for batch in known if batch is not None and not batch.is_ready.is_set()]
+        failed += [batch for batch in batches if batch not in failed]
+        with self._beside():
+            self.memory.erase(torch.cat([batch.asked for batch in failed]))
+        for batch in failed:
+            batch.asked, batch.error = batch.asked[:0], error
+            batch.is_ready.set()
 
-    def _take_slots(self, num: int, batch: CachedBatch) -> torch.Tensor:
-        if len(self._free) < num:
-            with self._timed("evict"):
-                self._evict(num - len(self._free), batch)
-        taken, self._free = self._free[:num], self._free[num:]
-        return taken
+    def _evict(self, num: int) -> None:
+        """Drop the rows that were used least recently, by no batch that is alive: `num`, or more if there are."""
+        with self._timed("evict"):
+            self._check_gradients()
+            memory = self.memory
+            slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive())
+            if len(slots) < num:
+                raise self._too_small(num - len(slots))
+            self._num_evictions += 1
+            number = EvictedKeys.number(self._num_evictions)
+            self._await_eviction(number)
+            self._evicted.add(memory.keys_of(slots), number)
+            self._write(slots)
+            if self._last_write is not None:
+                self._evictions[number] = self._last_write
+            memory.erase(slots)
+            self.counts["evicted"] += len(slots)
 
-    def _evict(self, num: int, batch: CachedBatch) -> None:
-        """Free at least `num` slots: those that were used least recently, by no batch that is alive."""
-        self._check_gradients()
-        last_use = self.memory.last_use
-        candidates = last_use[(last_use > _NEW) & (last_use < self._oldest_alive(batch))]
-        if len(candidates) < num:
-            raise self._too_small(num - len(candidates))
-        wanted = min(len(candidates), max(num, self.memory.num_slots // _EVICTED_SHARE))
-        latest = torch.kthvalue(candidates, wanted).values
-        keys, slots = self._directory.erase((last_use > _NEW) & (last_use <= latest))
-        self._write(keys, slots)
-        last_use[slots] = _NEW
-        self._free = torch.cat([self._free, slots])
-        self.counts["evicted"] += len(slots)
-
-    def _oldest_alive(self, batch: CachedBatch) -> int:
+    def _oldest_alive(self) -> int:
         with self._lock:
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
-            return min(self._alive, default=batch.number)
+            return min(self._alive, default=self._num_batches + 1)
 
-    def _write(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    def _await_eviction(self, number: int) -> None:
+        """Wait until the servers have the rows of an eviction, and of those before it."""
+        write = self._evictions.pop(number, None)
+        if write is not None:
+            self._write_back.wait(write)
+
+    def _write(self, slots: torch.Tensor) -> None:
         """Send those of these rows that have changed."""
         if self._stream is not None and self._updated is not None:
             self._stream.wait_event(self._updated)
-        is_changed = self.memory.is_changed[slots]
-        keys, slots = keys[is_changed], slots[is_changed]
-        for start in range(0, len(keys), _WRITTEN):
-            own = keys[start : start + _WRITTEN]
-            self._give(own, self.memory.words.index_select(0, slots[start : start + _WRITTEN]))
-        self.memory.is_changed[slots] = False
-        self.counts["written"] += len(keys)
+        slots = slots[self.memory.is_changed[slots]]
+        self.counts["written"] += len(slots)
+        if len(slots):
+            self.memory.is_changed[slots] = False
+            self._give(self.memory.keys_of(slots), self.memory.words.index_select(0, slots))
 
-    def _give(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+    def _give(self, keys: torch.Tensor, rows: torch.Tensor) -> Write:
         host_keys, host_rows, copied = keys, rows, None
         if self._stream is not None:
             host_keys, host_rows = (
@@ -230,24 +282,17 @@ class RowCache:
                 for tensor in (keys, rows)
             )
             copied = self._stream.record_event()
-        write = Write(self.spec.name, keys, host_keys, host_rows, copied, self.step)
-        self._writes.append(write)
-        self._write_back.give(write)
-
-    def _await_writes(self, keys: torch.Tensor | None = None) -> None:
-        """Wait until the servers have all rows that were given back, or those of these keys."""
-        self._writes = [write for write in self._writes if not write.is_done.is_set()]
-        for write in self._writes:
-            if keys is None or bool(torch.isin(keys, write.keys).any()):
-                self._write_back.wait(write)
+        self._last_write = Write(self.spec.name, host_keys, host_rows, copied, self.step)
+        self._write_back.give(self._last_write)
+        return self._last_write
 
     def _do_write_back(self, client: Client) -> None:
         with self._beside():
             self._check_gradients()
-            self._write(*self._directory.items())
-            nothing = torch.empty(0, self.spec.num_words)
-            self._give(torch.empty(0, dtype=torch.int64, device=self.memory.device), nothing)  # tells the step
-            self._await_writes()
+            self._write((self.memory.last_use[:-1] >= 0).nonzero().squeeze(1))
+            device, nothing = self.memory.device, torch.empty(0, self.spec.num_words)
+            last = self._give(torch.empty(0, dtype=torch.int64, device=device), nothing.to(device))  # tells the step
+            self._write_back.wait(last)
         self._written_step = self.step
 
     def _forget(self) -> None:
@@ -256,9 +301,9 @@ class RowCache:
                 if (batch := known()) is not None:
                     batch.is_dropped = True
             self._alive = {}
-        self._directory = KeyDirectory(self.memory.device)
-        self._free = torch.arange(self.memory.num_slots, device=self.memory.device)
-        self.memory.last_use.fill_(_NEW)
+        with self._beside():
+            self.memory.erase_all()
+        self._servers_have_rows = True  # which this worker did not write
 
     def _check_gradients(self) -> None:
         if bool(self.memory.has_failed):
@@ -276,8 +321,3 @@ class RowCache:
             f"{size:,} bytes, and the batches under way need {num:,} more. Give it more memory, at least "
             f"{2 * (self.memory.num_slots + num) * size:,} bytes, or use smaller batches."
         )
-
-
-def _host_keys(keys: torch.Tensor) -> Keys:
-    found: Keys = keys.cpu().numpy().view(np.uint64)
-    return found

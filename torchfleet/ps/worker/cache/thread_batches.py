@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Pending
+from torchfleet.ps.worker.cache.cached_batch import CachedBatch
+from torchfleet.ps.worker.cache.pending import Pending
 
 
 class ThreadBatches:
@@ -49,10 +50,10 @@ class ThreadBatches:
         for reference, indices in self._looked_up.get(table, {}).values():
             if (batch := reference()) is not None:
                 index = torch.unique(torch.cat(indices))
-                index = index[index < len(batch.keys)]  # padding has no row
-                for others in seen:
-                    index = index[~torch.isin(batch.keys[index], others)]
-                seen.append(batch.keys[index])
+                index = index[index >= 0]  # padding has no row
+                for others in seen:  # a key has one slot while a batch with it is alive
+                    index = index[~torch.isin(index, others)]
+                seen.append(index)
                 parts.append(batch.lookup(weight, index))
         return parts
 
@@ -62,7 +63,8 @@ class ThreadBatches:
         if not found:
             return None
         together = Pending.joined(found)
-        if len(self._pending[table]) > 1:  # a later backward pass through the same graph starts from zero
+        # A later backward pass through the same graph starts from zero.
+        if len(self._pending[table]) > 1 or together.touched is None:
             self.drop_gradients([table])
             self._pending[table] = [together]
         return together

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,22 +14,32 @@ import torch
 
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Future
 
 _LOOK = 0.1  # seconds
-_MOST_WAITING = 8  # writes; one more waits, so that memory stays bounded
+_MOST_WAITING = 4  # writes; one more waits, so that memory stays bounded
+_ROWS = 1 << 14  # of one message: a pull behind it waits for a few milliseconds
+_UNDER_WAY = 4  # messages that are not answered
 
 
 @dataclass
 class Write:
-    """Rows with their state. `keys` stay on the device, to be compared with those that a batch asks for."""
+    """Rows with their state."""
 
     table: str
-    keys: torch.Tensor
-    host_keys: torch.Tensor
-    rows: torch.Tensor  # host memory
-    copied: Any  # CUDA event after which host_keys and rows are filled; None without one
+    keys: torch.Tensor  # host memory, as `rows`
+    rows: torch.Tensor
+    copied: Any  # CUDA event after which keys and rows are filled; None without one
     step: int
     is_done: threading.Event = field(default_factory=threading.Event)
+
+    def messages(self) -> Iterator[tuple[Any, Any]]:
+        """(keys, rows) in parts; one if there are no rows, which tells the step."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        keys, rows = self.keys.numpy().view(np.uint64), self.rows.numpy()
+        for start in range(0, max(1, len(keys)), _ROWS):
+            yield keys[start : start + _ROWS], rows[start : start + _ROWS]
 
 
 class WriteBack:
@@ -71,8 +82,12 @@ class WriteBack:
                     write = self._queue.get(timeout=_LOOK)
                 except queue.Empty:
                     continue
-                if write.copied is not None:
-                    write.copied.synchronize()
-                keys = write.host_keys.numpy().view(np.uint64)
-                client.assign_rows(write.table, keys, write.rows.numpy(), write.step).result()
+                under_way: deque[Future[None]] = deque()
+                for keys, rows in write.messages():
+                    under_way.append(client.assign_rows(write.table, keys, rows, write.step))
+                    if len(under_way) >= _UNDER_WAY:
+                        under_way.popleft().result()
+                for answer in under_way:
+                    answer.result()
+                write.keys = write.rows = torch.empty(0)  # their memory is free for others
                 write.is_done.set()

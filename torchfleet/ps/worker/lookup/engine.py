@@ -56,7 +56,7 @@ class Engine(LookingAhead):
         """One row per sample and slot, pooled over its bag: shape (samples, slots, dim). `slots`: their ids."""
         if create and table in self.caches:
             cached, at = self._find_cached(table, slots, padding_idx)
-            found = pooled_rows(cached.lookup(weight, at), at < len(cached.keys), at, bags)
+            found = pooled_rows(cached.lookup(weight, at), at, bags)
             return self._given(found, weight, slots[0])
         rows, index = self._find(table, slots, padding_idx, create)
         if create:

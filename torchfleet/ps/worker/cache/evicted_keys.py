@@ -1,0 +1,39 @@
+"""Which keys a cache has given back to the servers, and with which eviction: by a hash, in one byte per place.
+
+A key that was never given back, of a table that began without rows, has no row on the servers: the cache gives it its
+first values itself, and asks no server. Two keys may share a place. Then the servers are asked for a row that they do
+not have, which gives it the same first values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchfleet.ps.gpu.integers import shift_right, signed
+
+BYTES_PER_SLOT = 16
+NEVER = 0
+_FACTOR = signed(0x9E3779B97F4A7C15)
+_NUMBERS = 250  # of evictions, used in turns
+
+
+class EvictedKeys:
+    """The number of the eviction, 1 to 250, with which a key was last given back."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._marks = torch.zeros(BYTES_PER_SLOT * num_slots, dtype=torch.uint8, device=device)
+
+    @staticmethod
+    def number(eviction: int) -> int:
+        """As the marks have it, of the eviction that is counted so."""
+        return 1 + eviction % _NUMBERS
+
+    def add(self, keys: torch.Tensor, number: int) -> None:
+        self._marks[self._places(keys)] = number
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """The number of an eviction (uint8); NEVER for a key that was in none."""
+        return self._marks[self._places(keys)]
+
+    def _places(self, keys: torch.Tensor) -> torch.Tensor:
+        return (shift_right(keys * _FACTOR, 32) * len(self._marks)) >> 32
