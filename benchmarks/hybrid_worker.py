@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -22,6 +24,7 @@ NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
 WARM = 10  # steps before the clock starts
 PARTS = 3  # backward takes about twice as long as forward
 NUM_TESTED = 20_000
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100000): pass"
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -71,12 +74,20 @@ def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
 
 
 class Slow:
-    """Makes this worker slower, by a busy loop or by sleep between forward and backward."""
+    """Makes this worker slower: by a busy loop or by sleep between forward and backward, or by less of a processor,
+    which then has other processes to run."""
 
     def __init__(self, factor: float, by: str) -> None:
         self._factor, self._by = factor, by
+        if by == "cpu" and factor > 1:
+            core = max(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {core})  # of this thread, and of processes that it starts
+            for _ in range(round(factor) - 1):
+                subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())])
 
     def after_forward(self, seconds: float) -> None:
+        if self._by == "cpu":
+            return
         until = time.perf_counter() + (self._factor - 1) * PARTS * seconds
         if self._by == "sleep" and self._factor > 1:
             time.sleep(max(0.0, until - time.perf_counter()))
@@ -85,11 +96,13 @@ class Slow:
 
 
 def steps(source: Iterator[Batch], num: int, forward: Callable[[Batch], torch.Tensor], step: Callable[[], None],
-          slow: Slow) -> tuple[float, int]:  # fmt: skip
-    """Make `num` steps after WARM ones. Returns seconds, and this worker's samples in them."""
+          slow: Slow, at_start: Callable[[], None] = lambda: None) -> tuple[float, int]:  # fmt: skip
+    """Make `num` steps after WARM ones. Returns seconds, and this worker's samples in them. `at_start`: called before
+    the clock starts."""
     start = num_samples = 0.0
     for number, batch in enumerate(source):
         if number == WARM:
+            at_start()
             start, num_samples = time.perf_counter(), 0
         begun = time.perf_counter()
         loss = F.binary_cross_entropy_with_logits(forward(batch), batch[2])
@@ -126,11 +139,20 @@ def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
     return {"worker": rank, "workers": size, "seconds": seconds, "samples": num}
 
 
+def spent() -> dict[str, float]:
+    """Seconds of this worker so far, and its rounds, if it exchanges through the servers. `rows`: part of `computed`."""
+    stats = fleet.stats()["worker"]
+    waited = (stats["pull_wait_ms"] + stats["push_wait_ms"]) * stats["steps"] / 1000
+    exchange = stats.get("exchange", {})
+    return {"rows": waited, **{name: exchange.get(name, 0) for name in ("rounds", "computed", "waited", "slowest")}}
+
+
 def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     fleet.init()
     torch.manual_seed(0)
     model = fleet.distributed_model(CTR())
-    configs = {"hybrid": True, "exchange": chosen.way, "balance": chosen.balance}
+    is_balanced = chosen.way == "balance"
+    configs = {"hybrid": True, "exchange": "servers" if is_balanced else chosen.way, "balance": is_balanced}
     strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs=configs, sync_timeout=120.0)
     adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     optimizer = fleet.distributed_optimizer(adam, strategy)
@@ -147,10 +169,12 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
 
     slow = Slow(chosen.factor if worker == chosen.slow else 1.0, chosen.by)
     source = fleet.prefetch(batches(worker, chosen.batch))
-    seconds, num = steps(source, chosen.steps, lambda batch: model(batch[0], batch[1]), step, slow)
-    stats = fleet.stats()["worker"]
+    before: dict[str, float] = {}
+    seconds, num = steps(
+        source, chosen.steps, lambda batch: model(batch[0], batch[1]), step, slow, lambda: before.update(spent())
+    )
     found = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
-    found |= {"rows_ms": stats["pull_wait_ms"] + stats["push_wait_ms"], "exchange": stats.get("exchange", {})}
+    found["spent"] = {name: value - before[name] for name, value in spent().items()}
     fleet.barrier_worker()
     if worker == 0:
         ids, dense, clicked = made(7, NUM_TESTED)
@@ -164,11 +188,10 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=["ddp", "servers", "ranks"], required=True)
-    parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--way", choices=["ddp", "servers", "ranks", "balance"], required=True)
     parser.add_argument("--slow", type=int, default=-1, help="the worker that is slower")
     parser.add_argument("--factor", type=float, default=5.0)
-    parser.add_argument("--by", choices=["busy", "sleep"], default="busy")
+    parser.add_argument("--by", choices=["busy", "sleep", "cpu"], default="busy")
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=60)
     chosen = parser.parse_args()
