@@ -52,7 +52,7 @@ def settings(chosen: argparse.Namespace, data: str) -> list[Setting]:
             chosen.auc_batch // workers,
             chosen.auc_epochs,
             workers > chosen.auc_real_up_to,
-        )  # fmt: skip
+        )
         for seed in range(chosen.seeds)
         for workers in chosen.auc_workers
         for mode in MODES

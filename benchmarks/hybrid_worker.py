@@ -140,7 +140,7 @@ def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def spent() -> dict[str, float]:
-    """Seconds of this worker so far, and its rounds, if it exchanges through the servers. `rows`: part of `computed`."""
+    """Seconds and rounds of this worker so far, if it exchanges through the servers. `rows` is part of `computed`."""
     stats = fleet.stats()["worker"]
     waited = (stats["pull_wait_ms"] + stats["push_wait_ms"]) * stats["steps"] / 1000
     exchange = stats.get("exchange", {})
