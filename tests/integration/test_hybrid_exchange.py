@@ -78,6 +78,20 @@ def test_servers_that_are_killed_make_every_round_once(kept: str, tmp_path: Path
     assert assert_every_round_counts_once(tmp_path, 2) == 25
 
 
+def test_with_a_quorum_a_slow_and_a_killed_worker_hold_nobody_up_and_every_round_counts_once(tmp_path: Path) -> None:
+    """The last of three workers is slow, and enters again for every step. Worker 1 is killed and started again."""
+    launch = ("--server_num", "2", "--worker_num", "3", "--on_worker_loss", "go_on", "--max_restart", "3")
+    configs = {**SERVERS, "quorum": 2, "quorum_max_age": 1}
+    options = ("--steps", "30", "--pause", "0.03", "--slow", "0.3")
+    with started(tmp_path, *launch, options=options, configs=configs) as job:
+        wait_until(lambda: len(steps(tmp_path, 1)) > 5 and "missed" in log(tmp_path, 2), START, "steps")
+        os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+        assert job.wait() == 0, job.output
+    assert_every_round_counts_once(tmp_path, 3)
+    ended = lines_naming(log(tmp_path, 0), "quorum 2", "samples", "late", "dropped")
+    assert len(ended) == 1
+
+
 def test_with_keys_the_network_goes_through_the_servers_by_itself(tmp_path: Path) -> None:
     keygen(str(tmp_path / "keys"))
     launch = ("--server_num", "2", "--worker_num", "2", "--key_dir", str(tmp_path / "keys"))

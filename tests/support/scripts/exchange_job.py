@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--configs", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last worker computes longer")
     parser.add_argument("--gradient", type=float, default=1.0)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -55,13 +56,19 @@ def main() -> None:
     ids = torch.arange(8).view(4, 2)
     before = time.monotonic()
     for _ in fleet.prefetch([ids] * options.steps):
-        model(ids[:, 0]).mean().backward()
+        loss = model(ids[:, 0]).mean()
+        if fleet.worker_index() == fleet.worker_num() - 1:
+            time.sleep(options.slow)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         now = time.monotonic()
         rounds = getattr(current_job.get_worker()._hybrid, "rounds", None)
         number = rounds.number if rounds is not None else 0
         values = model.marks.detach().unique().tolist()
+        if rounds is not None and rounds.is_missed:
+            print("missed", flush=True)
+            continue
         print(f"round {number} values {json.dumps(values)} seconds {now - before:.3f}", flush=True)
         before = now
         time.sleep(options.pause)
