@@ -1,27 +1,31 @@
 """Hybrid mode's exchange of the network, through the servers and among ranks, beside plain DistributedDataParallel.
 
 python -m benchmarks.hybrid --json                       8 workers: speeds, a table of a step, one worker slowed, AUC
-python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, auc
+python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, auc, kills
 python -m benchmarks.hybrid --quick --json               2 workers, few steps, to see that it works
 
 servers_ratio, ranks_ratio   samples/s with rows over those of DistributedDataParallel on the same network without rows
 step_ms, alone_ms            where a step of `servers` goes, with all workers and with one; the parts add up to the step
 lost                         where the rest of n × one worker goes: shares that add up to 1 with `efficiency`
 straggler_ratio              one worker slowed five times, with balance, over the sum of the workers' speeds
+quorum_ratio                 the same, with a quorum of all but one; gradients that were dropped do not count
 auc                          by number of workers, hybrid and sync at the same global batch: the mean, and every seed
+kills                        20 workers killed, which join again: the longest pause of another worker, and AUC
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from typing import Any
 
-from benchmarks import hybrid_auc
+from benchmarks import hybrid_auc, hybrid_kills
 from benchmarks.hybrid_runs import (
     Found,
     auc,
+    dropped_share,
     lost_table,
     median_speed,
     rounded,
@@ -33,7 +37,8 @@ from benchmarks.hybrid_runs import (
 from benchmarks.timing import log, report
 
 ALONE = "alone"  # one worker through the servers
-PARTS = ("speed", "straggler", "auc")
+PARTS = ("speed", "straggler", "auc", "kills")
+SLOWED = ("ddp", "servers", "balance", "quorum")  # ways with a slow worker
 Runs = dict[str, list[Found]]
 
 
@@ -50,27 +55,31 @@ def options() -> argparse.Namespace:
     parser.add_argument("--factor", type=float, default=5.0, help="how many times slower the slow worker is")
     parser.add_argument("--by", choices=["busy", "sleep", "cpu"], default="busy", help="how it is slowed")
     parser.add_argument("--straggler_rounds", type=int, default=1)
+    parser.add_argument("--straggler_ways", nargs="+", default=list(SLOWED), choices=SLOWED)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further round begins")
     hybrid_auc.add_options(parser)
-    parser.add_argument("--quick", action="store_true", help="2 workers, 5 steps, one round, without AUC")
+    hybrid_kills.add_options(parser)
+    parser.add_argument("--quick", action="store_true", help="2 workers, 5 steps, one round, without AUC and kills")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.workers, chosen.steps, chosen.rounds, chosen.batch = 2, 5, 1, 100
-        chosen.parts = [part for part in chosen.parts if part != "auc"]
+        chosen.parts = [part for part in chosen.parts if part in ("speed", "straggler")]
     return chosen
 
 
 def main() -> None:
     chosen = options()
     found: Runs = {"ddp": [], "servers": [], "ranks": [], ALONE: []}
-    slowed: Runs = {"ddp": [], "servers": [], "balance": []}
+    slowed: Runs = {way: [] for way in chosen.straggler_ways}
     result: dict[str, Any] = {}
     if "speed" in chosen.parts or "straggler" in chosen.parts:
         in_turns(chosen, found, slowed)
         result |= summary(found, slowed, chosen.factor)
     if "auc" in chosen.parts:
         result["auc"] = hybrid_auc.measure(chosen)
+    if "kills" in chosen.parts:
+        result["kills"] = hybrid_kills.measure(chosen)
     report({**result, **settings(chosen)}, chosen.json)
 
 
@@ -105,14 +114,20 @@ def summary(found: Runs, slowed: Runs, factor: float) -> dict[str, Any]:
     result |= {f"{way}_auc": auc(found[way]) for way in ("servers", "ranks")}
     together, alone = step_table(found["servers"]), step_table(found[ALONE])
     result |= {"step_ms": rounded(together), "alone_ms": rounded(alone), "lost": rounded(lost_table(alone, together))}
-    if slowed["balance"]:
-        num = found["servers"][0][0]["workers"]
-        possible = (num - 1 + 1 / factor) / num  # of the speed of even workers
-        for way, name in (("balance", ""), ("servers", "_unbalanced"), ("ddp", "_ddp")):
+    num = found["servers"][0][0]["workers"]
+    possible = (num - 1 + 1 / factor) / num  # of the speed of even workers
+    for way, name in (("balance", ""), ("servers", "_unbalanced"), ("ddp", "_ddp")):
+        if slowed.get(way):
             even = speeds["ddp" if way == "ddp" else "servers"]
             result[f"straggler_ratio{name}"] = median_speed(slowed[way]) / (even * possible)
-        result |= {"straggler_auc": auc(slowed["balance"]), "straggler_auc_unbalanced": auc(slowed["servers"])}
+            result |= {f"straggler_auc{name}": auc(slowed[way])} if way != "ddp" else {}
+    if slowed.get("servers"):
         result["straggler_factor"] = slow_factor(slowed["servers"])
+    if slowed.get("quorum"):
+        shares = [dropped_share(workers) for workers in slowed["quorum"]]
+        taken = median_speed(slowed["quorum"]) * (1 - statistics.median(shares))
+        result |= {"quorum_ratio": taken / (speeds["servers"] * possible), "quorum_auc": auc(slowed["quorum"])}
+        result["quorum_samples"] = slowed["quorum"][-1][0]["quorum"]["samples"]
     return result
 
 

@@ -21,7 +21,7 @@ Found = list[dict[str, Any]]  # what every worker of a run printed
 
 
 def run(way: str, chosen: argparse.Namespace, num_workers: int, is_slowed: bool = False) -> Found:
-    """`way`: ddp, ranks, servers, or balance. Raises SystemExit with the end of the output if a process fails."""
+    """`way`: ddp, ranks, servers, balance or quorum. Raises SystemExit with the output's end if a process fails."""
     flags = ["--way", way, "--batch", str(chosen.batch), "--steps", str(chosen.steps)]
     flags += ["--factor", str(chosen.factor), "--by", chosen.by]
     flags += ["--slow", str(num_workers - 1)] if is_slowed else []
@@ -91,6 +91,12 @@ def slow_factor(runs: Iterable[Found]) -> float:
         costs = [worker["spent"]["computed"] / worker["samples"] for worker in workers]
         found.append(costs[-1] / statistics.median(costs[:-1]))
     return statistics.median(found)
+
+
+def dropped_share(workers: Found) -> float:
+    """The share of the samples whose gradients of the network were dropped, with a quorum."""
+    samples = workers[0]["quorum"]["samples"]
+    return float((samples["dropped"] + samples["waiting"]) / sum(samples.values()))
 
 
 def rounded(table: dict[str, float]) -> dict[str, float]:
