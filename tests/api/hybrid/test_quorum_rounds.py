@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from support import jobs
 from support.jobs import Batch, Net, Part
 
 from torchfleet.base.errors import StrategyError
+from torchfleet.base.role.role_info import GO_ON
+from torchfleet.ps.server.server import Server
 
 Values = dict[str, torch.Tensor]
 NUM_WORKERS = 3
@@ -140,6 +142,37 @@ def test_networks_are_those_of_the_gradients_of_each_round(
     in_rounds = sum(SIZES[worker] for parts in rounds.values() for worker, _ in parts)
     assert counted["samples"]["on_time"] + counted["samples"]["late"] == in_rounds
     assert sum(own["dropped"] for _, own, _ in made.results) == counted["gradients"]["dropped"] >= is_dropped
+
+
+def test_a_worker_that_joins_is_counted_and_all_networks_are_those_of_one_process() -> None:
+    """An elastic job: two workers begin, and the third one joins while they wait for it."""
+    servers = jobs.Servers(2, NUM_WORKERS)
+    for server in servers.servers:
+        Server.__init__(server, jobs.MAX_TABLE_BYTES, NUM_WORKERS, min_workers=2, on_worker_loss=GO_ON)  # type: ignore[misc]
+    roles = [replace(role, min_workers=2, on_worker_loss=GO_ON) for role in jobs.roles(NUM_WORKERS, 2)]
+    settings = jobs.strategy("hybrid", exchange="servers", quorum=2)
+    parts = [jobs.make_part(Net, still_rows, settings, role) for role in roles]
+    servers.make_tables(parts[0].job)
+    gate, entrance = threading.Event(), servers.servers[0].state.meetings.entrance
+
+    class Joining(Holding):
+        def before_backward(self, part: Part, step: int) -> None:
+            if part.index < 2 and step == 2:
+                gate.set()
+                jobs.wait_until(lambda: 2 in entrance.waiting or 2 in entrance.members, "the worker at the entrance")
+
+    def work(index: int) -> Any:
+        assert index < 2 or gate.wait(jobs.SECONDS)
+        parts[index].worker = jobs.Worker(parts[index].job, servers)
+        result = body_with(Joining(0), (8, 8, 3))(parts[index])
+        parts[index].worker.stop()
+        return result
+
+    results = jobs.in_threads(work, NUM_WORKERS)
+    rounds = assert_as_in_one_process([steps for steps, _, _ in results])
+    assert any(worker == 2 for made in rounds.values() for worker, _ in made)
+    samples = results[0][2]["samples"]
+    assert sum(samples.values()) == 8 * SIZES[0] + 8 * SIZES[1] + 3 * SIZES[2]
 
 
 def test_a_quorum_of_more_workers_than_there_are_is_refused() -> None:

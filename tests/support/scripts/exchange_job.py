@@ -36,10 +36,12 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last worker computes longer")
     parser.add_argument("--gradient", type=float, default=1.0)
+    parser.add_argument("--by_worker", action="store_true", help="the gradient of worker i is i + 1 times as large")
     options = parser.parse_args()
     torch.manual_seed(0)
     fleet.init()
-    model = fleet.distributed_model(Model(options.gradient))
+    scale = fleet.worker_index() + 1 if options.by_worker and fleet.is_worker() else 1
+    model = fleet.distributed_model(Model(options.gradient * scale))
     strategy = fleet.DistributedStrategy(
         a_sync=True, a_sync_configs={"hybrid": True, **options.configs}, sync_timeout=60.0
     )
@@ -69,6 +71,8 @@ def main() -> None:
         if rounds is not None and rounds.is_missed:
             print("missed", flush=True)
             continue
+        if hasattr(rounds, "parts"):
+            print(f"parts of {number}: {json.dumps(rounds.parts)}", flush=True)
         print(f"round {number} values {json.dumps(values)} seconds {now - before:.3f}", flush=True)
         before = now
         time.sleep(options.pause)
