@@ -95,16 +95,16 @@ def in_turns(chosen: argparse.Namespace, found: Runs, slowed: Runs) -> None:
             for way, runs in found.items():
                 is_alone = way == ALONE
                 runs.append(run("servers" if is_alone else way, chosen, 1 if is_alone else chosen.workers))
-            log_speeds(f"round {turn + 1}/{chosen.rounds}", found)
+                log_speed(f"{way}, round {turn + 1}/{chosen.rounds}", runs[-1], begun)
         if turn < num_slowed:
             for way, runs in slowed.items():
                 runs.append(run(way, chosen, chosen.workers, is_slowed=True))
-            log_speeds(f"one slowed, round {turn + 1}/{num_slowed}", slowed)
+                log_speed(f"{way}, one slowed, round {turn + 1}/{num_slowed}", runs[-1], begun)
         log(f"  so far: {json.dumps(summary(found, slowed, chosen.factor))}")
 
 
-def log_speeds(what: str, runs: Runs) -> None:
-    log(f"  {what}, samples/s: " + ", ".join(f"{way} {speed(each[-1]):,.0f}" for way, each in runs.items()))
+def log_speed(what: str, workers: Found, begun: float) -> None:
+    log(f"  {what}: {speed(workers):,.0f} samples/s, after {time.monotonic() - begun:.0f} s")
 
 
 def summary(found: Runs, slowed: Runs, factor: float) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def summary(found: Runs, slowed: Runs, factor: float) -> dict[str, Any]:
         if slowed.get(way):
             even = speeds["ddp" if way == "ddp" else "servers"]
             result[f"straggler_ratio{name}"] = median_speed(slowed[way]) / (even * possible)
-            result |= {f"straggler_auc{name}": auc(slowed[way])} if way != "ddp" else {}
+            result |= {"straggler_auc": auc(slowed[way])} if way == "balance" else {}
     if slowed.get("servers"):
         result["straggler_factor"] = slow_factor(slowed["servers"])
     if slowed.get("quorum"):

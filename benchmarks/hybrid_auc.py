@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--auc_rows", type=int, default=200_000, help="rows to make up (a tenth of them for testing)")
     add("--auc_epochs", type=int, default=3)
     add("--seeds", type=int, default=3)
+    add("--auc_jobs", type=int, default=1, help="real runs at a time")
     add("--jobs", type=int, default=1, help="simulations at a time, beside real runs; each takes one core")
 
 
@@ -33,8 +34,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         data = prepared(Path(folder) / "rows", chosen.auc_rows)
         wanted = settings(chosen, data)
         real = [setting for setting in wanted if not setting.simulated]
-        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(chosen.jobs) as many:
-            under_way = [(each, (many if each.simulated else one).submit(logged, each)) for each in wanted]
+        with ThreadPoolExecutor(chosen.auc_jobs) as real_ones, ThreadPoolExecutor(chosen.jobs) as others:
+            under_way = [(each, (others if each.simulated else real_ones).submit(logged, each)) for each in wanted]
             found = [(setting, run.result()) for setting, run in under_way]
     log(f"  {len(real)} real runs, {len(wanted) - len(real)} simulated ones")
     return table(found)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import torchfleet as fleet
 
 NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
-WARM = 10  # steps before the clock starts
+WARM = 25  # steps before the clock starts: with balance, until sizes of batches follow the speeds
 PARTS = 3  # backward takes about twice as long as forward
 NUM_TESTED = 20_000
 KILLED_BATCHES = 60

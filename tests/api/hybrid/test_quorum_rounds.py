@@ -34,9 +34,11 @@ class Step:
 
 @dataclass
 class Holding:
-    """Worker 2 gives the gradients of one step when the others have made `lag` rounds, and these wait for it then."""
+    """Worker 2 gives the gradients of one step when the others have made `lag` rounds, and these wait for it then. They
+    also wait for its step before, so that it begins this one with them."""
 
     lag: int
+    has_begun: threading.Event = field(default_factory=threading.Event)
     has_given: threading.Event = field(default_factory=threading.Event)
 
     def before_backward(self, part: Part, step: int) -> None:
@@ -44,12 +46,12 @@ class Holding:
         if part.index == 2 and step == HELD:
             base = rounds_of(part).number
             jobs.wait_until(lambda: quorum.number >= base + self.lag, "rounds of the others")
-        elif part.index != 2 and step == HELD + self.lag:
-            assert self.has_given.wait(jobs.SECONDS)
+        elif part.index != 2 and step in (HELD, HELD + self.lag):
+            assert (self.has_begun if step == HELD else self.has_given).wait(jobs.SECONDS)
 
     def after_backward(self, part: Part, step: int) -> None:
-        if part.index == 2 and step == HELD:
-            self.has_given.set()
+        if part.index == 2 and step <= HELD:
+            (self.has_given if step == HELD else self.has_begun).set()
 
 
 def rounds_of(part: Part) -> Any:
