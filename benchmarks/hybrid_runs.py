@@ -88,11 +88,11 @@ def lost_table(alone: dict[str, float], together: dict[str, float]) -> dict[str,
 
 def slow_factor(runs: Iterable[Found]) -> float:
     """How many times longer the last worker computed for a sample than the others: the median of the runs."""
-    found = []
+    found: list[float] = []
     for workers in runs:
         costs = [worker["spent"]["computed"] / worker["samples"] for worker in workers]
         found.append(costs[-1] / statistics.median(costs[:-1]))
-    return statistics.median(found)
+    return float(statistics.median(found))
 
 
 def dropped_share(workers: Found) -> float:

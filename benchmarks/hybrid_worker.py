@@ -190,7 +190,7 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
         fleet.prefetch(own), num_steps, lambda batch: model(batch[0], batch[1]), step, slow,
         lambda: before.update(spent()), warm,
     )  # fmt: skip
-    found = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
+    found: dict[str, Any] = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
     found["spent"] = {name: value - before[name] for name, value in spent().items()}
     return ended(found, model)
 
