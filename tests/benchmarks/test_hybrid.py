@@ -26,7 +26,12 @@ def test_figures_are_ratios_to_data_parallelism_without_rows() -> None:
     found["alone"] = [[alone]]
     slowed = {way: [[worker(0, seconds, 0.69), worker(1, seconds)]] for way, seconds in
               (("ddp", 5.0), ("servers", 5.0), ("balance", 2.5))}  # fmt: skip
+    with_quorum = [worker(0, 2.0, 0.68), worker(1, 2.0)]
+    with_quorum[0]["quorum"] = {"samples": {"on_time": 60.0, "late": 20.0, "dropped": 15.0, "waiting": 5.0}}
+    slowed["quorum"] = [with_quorum]
     result = hybrid.summary(found, slowed, 5.0)
+    assert result["quorum_ratio"] == pytest.approx(0.8 * 100 / (160 * 1.2 / 2))
+    assert result["quorum_auc"] == 0.68
     assert (result["servers_ratio"], result["ranks_ratio"]) == (0.8, 0.5)
     assert result["straggler_ratio"] == pytest.approx(80 / (160 * 1.2 / 2))
     assert result["straggler_ratio_ddp"] == pytest.approx(40 / (200 * 1.2 / 2))

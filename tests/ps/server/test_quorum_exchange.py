@@ -174,6 +174,7 @@ class TestOtherBuckets:
         assert set(means(job.give(0, FIRST, 2.0))) == {0, 1}
         assert job.ask(0, FIRST, PARTS) == []
         assert means(job.lose(1)) == {0: ([[0, FIRST]], 2.0)}
+        assert means(job.ask(2, FIRST, PARTS)) == {2: ([[0, FIRST]], 2.0)}, "who asks later is told the same"
         assert means(job.ask(0, FIRST, [(0, FIRST)], bucket=0, decides=True)) == {0: ([[0, FIRST]], 2.0)}
         assert job.counts == {"on_time": 1, "late": 0, "dropped": 1, "waiting": 0}
 
