@@ -1,13 +1,14 @@
 """Hybrid mode's exchange of the network, through the servers and among ranks, beside plain DistributedDataParallel.
 
 python -m benchmarks.hybrid --json                       8 workers: speeds, a table of a step, one worker slowed, AUC
-python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, auc, kills
+python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, simulated, auc, kills
 python -m benchmarks.hybrid --quick --json               2 workers, few steps, to see that it works
 
 servers_ratio, ranks_ratio   samples/s with rows over those of DistributedDataParallel on the same network without rows
 step_ms, alone_ms            where a step of `servers` goes, with all workers and with one; the parts add up to the step
 lost                         where the rest of n × one worker goes: shares that add up to 1 with `efficiency`
 straggler_ratio              one worker slowed five times, with balance, over the sum of the workers' speeds
+simulated_ms_8, ..._32       where a step goes in virtual time, with every process on a machine of its own
 quorum_ratio                 the same, with a quorum of all but one; gradients that were dropped do not count
 auc                          by number of workers, hybrid and sync at the same global batch: the mean, and every seed
 kills                        20 workers killed, which join again: the longest pause of another worker, and AUC
@@ -37,7 +38,8 @@ from benchmarks.hybrid_runs import (
 from benchmarks.timing import log, report
 
 ALONE = "alone"  # one worker through the servers
-PARTS = ("speed", "straggler", "auc", "kills")
+PARTS = ("speed", "straggler", "simulated", "auc", "kills")
+SIMULATED = 32  # workers
 SLOWED = ("ddp", "servers", "balance", "quorum")  # ways with a slow worker
 Runs = dict[str, list[Found]]
 
@@ -76,6 +78,8 @@ def main() -> None:
     if "speed" in chosen.parts or "straggler" in chosen.parts:
         in_turns(chosen, found, slowed)
         result |= summary(found, slowed, chosen.factor)
+    if "simulated" in chosen.parts:
+        result |= simulated(chosen)
     if "auc" in chosen.parts:
         result["auc"] = hybrid_auc.measure(chosen)
     if "kills" in chosen.parts:
@@ -101,6 +105,21 @@ def in_turns(chosen: argparse.Namespace, found: Runs, slowed: Runs) -> None:
                 runs.append(run(way, chosen, chosen.workers, is_slowed=True))
                 log_speed(f"{way}, one slowed, round {turn + 1}/{num_slowed}", runs[-1], begun)
         log(f"  so far: {json.dumps(summary(found, slowed, chosen.factor))}")
+
+
+def simulated(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The same in virtual time, every process on a machine of its own: speeds, and where a step goes."""
+    result: dict[str, Any] = {"simulated_samples_per_s": {}}
+    for num in (chosen.workers, SIMULATED):
+        for way in ("servers", "ranks"):
+            begun = time.monotonic()
+            workers = run(way, chosen, num, is_simulated=True)
+            log_speed(f"{way}, {num} workers, simulated", workers, begun)
+            result["simulated_samples_per_s"][f"{way}_{num}"] = speed(workers)
+            if way == "servers":
+                result[f"simulated_ms_{num}"] = rounded(step_table([workers]))
+                log(f"    {result[f'simulated_ms_{num}']}")
+    return result
 
 
 def log_speed(what: str, workers: Found, begun: float) -> None:

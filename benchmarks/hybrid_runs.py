@@ -16,12 +16,16 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "benchmarks" / "hybrid_worker.py"
+LINK = "20Gbit,30us"  # of simulated machines: about the loopback
 PARTS = ("compute", "rows", "slowest", "exchange")  # of a step
 Found = list[dict[str, Any]]  # what every worker of a run printed
 
 
-def run(way: str, chosen: argparse.Namespace, num_workers: int, is_slowed: bool = False) -> Found:
-    """`way`: ddp, ranks, servers, balance or quorum. Raises SystemExit with the output's end if a process fails."""
+def run(
+    way: str, chosen: argparse.Namespace, num_workers: int, is_slowed: bool = False, is_simulated: bool = False
+) -> Found:
+    """`way`: ddp, ranks, servers, balance or quorum. `is_simulated`: in virtual time, not with ddp. Raises SystemExit
+    with the output's end if a process fails."""
     # Where all wait for the slow worker, a step takes as many times longer: fewer steps are enough.
     steps = round(chosen.steps / chosen.factor) if is_slowed and way in ("ddp", "servers") else chosen.steps
     flags = ["--way", way, "--batch", str(chosen.batch), "--steps", str(steps)]
@@ -32,7 +36,8 @@ def run(way: str, chosen: argparse.Namespace, num_workers: int, is_slowed: bool 
             launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(num_workers)]
         else:
             roles = ["--server_num", str(chosen.servers), "--worker_num", str(num_workers)]
-            launch = ["torchfleet.launch", *roles, "--log_dir", folder]
+            virtual = ["--simulate", "--link", LINK] if is_simulated else []
+            launch = ["torchfleet.launch", *virtual, *roles, "--log_dir", folder]
         command = [sys.executable, "-m", *launch, str(WORKER), *flags]
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
