@@ -217,6 +217,7 @@ class Quorum:
         """Open round `number`: the next one, or that of a new beginning. The workers of an open round are gone."""
         self._drop([(worker, self.number) for worker in self.waiting])
         self.number = number
+        self._given = dict.fromkeys(self._given, number - 1)  # who is late for the first round is late by one
         self._drop_old()
 
     def _drop_old(self) -> None:
