@@ -223,14 +223,17 @@ class TestMembers:
         assert [told(reply)["leaver"] for reply in job.give(0, FIRST, 1.0, is_last=True)] == [0, 0]
 
     def test_who_is_late_for_the_first_round_of_a_new_beginning_is_late_by_one(self, job: Job) -> None:
-        for worker in range(3):
-            job.give(worker, FIRST, 1.0, is_last=True)
-        for worker in range(3):
-            job.enter(worker, 2)
-        begun = FIRST + 2
-        job.give(0, begun, 1.0), job.give(1, begun, 3.0)
-        (late,) = job.give(2, begun, 5.0)
-        assert means([late]) == {2: ([[0, begun], [1, begun]], 2.0)}
+        """Worker 0 is lost, and the others wait at the entrance."""
+        for number in (FIRST, FIRST + 1):
+            job.give(0, number, 1.0), job.give(1, number, 1.0, is_last=number > FIRST)
+        assert told(job.give(2, FIRST, 1.0)[0])["is_over"]
+        job.enter(1, 2), job.enter(2, 2)
+        begun = FIRST + 3
+        entered = [unpack(reply.arrays[0], dict) for reply in job.lose(0)]
+        assert entered == [{"round": begun, "workers": [1, 2], "holders": [1]}] * 2
+        job.give(1, begun, 3.0, quorum=1, max_age=0)
+        (late,) = job.give(2, begun, 5.0, quorum=1, max_age=0)
+        assert means([late]) == {2: ([[1, begun]], 3.0)}
 
     def test_where_a_lost_worker_ends_the_job_a_late_one_can_still_enter_when_the_others_are_done(self) -> None:
         job = Job(on_loss="end")
