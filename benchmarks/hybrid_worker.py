@@ -4,11 +4,15 @@ mode with rows, for a number of steps; prints where its time went."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +23,12 @@ from torch.nn import functional as F
 import torchfleet as fleet
 
 NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
-WARM = 10  # steps before the clock starts
+WARM = 25  # steps before the clock starts: with balance, until sizes of batches follow the speeds
 PARTS = 3  # backward takes about twice as long as forward
 NUM_TESTED = 20_000
+KILLED_BATCHES = 60
+QUORUM_AGE = 8  # rounds: a worker that is five times slower, and enters again for every step, is some six late
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100000): pass"
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -56,11 +63,13 @@ def made(seed: int, num: int) -> Batch:
     return torch.from_numpy(keys), torch.from_numpy(dense), torch.from_numpy(clicked)
 
 
-def batches(worker: int, size: int) -> Iterator[Batch]:
-    """Endless: twenty batches over and over, other ones on every worker."""
-    own = [made(1000 + 100 * worker + i, size) for i in range(20)]
-    while True:
-        yield from own
+def batches(worker: int, size: int, num: int = 20, until: Path | None = None) -> Iterator[Batch]:
+    """`num` batches over and over, other ones on every worker; endless, or until there is a file."""
+    own = [made(1000 + 100 * worker + i, size) for i in range(num)]
+    while until is None or not until.exists():
+        for batch in own:
+            if until is None or not until.exists():
+                yield batch
 
 
 def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
@@ -71,12 +80,21 @@ def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
 
 
 class Slow:
-    """Makes this worker slower, by a busy loop or by sleep between forward and backward."""
+    """Makes this worker slower: by a busy loop or by sleep between forward and backward, or by less of a processor,
+    which then has other processes to run."""
 
     def __init__(self, factor: float, by: str) -> None:
         self._factor, self._by = factor, by
+        if by == "cpu" and factor > 1:
+            core = max(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {core})  # of this thread, and of processes that it starts
+            for _ in range(round(factor) - 1):
+                subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())])
 
     def after_forward(self, seconds: float) -> None:
+        """`seconds`: that forward computed."""
+        if self._by == "cpu":
+            return
         until = time.perf_counter() + (self._factor - 1) * PARTS * seconds
         if self._by == "sleep" and self._factor > 1:
             time.sleep(max(0.0, until - time.perf_counter()))
@@ -85,19 +103,21 @@ class Slow:
 
 
 def steps(source: Iterator[Batch], num: int, forward: Callable[[Batch], torch.Tensor], step: Callable[[], None],
-          slow: Slow) -> tuple[float, int]:  # fmt: skip
-    """Make `num` steps after WARM ones. Returns seconds, and this worker's samples in them."""
+          slow: Slow, at_start: Callable[[], None] = lambda: None, warm: int = WARM) -> tuple[float, int]:  # fmt: skip
+    """Make `num` steps after `warm` ones. Returns seconds, and this worker's samples in them. `at_start`: called before
+    the clock starts."""
     start = num_samples = 0.0
     for number, batch in enumerate(source):
-        if number == WARM:
+        if number == warm:
+            at_start()
             start, num_samples = time.perf_counter(), 0
-        begun = time.perf_counter()
+        begun = time.thread_time()  # not what forward waits: for rows, or for the network of others
         loss = F.binary_cross_entropy_with_logits(forward(batch), batch[2])
-        slow.after_forward(time.perf_counter() - begun)
+        slow.after_forward(time.thread_time() - begun)
         loss.backward()  # type: ignore[no-untyped-call]
         step()
         num_samples += len(batch[2])
-        if number + 1 == WARM + num:
+        if number + 1 == warm + num:
             break
     return time.perf_counter() - start, int(num_samples)
 
@@ -126,11 +146,23 @@ def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
     return {"worker": rank, "workers": size, "seconds": seconds, "samples": num}
 
 
+def spent() -> dict[str, float]:
+    """Seconds and rounds of this worker so far, if it exchanges through the servers. `rows` is part of `computed`."""
+    stats = fleet.stats()["worker"]
+    waited = (stats["pull_wait_ms"] + stats["push_wait_ms"]) * stats["steps"] / 1000
+    exchange = stats.get("exchange", {})
+    return {"rows": waited, **{name: exchange.get(name, 0) for name in ("rounds", "computed", "waited", "slowest")}}
+
+
 def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     fleet.init()
     torch.manual_seed(0)
     model = fleet.distributed_model(CTR())
-    configs = {"hybrid": True, "exchange": chosen.way, "balance": chosen.balance}
+    configs: dict[str, Any] = {"hybrid": True, "exchange": "ranks" if chosen.way == "ranks" else "servers"}
+    if chosen.way == "balance":
+        configs["balance"] = True
+    if chosen.way == "quorum":
+        configs |= {"quorum": fleet.worker_num() - 1, "quorum_max_age": QUORUM_AGE}
     strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs=configs, sync_timeout=120.0)
     adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     optimizer = fleet.distributed_optimizer(adam, strategy)
@@ -146,13 +178,28 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     slow = Slow(chosen.factor if worker == chosen.slow else 1.0, chosen.by)
-    source = fleet.prefetch(batches(worker, chosen.batch))
-    seconds, num = steps(source, chosen.steps, lambda batch: model(batch[0], batch[1]), step, slow)
-    stats = fleet.stats()["worker"]
-    found = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
-    found |= {"rows_ms": stats["pull_wait_ms"] + stats["push_wait_ms"], "exchange": stats.get("exchange", {})}
+    if chosen.until:
+        return until_done(chosen, model, step)
+    num_steps, warm, own = chosen.steps, WARM, batches(worker, chosen.batch)
+    if chosen.way == "quorum":  # the others do not wait for a slow worker, which makes fewer steps in the same time
+        is_slow = worker == chosen.slow
+        num_steps, warm = (round(num_steps / chosen.factor), 2) if is_slow else (num_steps, WARM)
+        own = itertools.islice(own, num_steps + warm)
+    before: dict[str, float] = {}
+    seconds, num = steps(
+        fleet.prefetch(own), num_steps, lambda batch: model(batch[0], batch[1]), step, slow,
+        lambda: before.update(spent()), warm,
+    )  # fmt: skip
+    found: dict[str, Any] = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
+    found["spent"] = {name: value - before[name] for name, value in spent().items()}
+    return ended(found, model)
+
+
+def ended(found: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """All workers are done: worker 0 adds the AUC, and what became of late gradients."""
     fleet.barrier_worker()
-    if worker == 0:
+    if fleet.worker_index() == 0:
+        found["quorum"] = fleet.stats().get("quorum", {})
         ids, dense, clicked = made(7, NUM_TESTED)
         model.eval()
         with torch.no_grad():
@@ -162,13 +209,32 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def until_done(chosen: argparse.Namespace, model: torch.nn.Module, step: Callable[[], None]) -> dict[str, Any]:
+    """Train until there is a file, which worker 0 makes after its last step. Others may be killed meanwhile."""
+    until, worker, longest, number = Path(chosen.until), fleet.worker_index(), 0.0, 0
+    print(f"\nPID {os.getpid()}", flush=True)
+    before = time.perf_counter()
+    for number, batch in enumerate(fleet.prefetch(batches(worker, chosen.batch, KILLED_BATCHES, until)), start=1):
+        F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2]).backward()  # type: ignore[no-untyped-call]
+        step()
+        if worker == 0 and number == chosen.steps:
+            until.touch()
+        if number == 3:
+            print("AT WORK", flush=True)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before if number > WARM else 0.0), now
+        time.sleep(chosen.pause)
+    return ended({"worker": worker, "steps": number, "longest": longest}, model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=["ddp", "servers", "ranks"], required=True)
-    parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--way", choices=["ddp", "servers", "ranks", "balance", "quorum"], required=True)
+    parser.add_argument("--until", default="", help="a file that ends training, instead of a number of steps")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps, with --until")
     parser.add_argument("--slow", type=int, default=-1, help="the worker that is slower")
     parser.add_argument("--factor", type=float, default=5.0)
-    parser.add_argument("--by", choices=["busy", "sleep"], default="busy")
+    parser.add_argument("--by", choices=["busy", "sleep", "cpu"], default="busy")
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=60)
     chosen = parser.parse_args()

@@ -49,6 +49,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--both", action="store_true", help="simulate also what is run for real, and compare")
     parser.add_argument("--link", default="", help="of a simulation, as fleetrun --link (default: as on one machine)")
+    parser.add_argument("--jitter", type=float, default=0.0, help="of a simulation, as fleetrun --jitter")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at a time; each takes one core")
     parser.add_argument("--no_load", action="store_true", help="leave out one server under eight workers")
     parser.add_argument("--out", help="append every run to this file, one JSON object a line")
@@ -75,7 +76,7 @@ def settings(chosen: argparse.Namespace, data: str) -> list[Setting]:
                 is_real = workers <= chosen.real_up_to
                 for simulated in ([False, True] if chosen.both else [False]) if is_real else [True]:
                     shape = (chosen.servers, chosen.batch, chosen.epochs)
-                    found.append(Setting(data, mode, workers, seed, *shape, simulated, chosen.link))
+                    found.append(Setting(data, mode, workers, seed, *shape, simulated, chosen.link, chosen.jitter))
     return found
 
 
@@ -101,7 +102,7 @@ def run_all(wanted: Iterable[Setting], jobs: int, out: str | None) -> Runs:
 
 
 def vars_of(setting: Setting) -> dict[str, Any]:
-    names = ("mode", "workers", "seed", "servers", "batch", "epochs", "simulated", "link")
+    names = ("mode", "workers", "seed", "servers", "batch", "epochs", "simulated", "link", "jitter")
     return {name: getattr(setting, name) for name in names}
 
 
@@ -158,7 +159,10 @@ def main() -> None:
         result |= server_load()
     if chosen.plot:
         plot(found, chosen.plot)
-    asked = {name: getattr(chosen, name) for name in ("rows", "criteo", "servers", "batch", "epochs", "seeds", "link")}
+    asked = {
+        name: getattr(chosen, name)
+        for name in ("rows", "criteo", "servers", "batch", "epochs", "seeds", "link", "jitter")
+    }
     report({**result, **asked}, chosen.json)
 
 

@@ -21,7 +21,7 @@ RATE = 1e-3  # of Adam, for the network and for the rows
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run. `batch`: samples of one worker in one step. `link`: of a simulation."""
+    """What is run. `batch`: samples of one worker in one step. `link`, `jitter`: of a simulation."""
 
     data: str
     mode: str
@@ -32,6 +32,7 @@ class Setting:
     epochs: int = 3
     simulated: bool = False
     link: str = ""
+    jitter: float = 0.0
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ def run(setting: Setting) -> Outcome:
         launch = ["--server_num", str(setting.servers), "--worker_num", str(setting.workers), "--log_dir", log_dir]
         if setting.simulated:
             launch += ["--simulate", *(["--link", setting.link] if setting.link else [])]
+            launch += ["--jitter", str(setting.jitter)] if setting.jitter else []
         command = [sys.executable, "-m", "torchfleet.launch", *launch, str(SCRIPT), *script_flags(setting)]
         # One core per worker, so that eight of them on sixteen cores do not take each other's.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}

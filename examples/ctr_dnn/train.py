@@ -174,7 +174,7 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
         strategy.a_sync_configs = {options.mode: True}
     elif options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
-    given = {name: getattr(options, name) for name in ("send_queue_size", "gather", "max_staleness")}
+    given = {name: getattr(options, name) for name in ("send_queue_size", "gather", "max_staleness", "quorum")}
     strategy.a_sync_configs |= {name: value for name, value in given.items() if value is not None}
     return strategy
 
@@ -227,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
     parser.add_argument("--gather", type=int, help="pushes whose mean is one update, in async and half_async mode")
+    parser.add_argument("--quorum", type=int, help="workers that a step of hybrid mode waits for (default: all)")
     parser.add_argument("--max_staleness", type=int, help="updates that the network may be old in async mode")
     parser.add_argument(
         "--log_scale",
@@ -249,6 +250,8 @@ def parse() -> argparse.Namespace:
         parser.error("--max_staleness is for --mode async")
     if options.gather is not None and options.mode not in ("async", "half_async"):
         parser.error("--gather is for --mode async and half_async")
+    if options.quorum is not None and options.mode != "hybrid":
+        parser.error("--quorum is for --mode hybrid")
     for name in ("mode", "threads", "save", "init_model", "table_memory", "row_dtype", "row_wire", "curve"):
         if options.tables != "servers" and getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name} is for --tables servers")

@@ -51,6 +51,12 @@ def steps(folder: Path, worker: int) -> list[tuple[int, list[float], float]]:
     return [(int(number), json.loads(values), float(seconds)) for number, values, seconds in found]
 
 
+def parts_of(folder: Path, worker: int) -> list[tuple[int, list[list[int]]]]:
+    """(round, worker and round of each gradient in it), with a quorum."""
+    found = re.findall(r"^parts of (\d+): (.*)$", log(folder, worker), re.MULTILINE)
+    return [(int(number), json.loads(parts)) for number, parts in found]
+
+
 def assert_every_round_counts_once(folder: Path, num_workers: int) -> int:
     """All numbers of a step are the same, all workers agree, and every round moves them by one. Returns the last."""
     by_round: dict[int, float] = {}
@@ -76,6 +82,33 @@ def test_servers_that_are_killed_make_every_round_once(kept: str, tmp_path: Path
             wait_until(lambda: len(lines_naming(job.output, "SIGKILL")) > server, SOON, "notice")  # noqa: B023
         assert job.wait() == 0, job.output
     assert assert_every_round_counts_once(tmp_path, 2) == 25
+
+
+def test_with_a_quorum_every_round_has_the_gradients_that_it_names_with_a_slow_and_a_killed_worker(
+    tmp_path: Path,
+) -> None:
+    """The last of three workers is slow, and enters again for every step. Worker 1 is killed and started again. Each
+    worker's gradient is another one, so that a value says whose gradients were in it."""
+    launch = ("--server_num", "2", "--worker_num", "3", "--on_worker_loss", "go_on", "--max_restart", "3")
+    configs = {**SERVERS, "quorum": 2, "quorum_max_age": 1}
+    options = ("--steps", "30", "--pause", "0.03", "--slow", "0.3", "--by_worker")
+    with started(tmp_path, *launch, options=options, configs=configs) as job:
+        wait_until(lambda: len(steps(tmp_path, 1)) > 5 and "missed" in log(tmp_path, 2), START, "steps")
+        os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+        assert job.wait() == 0, job.output
+    values = {number: found[0] for worker in range(3) for number, found, _ in steps(tmp_path, worker)}
+    parts = {number: found for worker in range(3) for number, found in parts_of(tmp_path, worker)}
+    for worker in range(3):
+        assert all(found == [values[number]] for number, found, _ in steps(tmp_path, worker)), "networks are alike"
+        assert all(found == parts[number] for number, found in parts_of(tmp_path, worker))
+    expected = 0.0
+    for number in sorted(parts):
+        expected -= sum(worker + 1 for worker, _ in parts[number]) / len(parts[number])
+        assert values[number] == pytest.approx(expected, abs=1e-3)
+    given = [tuple(part) for found in parts.values() for part in found]
+    assert len(given) == len(set(given)), "no gradient is in two rounds"
+    ended = lines_naming(log(tmp_path, 0), "quorum 2", "samples", "late", "dropped")
+    assert len(ended) == 1
 
 
 def test_with_keys_the_network_goes_through_the_servers_by_itself(tmp_path: Path) -> None:

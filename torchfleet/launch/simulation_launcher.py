@@ -22,7 +22,7 @@ from torchfleet.observe.watch.json_display import print_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-_OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
+_OWN = ("link", "straggler", "step_ms", "compute_scale", "jitter", "simulation_seed", "throughput_only")
 _OTHERS = (
     "heter_worker_num", "heter_workers",
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
@@ -44,6 +44,9 @@ class SimulationLauncher:
         add("--straggler", metavar="SHARExFACTOR", help="slow workers: 0.05x3 makes 5 %% of them 3 times slower")
         add("--compute_scale", type=float, help="a worker's seconds per second of this machine (default: 1)")
         add("--step_ms", type=float, help="what a worker computes for a step, instead of measuring it")
+        add(
+            "--jitter", type=float, metavar="X", help="steps vary: a standard deviation of X times their computing time"
+        )
         add("--simulation_seed", type=int, help="of who is slow, and of random and numpy (default: 0)")
         add("--throughput_only", action="store_true", help="no training: a model of queues, for thousands of workers")
 
@@ -127,6 +130,8 @@ def _conditions(options: argparse.Namespace) -> Conditions:
             raise RoleError(f"--{name} must be a number above 0, found {value:g}")
     if options.step_ms is not None and options.compute_scale is not None:
         raise RoleError("--step_ms gives the time of a step, --compute_scale scales what is measured: use one of them")
+    if options.jitter is not None and not 0 <= options.jitter <= 10:
+        raise RoleError(f"--jitter must be a number from 0 to 10, found {options.jitter:g}")
     share, factor = parse_straggler(options.straggler) if options.straggler else (0.0, 1.0)
     return Conditions(
         link=parse_link(options.link) if options.link else Link(),
@@ -134,6 +139,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
         step_seconds=options.step_ms / 1000 if options.step_ms else None,
         slow_share=share,
         slow_factor=factor,
+        jitter=options.jitter or 0.0,
         seed=options.simulation_seed or 0,
     )
 

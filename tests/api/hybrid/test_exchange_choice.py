@@ -36,6 +36,7 @@ def strategy(configs: dict[str, Any] | None = None, **fields: Any) -> Distribute
         (replace(HERE, on_worker_loss="go_on"), CPU, strategy(), "servers"),
         (replace(HERE, min_workers=1, on_worker_loss="go_on"), CPU, strategy(), "servers"),
         (HERE, CPU, strategy({"balance": True}), "servers"),
+        (HERE, CPU, strategy({"quorum": 2}), "servers"),
         (HERE, CPU, strategy(sync_mean="workers"), "servers"),
         (HERE, GPU, strategy({"exchange": "servers"}), "servers"),
         (replace(AWAY, **KEYS), CPU, strategy({"exchange": "ranks"}), "ranks"),
@@ -56,6 +57,7 @@ def test_a_setting_wins_and_else_the_job_decides(
         (replace(HERE, on_worker_loss="go_on"), strategy({"exchange": "ranks"}), "on_worker_loss=go_on"),
         (replace(HERE, on_worker_loss="wait"), strategy(localsgd=True), "localsgd"),
         (HERE, strategy({"exchange": "ranks", "balance": True}), "balance"),
+        (HERE, strategy({"exchange": "ranks", "quorum": 2}), "quorum"),
     ],
 )
 def test_what_one_way_does_not_have_is_refused(info: RoleInfo, settings: DistributedStrategy, named: str) -> None:

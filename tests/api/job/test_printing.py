@@ -45,6 +45,17 @@ def test_the_summary_says_what_an_old_network_does():
     assert "a_sync_configs={'hybrid': True}" in advice
 
 
+def test_the_summary_counts_the_samples_of_rounds_with_a_quorum():
+    ages = {"staleness_dense": {}, "staleness_sparse": {}, "dropped": 0}
+    counts = {"on_time": 880, "late": 90, "dropped": 20, "waiting": 10}
+    stats = {"mode": "hybrid", "worker": WORKER, "servers": [], **ages}
+    quorum = {"quorum": 7, "gradients": dict.fromkeys(counts, 1), "samples": counts}
+    _, line = summary({**stats, "quorum": quorum}).splitlines()
+    assert names(line, "quorum 7", "1,000 samples", 100, "10.0%", 20, "2.0%")
+    _, line = summary({**stats, "quorum": {**quorum, "samples": dict.fromkeys(counts, 0.0)}}).splitlines()
+    assert names(line, "4 gradients", 2, 1)
+
+
 def test_the_settings_are_one_line_of_what_differs_or_a_table_of_all():
     info = RoleInfo(worker_index=1, num_workers=2, server_endpoints=("a:1", "b:1"), key_dir="keys")
     strategy = DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 7}, rpc_timeout=5.0)

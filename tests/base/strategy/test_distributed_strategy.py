@@ -128,6 +128,8 @@ class TestFields:
             "hybrid_keep_seconds": 10.0,
             "exchange": "auto",
             "balance": False,
+            "quorum": 0,
+            "quorum_max_age": 4,
             "max_merge_var_num": 1,
             "send_queue_size": 3,
             "independent_recv_thread": False,

@@ -381,3 +381,11 @@ def test_a_plan_is_no_field_of_paddles(tmp_path: Path) -> None:
     (tmp_path / "own.prototxt").write_text('tensor_parallel: true\ntensor_parallel_configs { plan: "up" }\n')
     with pytest.raises(StrategyError, match=naming("tensor_parallel_configs.plan", "YAML")):
         load(tmp_path / "own.prototxt")
+
+
+@pytest.mark.parametrize("key", ["exchange: 'servers'", "balance: true", "quorum: 2", "quorum_max_age: 1"])
+def test_settings_of_hybrid_mode_are_no_keys_of_paddles(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "s.prototxt"
+    path.write_text(f"a_sync: true\na_sync_configs {{ k_steps: 0 {key} }}\n")
+    with pytest.raises(StrategyError, match=naming(key.partition(":")[0])):
+        load(path)

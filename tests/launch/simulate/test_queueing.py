@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from support.messages import naming
@@ -53,6 +55,25 @@ def test_rates_without_queues_are_those_of_one_worker_times_workers(mode: dict[s
     model = StepModel(what, what, np.full(4, 0.010), **mode)
     # Workers that begin apart do not meet at the server: it takes 8 ms of their 12.
     assert predict(model, FREE, 1, 200, 100).steps_per_s == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", [{"is_joint": True}, {"pulls_ahead": True, "reduce_seconds": 1e-9}])
+def test_with_jitter_steps_of_all_take_the_time_of_the_slowest_of_them(mode: dict[str, object]) -> None:
+    what = Round(0.0, 0.0, 1e-9)
+    model = StepModel(what, what, np.full(8, 0.010), jitter=0.3, **mode)
+    slowest = Conditions(jitter=0.3)
+    drawn = [list(itertools.islice(slowest.step_factors(worker), 4000)) for worker in range(8)]
+    assert np.mean(drawn) == pytest.approx(1.0, abs=0.01)
+    assert np.std(drawn) == pytest.approx(0.3, rel=0.05)
+    expected = 8 / (0.010 * np.max(drawn, axis=0).mean())
+    assert predict(model, FREE, 1, 2100, 100).steps_per_s == pytest.approx(expected, rel=0.02)
+    assert expected < 0.75 * 8 / 0.010
+
+
+def test_workers_that_do_not_wait_for_each_other_lose_nothing_to_jitter() -> None:
+    what = Round(0.0, 0.0, 1e-9)
+    model = StepModel(what, what, np.full(8, 0.010), jitter=0.3, pulls_ahead=True, pushes_beside=True)
+    assert predict(model, FREE, 1, 2100, 100).steps_per_s == pytest.approx(8 / 0.010, rel=0.02)
 
 
 def test_a_full_server_bounds_all_modes_alike() -> None:

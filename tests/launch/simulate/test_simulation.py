@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from support.scripts import virtual_job
 from support.scripts.launching import forked_fleetrun, run_dir
 
 from torchfleet.launch.simulate import forks
+from torchfleet.launch.simulate.conditions import Conditions
 
 SCRIPT = virtual_job.__file__
 
@@ -89,6 +91,15 @@ def test_hybrid_steps_take_the_time_of_the_slowest_worker(tmp_path: Path) -> Non
     assert 0.9 * fastest < figures["steps_per_s"] <= fastest
     figures, _ = history(tmp_path, 2, "--simulate", "--compute_scale", "100", SCRIPT, "train", "--mode", "hybrid")
     assert figures["steps_per_s"] < 2 / (100 * 0.0002)  # no processor makes such a step in 0.2 ms
+
+
+def test_with_jitter_a_hybrid_step_takes_the_time_of_the_slowest_worker_of_that_step(tmp_path: Path) -> None:
+    times = ("--simulate", "--step_ms", "20", "--jitter", "0.5")
+    figures, _ = history(tmp_path, 2, *times, SCRIPT, "train", "--mode", "hybrid", "--steps", "20")
+    drawn = [itertools.islice(Conditions(jitter=0.5).step_factors(worker), 19) for worker in range(2)]
+    slowest = [max(both) for both in zip(*drawn, strict=True)][2:]  # rates begin after three steps
+    fastest = 2 / (0.02 * sum(slowest) / len(slowest))
+    assert 0.9 * fastest < figures["steps_per_s"] <= fastest
 
 
 def test_data_parallel_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:

@@ -34,11 +34,14 @@ def main() -> None:
     parser.add_argument("--configs", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last worker computes longer")
     parser.add_argument("--gradient", type=float, default=1.0)
+    parser.add_argument("--by_worker", action="store_true", help="the gradient of worker i is i + 1 times as large")
     options = parser.parse_args()
     torch.manual_seed(0)
     fleet.init()
-    model = fleet.distributed_model(Model(options.gradient))
+    scale = fleet.worker_index() + 1 if options.by_worker and fleet.is_worker() else 1
+    model = fleet.distributed_model(Model(options.gradient * scale))
     strategy = fleet.DistributedStrategy(
         a_sync=True, a_sync_configs={"hybrid": True, **options.configs}, sync_timeout=60.0
     )
@@ -55,13 +58,21 @@ def main() -> None:
     ids = torch.arange(8).view(4, 2)
     before = time.monotonic()
     for _ in fleet.prefetch([ids] * options.steps):
-        model(ids[:, 0]).mean().backward()
+        loss = model(ids[:, 0]).mean()
+        if fleet.worker_index() == fleet.worker_num() - 1:
+            time.sleep(options.slow)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         now = time.monotonic()
         rounds = getattr(current_job.get_worker()._hybrid, "rounds", None)
         number = rounds.number if rounds is not None else 0
         values = model.marks.detach().unique().tolist()
+        if rounds is not None and rounds.is_missed:
+            print("missed", flush=True)
+            continue
+        if hasattr(rounds, "parts"):
+            print(f"parts of {number}: {json.dumps(rounds.parts)}", flush=True)
         print(f"round {number} values {json.dumps(values)} seconds {now - before:.3f}", flush=True)
         before = now
         time.sleep(options.pause)

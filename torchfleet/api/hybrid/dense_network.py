@@ -161,7 +161,10 @@ class DenseNetwork:
         return all(strategy.owns_state(parameter) for strategy in self._job.strategies)
 
     def step(self) -> bool:
-        """Step the network, or accumulate its gradients. Returns whether to apply the gradients of rows as well."""
+        """Step the network, or accumulate its gradients. Returns whether to apply the gradients of rows as well.
+
+        A worker that missed its round (quorum) steps nothing: it gets the network of the others before its next one.
+        """
         if not self._num_calls:
             raise FleetError(
                 "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
@@ -170,6 +173,8 @@ class DenseNetwork:
                 "and model.train() before."
             )
         self._num_calls = 0
+        if self._average is not None and self._average.rounds.is_missed:
+            return True
         with self._common_rates():
             self.optimizer.step()
         return not self.optimizer.is_skipped

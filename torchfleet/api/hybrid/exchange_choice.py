@@ -59,6 +59,8 @@ def _needs_servers(settings: DistributedStrategy, info: RoleInfo) -> str:
         return f"on_worker_loss={info.on_worker_loss}"
     if settings.a_sync_configs.balance:
         return "a_sync_configs['balance']=True"
+    if settings.a_sync_configs.quorum:
+        return f"a_sync_configs['quorum']={settings.a_sync_configs.quorum}"
     return "" if settings.is_default("sync_mean") else f"sync_mean={settings.sync_mean!r}"
 
 

@@ -15,9 +15,10 @@ from torchfleet.api.hybrid.hybrid_worker import HybridWorker
 from torchfleet.api.hybrid.kept_network import KeptNetwork
 from torchfleet.api.hybrid.lone_world import LoneWorld
 from torchfleet.api.hybrid.network_copy import NetworkCopy, receive_copy, send_copy
+from torchfleet.api.hybrid.quorum_rounds import QuorumRounds
 from torchfleet.api.hybrid.server_average import ServerAverage
 from torchfleet.api.hybrid.server_rounds import ServerRounds
-from torchfleet.base.errors import WorkerMissing
+from torchfleet.base.errors import StrategyError, WorkerMissing
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.role.role_info import LOSS_END, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -50,9 +51,8 @@ class RoundWorker(HybridWorker):
         self._plan, self._info = plan, info
         self._others = Workers(own_client, info.worker_index, info.num_workers, settings.sync_timeout)
         self._model, self._client, self._own_client, self._is_first = model, client, own_client, info.worker_index == 0
-        self._is_apart = info.on_worker_loss != LOSS_END
-        timeout = settings.sync_timeout + settings.rpc_timeout
-        self.rounds = ServerRounds(own_client, info.worker_index, timeout, self._is_apart)
+        self._is_apart = info.on_worker_loss != LOSS_END or configs.quorum > 0
+        self.rounds = _rounds(settings, info, own_client, self._is_apart)
         samples = SampleCount(model, info.worker_index) if settings.sync_mean == "samples" else None
         self._average = ServerAverage(settings, self.rounds, samples, self._enter)
         world = LoneWorld(info, settings, network_device(plan))
@@ -86,7 +86,8 @@ class RoundWorker(HybridWorker):
             self._own_client.leave_network(number, [piece[0] for piece in self._copy.pieces(number, [])])
         if self._shares is not None:
             self._shares.note(self.rounds.told)
-        super().step_made()
+        if not self.rounds.is_missed:
+            super().step_made()
 
     def put_network(self) -> None:
         """Copy the newest network to the servers: this worker's or, if it left earlier than others, theirs."""
@@ -108,8 +109,12 @@ class RoundWorker(HybridWorker):
     def stats(self) -> dict[str, Any]:
         """Of the exchange, for fleet.stats()."""
         rounds = self.rounds
+        own: dict[str, Any] = {}
+        if isinstance(rounds, QuorumRounds):
+            own = {"on_time": rounds.num_on_time, "late": rounds.num_late, "dropped": rounds.num_dropped}
+            own |= {"missed": rounds.num_missed, "samples_dropped": rounds.samples_dropped}
         return {
-            "rounds": rounds.num_made, "computed": self._average.seconds, "waited": rounds.seconds,
+            **own, "rounds": rounds.num_made, "computed": self._average.seconds, "waited": rounds.seconds,
             "slowest": self._average.seconds_behind, "bytes": rounds.num_bytes, "again": rounds.num_again,
             "workers": list(rounds.workers),
         }  # fmt: skip
@@ -203,6 +208,26 @@ class Loop:
         self._num_given += 1
         self._worker.batch_given(self._ahead is _END and self._num_given == self._num_read)
         return True
+
+
+def _rounds(settings: DistributedStrategy, info: RoleInfo, client: Client, is_apart: bool) -> ServerRounds:
+    """Raises StrategyError if the quorum does not fit the job."""
+    timeout, configs = settings.sync_timeout + settings.rpc_timeout, settings.a_sync_configs
+    if not configs.quorum:
+        return ServerRounds(client, info.worker_index, timeout, is_apart)
+    if configs.quorum > info.num_workers:
+        raise StrategyError(
+            f"a_sync_configs['quorum']={configs.quorum}: a round would wait for more workers than the job has, which "
+            f"are {info.num_workers}. Set it to {info.num_workers} or less, or to 0 to wait for all."
+        )
+    if settings.gradient_merge:
+        raise StrategyError(
+            f"a_sync_configs['quorum']={configs.quorum} and gradient_merge=True: a worker that is late would gather "
+            "gradients of two networks. Leave one of them out."
+        )
+    rounds = QuorumRounds(client, info.worker_index, timeout, is_apart)
+    rounds.quorum, rounds.max_age = configs.quorum, configs.quorum_max_age
+    return rounds
 
 
 def _topic(number: int, worker: int) -> str:

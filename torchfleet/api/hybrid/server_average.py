@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchfleet.api.hybrid.server_rounds import ServerRounds, Told
@@ -98,6 +99,8 @@ class ServerAverage(GradientAverage):
         begun = time.perf_counter()
         self.seconds += begun - self._since
         means = self.rounds.finish()
+        if means is None:  # the network gets no update, and is replaced before the next forward pass
+            means = [np.zeros(sum(p.numel() for p in bucket), np.float32) for bucket in self._buckets]
         slowest = max((own.seconds for own in self.rounds.told.values()), default=0.0)
         waited = time.perf_counter() - begun
         self.seconds_behind += min(waited, max(0.0, slowest - self._own.seconds))

@@ -71,6 +71,9 @@ class ServerRounds:
     ended: list[int] = field(default_factory=list)  # workers whose last batch was in the last round
     told: dict[int, Told] = field(default_factory=dict)  # by worker of the last round
     newcomers: list[int] = field(default_factory=list)  # to whom this worker sends the network, after its step
+    is_missed: bool = (
+        False  # the last round was made without this worker, whose network is older now (quorum_rounds.py)
+    )
     leaves_copy: bool = False  # all workers leave after this round, and this one leaves the network with the servers
     num_made: int = 0
     num_again: int = 0  # means that were asked for again, because a worker was lost within a round
@@ -117,8 +120,8 @@ class ServerRounds:
             self._parts.append(Part(bucket, server, future))
         self.num_bytes += values.nbytes
 
-    def finish(self) -> list[Floats]:
-        """Wait for the means of all buckets that were given, in their order. Ends the round."""
+    def finish(self) -> list[Floats] | None:
+        """Wait for the means of all buckets that were given, in their order. Ends the round. None: it was missed."""
         start = time.perf_counter()
         parts, sizes, self._parts, self._sizes = self._parts, self._sizes, [], []
         replies = [_read(part.future.result()) for part in parts]

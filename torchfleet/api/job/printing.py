@@ -91,7 +91,24 @@ def summary(stats: dict[str, Any]) -> str:
     lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
     if stats["dropped"]:
         lines.append(f"{stats['dropped']:,} gradients of the network were too old and dropped, counted on each server")
+    if "quorum" in stats:
+        lines.append(_counted_samples(stats["quorum"]))
     return "\n".join(filter(None, [*lines, advice(stats["staleness_dense"])]))
+
+
+def _counted_samples(quorum: dict[str, Any]) -> str:
+    """What became of the samples whose gradients of the network came to rounds with a quorum, over all workers."""
+    samples, gradients = quorum["samples"], quorum["gradients"]
+    total, late = sum(samples.values()), samples["late"] + samples["waiting"]
+    if not total:  # sync_mean="workers": samples are not told
+        return (
+            f"quorum {quorum['quorum']}: of {sum(gradients.values()):,} gradients of the network "
+            f"{gradients['late'] + gradients['waiting']:,} were late and {gradients['dropped']:,} dropped"
+        )
+    return (
+        f"quorum {quorum['quorum']}: of {total:,.0f} samples {late:,.0f} ({late / total:.1%}) were late and "
+        f"{samples['dropped']:,.0f} ({samples['dropped'] / total:.1%}) dropped: not in the network, but in the rows"
+    )
 
 
 def _text(table: Table) -> str:

@@ -338,7 +338,8 @@ class WorkerRole:
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
         dropped = sum(server["dropped"] for server in servers)
-        return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
+        rounds = {"quorum": servers[0]["quorum"]} if "quorum" in servers[0] else {}
+        return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped, **rounds}
 
     def _connect(self, worker: int | None = None) -> Client:
         """`worker`: another worker, in whose name the client acts."""

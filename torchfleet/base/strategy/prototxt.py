@@ -26,7 +26,10 @@ from torchfleet.base.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENA
 from torchfleet.base.strategy.server_fields import AsyncConfigs
 from torchfleet.base.strategy.textformat import Message, Word, parse
 
-_OWN_KEYS = ("half_async", "hybrid", "hybrid_keep_seconds", "max_staleness", "gather", "gather_max_age")
+_OWN_KEYS = (
+    *("half_async", "hybrid", "hybrid_keep_seconds", "exchange", "balance", "quorum", "quorum_max_age"),
+    *("max_staleness", "gather", "gather_max_age"),
+)
 _KNOWN: dict[str, Mapping[str, Key[Any]]] = {
     "": FIELDS,
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},

@@ -14,6 +14,8 @@ ACTS_IN = {
     "hybrid_keep_seconds": ("hybrid",),
     "exchange": ("hybrid",),
     "balance": ("hybrid",),
+    "quorum": ("hybrid",),
+    "quorum_max_age": ("hybrid",),
     "max_merge_var_num": ("async", "hybrid"),
     "send_queue_size": ("async", "hybrid"),
     "independent_recv_thread": ("async",),
@@ -26,8 +28,8 @@ ACTS_IN = {
 }
 # Keys of a_sync_configs that must be equal on all workers of a job. The others configure a worker's own threads.
 SHARED_KEYS = (
-    *("k_steps", "half_async", "hybrid", "exchange", "balance", "max_staleness", "gather", "gather_max_age"),
-    "launch_barrier",
+    *("k_steps", "half_async", "hybrid", "exchange", "balance", "quorum", "quorum_max_age"),
+    *("max_staleness", "gather", "gather_max_age", "launch_barrier"),
 )
 # Values of `exchange`: how the network travels in hybrid mode. AUTO is resolved when a worker starts.
 AUTO, SERVERS, RANKS = "auto", "servers", "ranks"
@@ -47,6 +49,10 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
     hybrid_keep_seconds = Key(10.0, at_least=0.0)  # between two copies of the network on the servers
     exchange = Key(AUTO, choices=(AUTO, SERVERS, RANKS))
     balance = Key(False)  # batches follow the measured speeds of the workers
+    quorum = Key(0, at_least=0, at_most=1 << 16)  # a step is made when this many workers have come; 0: all
+    quorum_max_age = Key(
+        4, at_least=0, at_most=1 << 20
+    )  # steps by which a gradient may be late; older ones are dropped
     max_merge_var_num = Key(1, at_least=1)
     send_queue_size = Key(2, at_least=1)  # Paddle: 16, with which staleness can exceed the number of workers
     independent_recv_thread = Key(False)
@@ -67,6 +73,11 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
         if self.hybrid and (self.k_steps or self.half_async):
             other = f"k_steps={self.k_steps}, geo training," if self.k_steps else "half_async"
             raise StrategyError(f"a_sync_configs: hybrid and {other} are different modes. Choose one of them.")
+        if self.quorum and self.balance:
+            raise StrategyError(
+                f"a_sync_configs: quorum={self.quorum} goes on without slow workers, and balance gives them smaller "
+                "batches so that all come at the same time. Choose one of them."
+            )
         for name in self._queued() if self.max_staleness > 0 else ():
             raise StrategyError(
                 f"a_sync_configs['max_staleness']={self.max_staleness} awaits each push before the next step, so "

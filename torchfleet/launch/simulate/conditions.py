@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Conditions:
     step_seconds: float | None = None  # compute time of a step; None: it is measured
     slow_share: float = 0.0  # share of the workers that are slow
     slow_factor: float = 1.0
+    jitter: float = 0.0  # standard deviation of the computing time of a worker's steps, over its mean
     seed: int = 0
 
     def slow_workers(self, num_workers: int) -> set[int]:
@@ -39,9 +40,21 @@ class Conditions:
         """Return the factor by which a process computes slower than a normal one."""
         return self.slow_factor if role == "worker" and index in self.slow_workers(num_workers) else 1.0
 
+    def step_factors(self, worker: int) -> Iterator[float]:
+        """Yield, for each step of a worker, the factor by which it computes longer than on average: lognormal, with a
+        mean of 1, always the same for one seed."""
+        drawn, deviation = random.Random(f"{self.seed} {worker}"), lognormal_deviation(self.jitter)
+        while True:
+            yield drawn.lognormvariate(-(deviation**2) / 2, deviation) if self.jitter else 1.0
+
     def request_seconds(self, num_bytes: int) -> float:
         """Return the service time of a request that is added to the measured processor time."""
         return 0.0 if self.step_seconds is None else REQUEST_SECONDS + num_bytes * REQUEST_BYTE_SECONDS
+
+
+def lognormal_deviation(jitter: float) -> float:
+    """Return the deviation of the logarithm, of a lognormal number whose deviation is `jitter` times its mean."""
+    return math.sqrt(math.log1p(jitter**2))
 
 
 @dataclass(frozen=True)

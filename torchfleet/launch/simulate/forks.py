@@ -126,7 +126,7 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
     addresses = {f"tcp://{address}": index for index, address in enumerate(job.servers)}
     TRANSPORTS["tcp"] = VirtualNetwork(schedule, addresses, conditions.request_seconds)
     if part.role == "worker":
-        watch = StepWatch(schedule, (conditions.step_seconds or 0.0) * factor)
+        watch = StepWatch(schedule, (conditions.step_seconds or 0.0) * factor, conditions.step_factors(part.index))
         watch.install()
         VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
     schedule.go_on()

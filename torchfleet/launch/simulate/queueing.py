@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.network_links import Link
+from torchfleet.launch.simulate.conditions import lognormal_deviation
 
 Times = npt.NDArray[np.float64]
 
@@ -35,7 +36,7 @@ class StepModel:
 
     pull: Round
     push: Round
-    compute: Times  # seconds, by worker
+    compute: Times  # seconds, by worker, on average
     steps_per_pull: int = 1
     steps_per_push: int = 1
     is_joint: bool = False  # synchronous: the servers apply one step of all workers together
@@ -43,6 +44,15 @@ class StepModel:
     pushes_beside: bool = False  # training continues during a push
     queue_size: int = 1  # pushes that may then be queued
     reduce_seconds: float = 0.0  # seconds of the all-reduce at the end of a step
+    jitter: float = 0.0  # standard deviation of the computing time of a step, over its mean
+    seed: int = 0
+
+    def computed(self, num_steps: int) -> Times:
+        """Return the seconds that each worker computes for each step, by step and worker."""
+        shape, deviation = (num_steps, self.num_workers), lognormal_deviation(self.jitter)
+        if not self.jitter:
+            return np.broadcast_to(self.compute, shape)
+        return self.compute * np.random.default_rng(self.seed).lognormal(-(deviation**2) / 2, deviation, shape)
 
     @property
     def num_workers(self) -> int:
@@ -141,11 +151,11 @@ class _Record:
 def _run_joint(model: StepModel, queues: Queues, record: _Record, num_steps: int) -> None:
     """Run synchronous steps: no worker begins its next step before all pushes have arrived."""
     begin = np.zeros(model.num_workers)
-    for _ in range(num_steps):
+    for computed in model.computed(num_steps):
         rows = np.empty(model.num_workers)
         for worker in np.argsort(begin):
             rows[worker] = queues.ask(worker, begin[worker], model.pull)[1]
-        ends = rows + model.compute
+        ends = rows + computed
         ready = np.zeros(queues.num_servers)
         for worker in np.argsort(ends):
             ready = np.maximum(ready, queues.send(worker, ends[worker], model.push))
@@ -163,12 +173,12 @@ def _run_ranks(model: StepModel, queues: Queues, record: _Record, num_steps: int
     served = [queues.ask(worker, 0.0, model.pull) for worker in range(num)]
     seen, begin = [float(times[0]) for times, _ in served], np.array([back for _, back in served])
     sent: list[list[float]] = [[0.0] for _ in range(num)]
-    for _ in range(num_steps):
+    for computed in model.computed(num_steps):
         pulled, rows, order = list(seen), np.empty(num), np.argsort(begin)
         for worker in order:
             times, rows[worker] = queues.ask(worker, begin[worker], model.pull)
             seen[worker] = float(times[0])
-        ends = begin + model.compute
+        ends = begin + computed
         end = float(np.max(ends)) + model.reduce_seconds
         for worker in order:
             times, back = queues.ask(worker, max(end, sent[worker][-1]), model.push)
@@ -184,7 +194,8 @@ Asking = Generator[tuple[float, bool], tuple[Times, float], None]  # yields (tim
 
 def _run_apart(model: StepModel, queues: Queues, record: _Record, num_steps: int) -> None:
     """Run steps of workers that do not wait for each other."""
-    live = [_worker(model, queues, record, worker, num_steps) for worker in range(model.num_workers)]
+    computed = model.computed(num_steps)
+    live = [_worker(model, queues, record, worker, computed[:, worker]) for worker in range(model.num_workers)]
     waiting = [(*next(asking), worker) for worker, asking in enumerate(live)]
     heapq.heapify(waiting)
     while waiting:
@@ -196,13 +207,15 @@ def _run_apart(model: StepModel, queues: Queues, record: _Record, num_steps: int
             continue
 
 
-def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, num_steps: int) -> Asking:
+def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, computed: Times) -> Asking:
     """Yield the requests of one worker. Each `yield` returns when the servers have served it and when the reply
     arrives."""
-    compute = float(model.compute[worker])
-    served, rows = yield worker * compute / model.num_workers, False  # workers start at different times
+    served, rows = yield (
+        worker * float(model.compute[worker]) / model.num_workers,
+        False,
+    )  # workers start at different times
     seen, now, sent = float(served[0]), rows, [0.0]
-    for step in range(num_steps):
+    for step, compute in enumerate(computed.tolist()):
         begun, pulled = now, seen
         is_pulled = (step + 1) % model.steps_per_pull == 0
         if model.pulls_ahead and is_pulled:

@@ -42,9 +42,9 @@ class Profile:
 
 def forecast_throughput(job: Job, num_workers: int, num_servers: int, run_dir: Path, say: Callable[[str], None]) -> int:
     """Print the throughput of a job with `num_workers` workers and `num_servers` servers under the conditions of `job`.
-    `job` itself is small: it is simulated without stragglers to measure a step. Returns an exit status."""
+    `job` itself is small: it is simulated without stragglers and jitter to measure a step. Returns an exit status."""
     trace = Trace(len(job.servers))
-    measured = replace(job, conditions=replace(job.conditions, slow_share=0.0))
+    measured = replace(job, conditions=replace(job.conditions, slow_share=0.0, jitter=0.0))
     simulation = Simulation(measured, run_dir, say, trace=trace, max_steps=_PROFILE_STEPS)
     code = simulation.run()
     if code:
@@ -92,6 +92,8 @@ def step_model(profile: Profile, conditions: Conditions, num_workers: int, num_s
         pull=_round(profile.pull, num_servers, profile.fixed),
         push=_round(profile.push, num_servers, profile.fixed),
         compute=np.array(factors) * profile.compute,
+        jitter=conditions.jitter,
+        seed=conditions.seed,
         steps_per_pull=_period(profile.pull),
         steps_per_push=_period(profile.push),
         is_joint=profile.mode == "sync",

@@ -81,6 +81,7 @@ def stats(state: State, request: Request) -> Answer:
         "uptime": time.monotonic() - state.counters.started,
         "pid": own_place().pid,
         "release": __version__,
+        **({"quorum": state.meetings.quorum.stats()} if state.meetings.quorum.number else {}),
         **({} if state.served is None else {"served": state.served}),
         **({} if state.has_backup is None else {"has_backup": state.has_backup}),
     }

@@ -14,6 +14,7 @@ from torchfleet.ps.net.wire import MAX_BODY, pack, unpack
 from torchfleet.ps.server.arrays import check_worker, floats
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.rounds import MAX_BUCKETS, MAX_RATES, MAX_SAMPLES, ExchangeBody
+from torchfleet.ps.server.quorum_exchange import check_quorum, close_with_quorum, give_or_ask, missing_in_quorum
 from torchfleet.ps.server.state.state import State
 
 _SKIPPED = 2  # a new beginning skips this many numbers, which a lost worker may have used on other servers alone
@@ -33,9 +34,14 @@ def exchange(state: State, request: Request) -> Answer | None:
     body = unpack(arrays[0], ExchangeBody, MAX_BODY)
     _check(body, request)
     rounds = state.meetings.rounds
+    if not body.again:
+        floats(arrays[1])
+    if body.quorum:
+        answer = give_or_ask(state, body, request)
+        close_rounds(state)
+        return answer
     if body.again:
         return rounds.again(body)
-    floats(arrays[1])
     state.budgets.hold(request, waits=False)  # it is kept when it is answered, until the next round is made
     answer = rounds.arrive(body, request)
     if answer is not None:
@@ -82,12 +88,14 @@ def close_rounds(state: State) -> None:
     """Make the rounds that wait for no worker anymore, and begin anew if all that took part are gone."""
     for bucket in sorted(state.meetings.rounds.open):
         _make_if_complete(state, bucket)
+    close_with_quorum(state)
     _begin_if_complete(state)
 
 
 def forget_rounds(state: State, worker: int) -> None:
     """The worker's process was replaced: what it gave to open rounds does not count."""
     state.meetings.rounds.forget(worker)
+    state.meetings.quorum.forget(worker)
     state.meetings.entrance.forget(worker)
     close_rounds(state)
 
@@ -96,12 +104,19 @@ def missing_in_rounds(state: State) -> set[int]:
     """The workers that other workers wait for in rounds, or before the first one."""
     meetings = state.meetings
     found = {worker for b in meetings.rounds.open for worker in meetings.rounds.missing(b, meetings.members.absent)}
+    found |= missing_in_quorum(state)
     return found | (_missing_at_entrance(state) if meetings.entrance.waiting else set())
 
 
 def end_rounds(state: State) -> list[Request]:
     """Drop all open rounds. Returns the requests that wait in them and at the entrance."""
-    return [*state.meetings.rounds.end_all(), *state.meetings.entrance.end_all()]
+    meetings = state.meetings
+    return [*meetings.rounds.end_all(), *meetings.quorum.end_all(), *meetings.entrance.end_all()]
+
+
+def waiting_in_rounds(state: State) -> list[Request]:
+    """The requests that wait for a round to be made."""
+    return [*state.meetings.rounds.waiting(), *state.meetings.quorum.requests()]
 
 
 def _make_if_complete(state: State, bucket: int) -> None:
@@ -146,7 +161,8 @@ def _missing_at_entrance(state: State) -> set[int]:
     if entrance.members - members.absent:  # others are at work, and let them in
         return set()
     expected = members.expected(state.num_workers)
-    if members.on_loss == LOSS_END or (not state.meetings.rounds.newest and not members.is_elastic):
+    is_together = members.on_loss == LOSS_END and not state.meetings.quorum.is_on
+    if is_together or (not state.meetings.rounds.newest and not members.is_elastic):
         return expected - set(entrance.waiting)
     if not state.meetings.rounds.newest:
         lacks = len(entrance.waiting) < min(members.min_workers, len(expected))
@@ -158,6 +174,7 @@ def _missing_at_entrance(state: State) -> set[int]:
 
 def _check(body: ExchangeBody, request: Request) -> None:
     """Raise WireError if a number is out of its range, or the arrays do not fit."""
+    check_quorum(body)
     is_known = body.round >= 1 and 0 <= body.bucket < MAX_BUCKETS
     are_numbers = all(math.isfinite(rate) for rate in body.rates) and len(body.rates) <= MAX_RATES
     samples = 0.0 if body.samples is None else body.samples

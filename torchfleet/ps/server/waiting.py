@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchfleet.base.errors import FleetError, WorkerMissing
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.server.exchange import close_rounds, end_rounds, missing_in_rounds
+from torchfleet.ps.server.exchange import close_rounds, end_rounds, missing_in_rounds, waiting_in_rounds
 from torchfleet.ps.server.kept_pushes import apply_waiting
 from torchfleet.ps.server.meeting.barrier import NOBODY
 from torchfleet.ps.server.state.state import State
@@ -82,7 +82,7 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
 
 
 def _expired_rounds(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
-    waiting = [*state.meetings.rounds.waiting(), *state.meetings.entrance.waiting.values()]
+    waiting = [*waiting_in_rounds(state), *state.meetings.entrance.waiting.values()]
     if not waiting:
         return []
     missing = missing_in_rounds(state)
@@ -157,7 +157,7 @@ def _places(state: State) -> dict[int, str]:
         places[worker] = f"barrier '{name}'"
     for name, worker in state.meetings.gatherings.waiting():
         places[worker] = f"gather '{name}'"
-    for request in state.meetings.rounds.waiting():
+    for request in waiting_in_rounds(state):
         places[request.message.worker] = _ROUND
     for worker in state.meetings.entrance.waiting:
         places[worker] = _ENTRANCE

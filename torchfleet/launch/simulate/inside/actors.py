@@ -40,6 +40,7 @@ class Schedule:
         """`scale`: virtual seconds per processor second; 0: computing takes only the time that `spend` adds."""
         self.index, self.latency = index, latency
         self._line, self._scale = line, scale
+        self.pace = 1.0  # the factor by which computing takes longer now; set it between `pause` and `go_on`
         self.current = self.main = Actor("main", 0, 0.0)
         self._actors = [self.main]
         self._num_actors = 1
@@ -52,12 +53,12 @@ class Schedule:
     def now(self) -> float:
         """Return the time of the running actor."""
         me = self.current
-        return me.time + (_processor_time() - me.resumed) * self._scale
+        return me.time + (_processor_time() - me.resumed) * self._scale * self.pace
 
     def pause(self) -> None:
         """Stop the clock: the simulator's own work, which follows, takes no virtual time."""
         me = self.current
-        seconds = (_processor_time() - me.resumed) * self._scale
+        seconds = (_processor_time() - me.resumed) * self._scale * self.pace
         me.time += seconds
         self.busy += seconds
 

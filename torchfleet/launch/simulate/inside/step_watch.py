@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,11 @@ def decode_body(frame: memoryview) -> dict[str, Any]:
 
 
 class StepWatch:
-    """Watches the steps of this process's worker. If `step_seconds` is given, a step takes that time."""
+    """Watches the steps of this process's worker. If `step_seconds` is given, a step takes that time. `factors`: by
+    which each step takes longer."""
 
-    def __init__(self, schedule: Schedule, step_seconds: float) -> None:
-        self._schedule, self._step_seconds = schedule, step_seconds
+    def __init__(self, schedule: Schedule, step_seconds: float, factors: Iterator[float]) -> None:
+        self._schedule, self._step_seconds, self._factors = schedule, step_seconds, factors
         self._is_broken = True  # the time before the first step is not a step
         self._settings: dict[str, Any] = {}
         self._may_pull_ahead = False
@@ -69,7 +70,7 @@ class StepWatch:
         """Called when the gradients of a step are ready."""
         if self._step_seconds:
             self._schedule.pause()
-            self._schedule.spend(self._step_seconds)
+            self._schedule.spend(self._step_seconds * self._schedule.pace)
             self._schedule.go_on()
 
     def look_at_pull(self, communicator: Communicator, keys: Any, create: bool, *more: Any, **named: Any) -> None:
@@ -91,6 +92,7 @@ class StepWatch:
         record = StepRecord(now, self._is_broken, role.engine.num_samples, pull, push, self._reduce_seconds)
         self._is_broken = False
         self._schedule.post((STEPS, STEP), 0, [record.encode()], hops=NEVER)
+        self._schedule.pace = next(self._factors)  # until the end of the next step
         self._schedule.go_on()
 
     def tell_settings(self, role: WorkerRole, result: Any) -> None:

@@ -73,6 +73,7 @@ class StateBody(msgspec.Struct):
     agreement: Agreement | None = None
     rounds: dict[str, Any] | None = None
     entrance: dict[str, Any] | None = None
+    quorum: dict[str, Any] | None = None
 
 
 def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
@@ -131,6 +132,7 @@ def _body(server: Server) -> StateBody:
         state.meetings.agreement,
         state.meetings.rounds.export(),
         state.meetings.entrance.export(),
+        state.meetings.quorum.export(),
     )
 
 
@@ -211,6 +213,8 @@ class StateImport:
         if body.rounds is not None and body.entrance is not None:
             state.meetings.rounds.restore(body.rounds)
             state.meetings.entrance.restore(body.entrance)
+        if body.quorum is not None:
+            state.meetings.quorum.restore(body.quorum)
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:

@@ -51,14 +51,15 @@ class Entrance:
         if number > self.left_after and not self.members:
             self.left, self.left_after, self._hold = copy, number, hold
 
-    def admit(self, made: Collection[int], ended: Collection[int]) -> list[int]:
-        """A round was made by the workers `made`, of which `ended` leave. Returns the workers that enter now.
+    def admit(self, made: Collection[int], ended: Collection[int], behind: Collection[int] = ()) -> list[int]:
+        """A round was made by the workers `made`, of which `ended` leave; `behind` will get its mean. Returns the
+        workers that enter now.
 
         None enters if all leave: nobody could send the network.
         """
         staying = set(made) - set(ended)
         entering = sorted(self.waiting) if staying else []
-        self.holders, self.members = set(made), staying | set(entering)
+        self.holders, self.members = set(made), {*staying, *behind, *entering}
         self.left, self._hold = [], None  # an older network
         return entering
 

@@ -11,6 +11,7 @@ from torchfleet.ps.server.meeting.gathering import Gatherings
 from torchfleet.ps.server.meeting.mail import Mail
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import Presence
+from torchfleet.ps.server.meeting.quorum import Quorum
 from torchfleet.ps.server.meeting.rounds import Rounds
 from torchfleet.ps.server.state.claims import Agreement
 
@@ -26,6 +27,7 @@ class Meetings:
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
     rounds: Rounds = field(default_factory=Rounds)  # of hybrid mode, if the network is exchanged through the servers
+    quorum: Quorum = field(default_factory=Quorum)  # the same rounds, where not all workers are waited for
     entrance: Entrance = field(default_factory=Entrance)  # of server 0: which workers take part in rounds
     place: tuple[int, int] | None = None  # this server's number, and the number of servers; None: unknown
     agreement: Agreement | None = None  # the settings of the job that the present workers agree on

@@ -38,6 +38,11 @@ class ExchangeBody(msgspec.Struct, forbid_unknown_fields=True):
     is_last: bool = False  # the sender has no batch after this one
     rates: list[float] = []  # the sender's learning rates of the network
     again: bool = False  # asks for the mean of some parts of a round that is made; brings no gradients
+    quorum: int = 0  # a round is made when this many workers have given theirs (quorum.py); 0: all
+    max_age: int = 0  # with a quorum: rounds by which gradients may be late
+    decides: bool = False  # with a quorum: this part stands for all that the sender gives in this round
+    parts: list[tuple[int, int]] = []  # with a quorum and `again`: worker and round of the gradients asked for
+    processes: dict[int, int] = {}  # by worker of `parts`: the incarnation of the process that gave them
 
 
 @dataclass
