@@ -109,7 +109,7 @@ def main() -> None:
     if options.rank:
         print("RESULT " + json.dumps(rank(options.rank)), flush=True)
         return
-    sizes, lengths = ([1, 2], [256, 512]) if options.quick else ([1, 2, 4], [2048, 4096, 8192, 16384])
+    sizes, lengths = ([1, 2], [256, 512]) if options.quick else ([1, 2, 4], [1024, 2048, 4096, 8192])
     found: dict[int, dict[int, float]] = {size: {} for size in sizes}
     for size in sizes:
         for length in lengths:
