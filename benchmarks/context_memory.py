@@ -61,7 +61,7 @@ def rank(length: int) -> dict[str, Any]:
     model = fleet.distributed_model(Transformer())
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     found: dict[str, Any] = {}
-    for size in (64, length):  # a short sequence first: what is made once is not counted
+    for size in (64, 64, length):  # short sequences first: what is made once, as buckets are, is not counted
         before = _peak_mib()
         ids = torch.randint(WORDS, (1, size))
         loss = model(ids, ids.roll(-1, 1))
@@ -109,7 +109,7 @@ def main() -> None:
     if options.rank:
         print("RESULT " + json.dumps(rank(options.rank)), flush=True)
         return
-    sizes, lengths = ([1, 2], [256, 512]) if options.quick else ([1, 2, 4], [1024, 2048, 4096, 8192])
+    sizes, lengths = ([1, 2], [256, 512]) if options.quick else ([1, 2, 4], [1024, 2048, 4096])
     found: dict[int, dict[int, float]] = {size: {} for size in sizes}
     for size in sizes:
         for length in lengths:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from torchfleet.collective.sequence.parts import by_ranks, gathered, in_order, own_sum
+from torchfleet.collective.sequence.parts import add_to_parts, gathered, in_order, own_sum
 from torchfleet.collective.world import Axis
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -86,10 +86,10 @@ class GatheredAttention(torch.autograd.Function):
         is_causal, scale, axis = ctx.options
         keys, values = _whole(key, value, axis)
         of_queries = torch.zeros_like(query, dtype=torch.float32)
-        of_keys, of_values = (torch.zeros_like(each, dtype=torch.float32) for each in (keys, values))
+        parts = key.new_zeros((axis.size, 2, *key.shape), dtype=torch.float32)  # of keys and values, by ranks
         for piece in _pieces(query.shape[_TOKENS], axis, is_causal):
             own, others = slice(piece.start, piece.stop), slice(piece.first, piece.last)
-            found = _attend_backward(
+            found: Any = _attend_backward(
                 gradients[0][:, :, own],
                 query[:, :, own],
                 keys[:, :, others],
@@ -101,9 +101,11 @@ class GatheredAttention(torch.autograd.Function):
                 scale=scale,
             )
             of_queries[:, :, own] += found[0]
-            of_keys[:, :, others] += found[1]
-            of_values[:, :, others] += found[2]
-        return (of_queries.to(query.dtype), *_own_sums(of_keys, of_values, key, axis), None, None, None)
+            for which in (0, 1):
+                add_to_parts(parts[:, which], found[1 + which], piece.first, _TOKENS)
+        del keys, values, found
+        own_keys, own_values = own_sum(parts, axis).to(key.dtype)
+        return of_queries.to(query.dtype), own_keys, own_values, None, None, None
 
 
 def _whole(key: torch.Tensor, value: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,11 +119,3 @@ def _join(output: torch.Tensor, sums: torch.Tensor, found: torch.Tensor, logs: t
     total = torch.logaddexp(sums, logs)
     output.mul_((sums - total).exp().unsqueeze(-1)).add_(found * (logs - total).exp().unsqueeze(-1))
     sums.copy_(total)
-
-
-def _own_sums(
-    of_keys: torch.Tensor, of_values: torch.Tensor, key: torch.Tensor, axis: Axis
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums over ranks of the gradients of this rank's keys and values."""
-    own = own_sum(by_ranks(torch.stack([of_keys, of_values]), axis, 1 + _TOKENS), axis)
-    return own[0].to(key.dtype), own[1].to(key.dtype)

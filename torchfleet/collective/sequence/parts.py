@@ -35,10 +35,15 @@ def in_order(of_ranks: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([*(half[0] for half in halves), *(half[1] for half in reversed(halves))], dim)
 
 
-def by_ranks(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The inverse of `in_order`: the parts of all ranks along a new first dimension."""
-    chunks = whole.chunk(2 * axis.size, dim)
-    return torch.stack([torch.cat([chunks[r], chunks[-1 - r]], dim) for r in range(axis.size)])
+def add_to_parts(of_ranks: torch.Tensor, tensor: torch.Tensor, first: int, dim: int) -> None:
+    """Add `tensor`, whole chunks of the sequence from token `first` on, to the parts of the ranks that have them.
+
+    `of_ranks` has parts along its first dimension; `dim`: of the tokens, in a part.
+    """
+    size, chunk = of_ranks.shape[0], of_ranks.shape[1 + dim] // 2
+    for index, piece in enumerate(tensor.split(chunk, dim), first // chunk):  # type: ignore[no-untyped-call]
+        rank, half = (index, 0) if index < size else (2 * size - 1 - index, 1)
+        of_ranks[rank].narrow(dim, half * chunk, chunk).add_(piece)
 
 
 def own_sum(of_ranks: torch.Tensor, axis: Axis) -> torch.Tensor:
