@@ -144,10 +144,10 @@ def attend_both() -> dict[str, Any]:
         query, key, value, gradient = (torch.randn(2, 3, 8 * size, 4, generator=drawn) for _ in range(4))
         whole = [tensor.requires_grad_() for tensor in (query, key, value)]
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-        expected.backward(gradient)
+        expected.backward(gradient)  # type: ignore[no-untyped-call]
         own = [part(tensor.detach(), axis, 2).requires_grad_() for tensor in whole]
         output = attention(own[0], own[1], own[2], is_causal, None)
-        output.backward(part(gradient, axis, 2))
+        output.backward(part(gradient, axis, 2))  # type: ignore[no-untyped-call]
         found[f"output {is_causal}"] = output.detach() - part(expected.detach(), axis, 2)
         for name, cut, tensor in zip("qkv", own, whole, strict=True):
             found[f"{name} {is_causal}"] = cut.grad - part(tensor.grad, axis, 2)  # type: ignore[arg-type,operator]

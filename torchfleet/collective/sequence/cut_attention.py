@@ -24,7 +24,7 @@ class CutAttention(TorchFunctionMode):
 
     def __init__(self, attention: Attention, length: int) -> None:
         """`length`: tokens of a sequence on this rank."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._attention, self._length, self.num_calls = attention, length, 0
 
     def __torch_function__(
@@ -49,7 +49,7 @@ class CutAttention(TorchFunctionMode):
                 "context_parallel: torch.nn.MultiheadAttention is called with need_weights=True, which computes the "
                 "weights of all pairs of tokens. Call it with need_weights=False."
             )
-        F.scaled_dot_product_attention = self._attend  # type: ignore[assignment]
+        F.scaled_dot_product_attention = self._attend
         try:
             return F.multi_head_attention_forward(*args, **kwargs)
         finally:

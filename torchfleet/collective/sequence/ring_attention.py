@@ -46,8 +46,9 @@ class RingAttention:
                 "does not take. Leave context_parallel out."
             )
         self._is_causal = self._torch._cp_options.enable_load_balance = is_causal
-        cut = [DTensor.from_local(each, self._mesh, [Shard(_TOKENS)]) for each in (query, key, value)]
-        output: Any = torch.nn.functional.scaled_dot_product_attention(*cut, is_causal=is_causal, scale=scale)
+        cut: list[Any] = [DTensor.from_local(each, self._mesh, [Shard(_TOKENS)]) for each in (query, key, value)]
+        attend: Any = torch.nn.functional.scaled_dot_product_attention
+        output = attend(*cut, is_causal=is_causal, scale=scale)
         own: torch.Tensor = output.to_local()
         return own
 
