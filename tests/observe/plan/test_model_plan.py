@@ -79,7 +79,8 @@ def test_one_rank_exchanges_and_gathers_nothing() -> None:
 
 def test_the_command_prints_every_strategy(makers: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", f"{makers}:small", "--ranks", "4", "--tflops", "100"]) == 0
-    assert [name for name in STAGES if name not in capsys.readouterr().out] == []
+    printed = capsys.readouterr().out
+    assert [name for name in STAGES if name not in printed] == []
     assert main(["plan", "--model", f"{makers}:small", "--ranks", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"]["sharding, stage 1"]["state_bytes"] == 848 * 2 + 848 * 2 / 4
 
