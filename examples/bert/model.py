@@ -48,9 +48,10 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return self.dropout(self.norm(self.word(input_ids) + self.position(positions)))
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return self.dropout(self.norm(self.word(input_ids) + self.position(position_ids)))
 
 
 class Mixing(nn.Module):
@@ -144,14 +145,19 @@ class Bert(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, labels: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> Output:
         """The loss, if there are labels, otherwise the scores: (batch, positions, vocabulary).
 
         `positions` (batch, number): where words are to be told; everywhere unless given. `labels` are the words there,
-        or IGNORED.
+        or IGNORED. `position_ids`: where in their sequences the words of `input_ids` are, if context_parallel has cut
+        them.
         """
-        x = self.encoder(self.embeddings(input_ids))
+        x = self.encoder(self.embeddings(input_ids, position_ids))
         if positions is not None:
             x = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
         if labels is None:

@@ -12,6 +12,7 @@ from support import jobs
 from support.extras import needing
 from support.messages import naming
 from support.paths import ROOT
+from support.planned_models import same
 from support.scripts.launching import forked_fleetrun
 
 import torchfleet as fleet
@@ -95,6 +96,8 @@ def test_merged_gradients_are_clipped_once_and_survive_the_trainers_zero_grad(wo
         ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps=4 gradient_merge=True 'k_steps': 4"),
         ({"bf16": True}, {"amp": True}, "bf16=True amp=True bfloat16"),
         ({"gradient_checkpointing": True}, {"recompute": True}, "gradient_checkpointing=True recompute=True"),
+        ({}, {"pipeline": True}, "pipeline=True docs/collective/pipeline.md"),
+        ({"eval_strategy": "epoch"}, {"context_parallel": True}, "context_parallel=True eval_strategy"),
         ({"max_grad_norm": 0.7}, {"dgc": True}, "max_grad_norm=0.7 dgc=True 'local_grad_clip_norm': 0.7"),
     ],
 )
@@ -125,6 +128,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(work: Any, tmp_path: Path) -
 @pytest.mark.usefixtures("transformers_imported")
 def test_two_ranks_train_to_the_result_of_one_process_under_every_strategy(work: Any, tmp_path: Path) -> None:
     out = tmp_path / "found.pt"
+    work.job.make_model().save_pretrained(tmp_path / "first")
     with forked_fleetrun(tmp_path / "log", "--nproc_per_node", "2", str(SCRIPT), str(out)) as started:
         assert started.wait(PATIENCE) == 0, started.output
     found = torch.load(out, weights_only=True)
@@ -137,4 +141,5 @@ def test_two_ranks_train_to_the_result_of_one_process_under_every_strategy(work:
     for name in work.STRATEGIES:
         atol = 2e-2 if name == "amp" else 1e-5  # bfloat16
         torch.testing.assert_close(found[name]["answers"], oracles.get(name, expected), rtol=0, atol=atol, msg=name)
+    same(found["texts"], work.train_texts(tmp_path / "texts"), "context_parallel", 1e-5)
     assert found["none"]["losses"] == pytest.approx([line["loss"] for line in logged], abs=1e-5)

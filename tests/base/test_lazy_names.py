@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -53,3 +54,21 @@ fleet.nn.SparseEmbedding, fleet.data.from_arrow
 assert "torchfleet.collective.layers.tensor_parallel" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_a_collective_job_loads_nothing_of_servers() -> None:
+    """numba, ZeroMQ and the tables are 70 MiB of a rank."""
+    code = """
+import sys, torch, torchfleet as fleet
+fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(sharding=True))
+model = fleet.distributed_model(torch.nn.Linear(2, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for x in fleet.prefetch([torch.ones(1, 2)]):
+    model(x).sum().backward()
+    optimizer.step()
+    fleet.report(loss=1.0)
+fleet.stop_worker()
+assert not {"numba", "zmq", "torchfleet.ps.tables", "torchfleet.ps.server"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env={**os.environ, "FLEET_DEVICE": "cpu"})

@@ -25,7 +25,7 @@ from torchfleet.collective.build import ORDER, check
 pytestmark = pytest.mark.xdist_group("traced")
 prepare_ranks = export_once
 
-ROWS, WORDS, LENGTH, STEPS, LR = 4, 23, 6, 2, 0.05
+ROWS, WORDS, LENGTH, STEPS, LR = 4, 23, 8, 2, 0.05
 MOST = 30  # pairs of one start of the ranks
 RECOMPUTED = {"bert": "encoder.layer.*", "resnet": "stage1"}
 SECOND = {"bert": "encoder.layer.1", "resnet": "stage2"}
@@ -33,6 +33,7 @@ SECOND = {"bert": "encoder.layer.1", "resnet": "stage2"}
 FIELDS: dict[str, dict[str, Any]] = {
     "sync_batch_norm": {},
     "tensor_parallel": {"tensor_parallel_configs": {"tensor_parallel_degree": 2}},
+    "context_parallel": {},
     "recompute": {},
     "build_strategy": {"build_strategy": {"fuse_all_optimizer_ops": True}},
     "amp": {"amp_configs": {"dtype": "bfloat16"}},
@@ -50,8 +51,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 TURNS = 5  # of which two are trained in `make test`
 # What computes the same numbers, for a model without batch norms.
-SAME = ("tensor_parallel", "recompute", "build_strategy", "pipeline", "use_hierarchical_allreduce", "nccl_comm_num",
-        "sharding 1", "sharding 2", "sharding 3")  # fmt: skip
+SAME = ("tensor_parallel", "context_parallel", "recompute", "build_strategy", "pipeline", "use_hierarchical_allreduce",
+        "nccl_comm_num", "sharding 1", "sharding 2", "sharding 3")  # fmt: skip
 
 
 def fields_of(pair: tuple[str, ...], kind: str) -> dict[str, Any]:
@@ -72,12 +73,16 @@ def pairs_of(kind: str, every: bool) -> list[tuple[str, str]]:
     `every`: all of them. Else they go by TURNS to one network, to the other, and to nobody; a pair of the third turn
     that only one network can train is trained, too.
     """
-    lacks = {"resnet": "tensor_parallel", "bert": "sync_batch_norm"}
+    lacks = {"resnet": ("tensor_parallel", "context_parallel"), "bert": ("sync_batch_norm",)}
     found: list[tuple[str, str]] = []
     for number, pair in enumerate(combinations(FIELDS, 2)):
-        turns = {(kind == "resnet"), 2} if any(name in pair for name in lacks.values()) else {(kind == "resnet")}
+        turns = (
+            {(kind == "resnet"), 2}
+            if any(name in pair for names in lacks.values() for name in names)
+            else {(kind == "resnet")}
+        )
         is_due = every or number % TURNS in turns
-        if not is_due or lacks[kind] in pair or pair[0].split()[0] == pair[1].split()[0]:
+        if not is_due or set(lacks[kind]) & set(pair) or pair[0].split()[0] == pair[1].split()[0]:
             continue
         if pair[0] == "build_strategy" and pair[1] in ("dgc", "lars", "lamb"):
             continue  # which have no kernels to fuse, and say so

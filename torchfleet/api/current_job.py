@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchfleet import __version__
 from torchfleet.api.callbacks.callback import Callbacks
+from torchfleet.api.job.not_begun import NO_WORKER
 from torchfleet.api.job.protocol import Job
-from torchfleet.api.job.ps_job import NO_WORKER, ParameterServerJob
-from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError
+
+if TYPE_CHECKING:  # collective jobs load nothing of servers
+    from torchfleet.api.job.ps_job import ParameterServerJob
+    from torchfleet.api.job.worker_role import WorkerRole
 
 NO_JOB = "call fleet.init() first"
 STOPPED = (
@@ -41,9 +44,9 @@ def any_job(missing: str = NO_JOB) -> Job:
 
 def get_job(missing: str = NO_JOB) -> ParameterServerJob:
     job = any_job(missing)
-    if not isinstance(job, ParameterServerJob):
+    if job.info.is_collective:
         raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
-    return job
+    return cast("ParameterServerJob", job)
 
 
 def get_worker() -> WorkerRole:

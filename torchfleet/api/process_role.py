@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchfleet.api.current_job import any_job, current, get_worker
-from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.api.job.not_begun import NO_WORKER
 from torchfleet.base.own_device import device_of
 from torchfleet.base.role.role_info import HETER_WORKER, SERVER, WORKER
-from torchfleet.ps.worker.peers import Workers
+
+if TYPE_CHECKING:
+    from torchfleet.ps.worker.peers import Workers
 
 
 def is_collective() -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from torchfleet.api.current_job import any_job, current, get_job
-from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.api.job.not_begun import NO_WORKER
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.stop_request import end_with_save
 from torchfleet.base.paddle_names import SAVING, SAVING_INFERENCE, with_paddle_arguments

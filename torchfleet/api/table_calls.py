@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.api.current_job import get_job, get_worker
-from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.api.job.not_begun import NO_WORKER
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.worker.modes.whole_tables import WholeTables
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from torchfleet.api.current_job import any_job, current, get_worker
 from torchfleet.api.job.arguments import check_loader, metric
-from torchfleet.api.job.ps_job import NO_WORKER
-from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.api.job.not_begun import NO_WORKER
 from torchfleet.api.process_role import data_shard
-from torchfleet.api.training import Report, Result, as_step, infer, train
 from torchfleet.base.errors import FleetError
 from torchfleet.base.fetch import FetchHandler
 from torchfleet.base.paddle_names import DATASET_PASS, with_paddle_arguments
-from torchfleet.data.dataset import Dataset, file_shard
-from torchfleet.data.features import text_of
-from torchfleet.data.slots import Batch
-from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:  # collective jobs, which report too, load nothing of servers and their data
+    from torchfleet.api.job.worker_role import WorkerRole
+    from torchfleet.api.training import Result
+    from torchfleet.data.dataset import Dataset
+    from torchfleet.data.slots import Batch
+    from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 
 Item = TypeVar("Item")
 
 
 def split_files(files: Sequence[str]) -> list[str]:
     """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    from torchfleet.data.dataset import file_shard
+
     return file_shard(files, *data_shard())
 
 
@@ -75,6 +78,10 @@ def train_from_dataset(
     each name. `fetch_handler` gets values from a thread of its own:
     FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
     """
+    from torchfleet.api.training import Report, as_step, train
+    from torchfleet.data.features import text_of
+    from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+
     worker = get_worker()
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
@@ -111,6 +118,8 @@ def infer_from_dataset(
     `model`, `loss_fn`, `thread`, `fetch_list`, `print_period`, `fetch_handler` and `fetch_info` are as in
     train_from_dataset. The Result also has `mean`: the mean of every number over all samples.
     """
+    from torchfleet.api.training import Report, as_step, infer
+
     worker = get_worker()
     report = Report("infer", fetch_list, print_period, fetch_handler, fetch_info)
     worker.communicator.flush()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import can_return_loss, find_labels
@@ -22,7 +23,7 @@ from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.whole_state import whole_state
 
 _FOLDER = "fleet"  # within a checkpoint: the output of fleet.save
-_OWN_LOOPS = ("pipeline", "tensor_parallel")  # their ranks train on the same samples, or call the model differently
+_SHARING = ("tensor_parallel", "context_parallel")  # their ranks train on the same samples
 
 
 class FleetTrainerMixin:
@@ -85,6 +86,16 @@ class FleetTrainerMixin:
         return self._stepped
 
     # Training
+
+    def get_train_dataloader(self) -> Any:
+        """The Trainer's loader; ranks that share layers or sequences read the same samples."""
+        return _shared(super().get_train_dataloader())  # type: ignore[misc]
+
+    def evaluation_loop(self, *more: Any, **options: Any) -> Any:
+        shared = _sharing([strategy.field for strategy in self.model.strategies])
+        if shared:
+            raise StrategyError(_no_evaluation(shared))
+        return super().evaluation_loop(*more, **options)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -162,7 +173,7 @@ class FleetTrainerMixin:
 class FleetTrainer(FleetTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers.Trainer as a rank of a collective job: alone, or under `fleetrun --nproc_per_node N`.
 
-    `strategy`: a DistributedStrategy: amp, recompute, gradient_merge, sharding, localsgd, lamb, lars, dgc and others.
+    `strategy`: a DistributedStrategy: amp, recompute, gradient_merge, sharding, tensor_parallel, localsgd and others.
     All other arguments are the Trainer's. It calls fleet.init unless it was called, and distributes the model and the
     optimizer, its own or the one in `optimizers`. A feature that both sides offer may be enabled on one side only: an
     error says which to use. With gradient_merge, a step of the Trainer is one batch, and every k-th step updates the
@@ -236,12 +247,41 @@ def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
                 f"TrainingArguments({name}=...) and FleetTrainer: leave {name} out, and give "
                 "strategy=DistributedStrategy(sharding=True, sharding_configs={'stage': 2})"
             )
-    for name in _OWN_LOOPS:
-        if name in strategies:
-            raise StrategyError(
-                f"DistributedStrategy({name}=True): the Trainer gives every rank samples of its own, and such ranks "
-                f"share them. Write the loop yourself (docs/collective/{name}.md)."
-            )
+    if "pipeline" in strategies:
+        raise StrategyError(
+            "DistributedStrategy(pipeline=True): the Trainer needs the outputs of the model on every rank, and "
+            "those of a pipeline are on the last one. Write the loop yourself (docs/collective/pipeline.md)."
+        )
+    shared = _sharing(strategies)
+    if shared and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
+        raise StrategyError(_no_evaluation(shared))
+
+
+def _sharing(strategies: Collection[str]) -> str:
+    """The strategy by which ranks train on the same samples; "" if there is none."""
+    return next((name for name in _SHARING if name in strategies), "")
+
+
+def _no_evaluation(name: str) -> str:
+    return (
+        f"FleetTrainer does not evaluate under DistributedStrategy({name}=True): the Trainer would count the outputs "
+        "of ranks that share samples several times. Leave eval_strategy out, and evaluate the saved model."
+    )
+
+
+def _shared(loader: Any) -> Any:
+    """A loader of accelerate, which cuts batches over all ranks, with batches cut over those that have others."""
+    index, number = fleet.data_shard()
+    if number == fleet.worker_num():
+        return loader
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, BatchSamplerShard):
+        raise StrategyError(
+            f"FleetTrainer: ranks that share samples need a dataset with a length, found a loader with "
+            f"{type(sampler).__name__}. Write the loop yourself (docs/collective/tensor_parallel.md)."
+        )
+    sampler.process_index, sampler.num_processes = index, number
+    return loader
 
 
 def _dtype(name: str) -> str:

@@ -26,6 +26,7 @@ _HERE = "torchfleet.collective"
 ORDER: Mapping[str, Listed] = {
     "sync_batch_norm": Listed(f"{_HERE}.strategies.batch_norm.SyncBatchNorm"),
     "tensor_parallel": Listed(f"{_HERE}.layers.parallel_strategy.TensorParallel"),
+    "context_parallel": Listed(f"{_HERE}.sequence.context_parallel.ContextParallel"),
     "recompute": Listed(f"{_HERE}.strategies.recomputation.recompute.Recompute"),
     "build_strategy": Listed(
         f"{_HERE}.strategies.fusion.Fusion", is_on=lambda settings: not settings.is_default("build_strategy")
@@ -71,6 +72,9 @@ INCOMPATIBLE: Mapping[tuple[str, str], str] = {
     **{(field, other): _LOCAL for field in ("localsgd", "adaptive_localsgd")
        for other in ("dgc", "sharding", "pipeline", "tensor_parallel", "fp16_allreduce", "use_hierarchical_allreduce",
                      "nccl_comm_num")},
+    **{(field, "context_parallel"): "with it the ranks train alone, and ranks with parts of a sequence cannot"
+       for field in ("localsgd", "adaptive_localsgd")},
+    ("pipeline", "context_parallel"): "a pipeline traces the model for whole sequences",
     ("localsgd", "adaptive_localsgd"): "one has a fixed interval, the other finds its own",
     ("lars", "lamb"): _RULE,
     ("lars", "localsgd"): _SGD,

@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from torchfleet.base.errors import ModelError
 from torchfleet.collective.world import Gathering, World
-from torchfleet.ps.worker.lookup.conversion import convert
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
-from torchfleet.ps.worker.lookup.embedding_choice import choose
 
 if TYPE_CHECKING:  # most collective jobs have no tables, and need no kernels of theirs
     from torchfleet.ps.gpu.table_saves import TableSaves
     from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, LookupTable
+    from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
     from torchfleet.ps.worker.lookup.plan import Plan
     from torchfleet.ps.worker.model_saving import Kind
 
@@ -37,9 +35,12 @@ def on_devices(model: torch.nn.Module, sparse: str | int | None, world: World) -
             f"fleet.distributed_model(sparse={sparse!r}): a collective job has no servers. sparse='cuda' puts the "
             "large embeddings into tables in GPU memory."
         )
-    declared = [module for module in model.modules() if isinstance(module, SparseEmbedding)]
-    if sparse is None and not any(module.table_device for module in declared):
+    if sparse is None and not any(getattr(module, "table_device", None) for module in model.modules()):
         return None
+    from torchfleet.ps.worker.lookup.conversion import convert
+    from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+    from torchfleet.ps.worker.lookup.embedding_choice import choose
+
     choice = choose(model, None if sparse is None else "auto")
     if sparse is None:
         choice.chosen.clear()  # torch's own embeddings are trained by all ranks, as without tables

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.collective.checkpoint.pieces import piece_of
 from torchfleet.collective.tensors.local_tensors import local
+from torchfleet.collective.tensors.shard_offsets import offset_of
 
 Slot = tuple[dict[str, Any], str]  # a module's parameters or buffers, and a name among them
 
@@ -123,8 +123,7 @@ class Filling:
             whole.data = whole.data.to(home, bare.dtype)
             vars(whole).update(vars(bare))
             return whole  # if it was given: the user's own object
-        piece = piece_of(bare)
-        box = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
+        box = tuple(slice(at, at + size) for at, size in zip(offset_of(bare), local(bare).shape, strict=True))
         values = self._parts.pop(bare)
         local(values).copy_(whole.detach()[box])
         return torch.nn.Parameter(values, bare.requires_grad) if is_parameter else values

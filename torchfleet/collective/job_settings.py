@@ -51,7 +51,7 @@ class JobSettings:
     def _check_late(self, settings: DistributedStrategy, world: World, user: str) -> None:
         """Check a strategy that is given after the ranks have met under the defaults."""
         reason = self._reason_not_to_change()
-        if degrees(settings, world.size) != world.degrees:
+        if degrees(settings, world.size) != world.degrees or settings.context_parallel:
             reason = "it lays the ranks out in another way"
         elif settings.sync_timeout != self.settings.sync_timeout:
             reason = f"sync_timeout={settings.sync_timeout} counts from then on"

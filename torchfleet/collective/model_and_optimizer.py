@@ -20,7 +20,11 @@ from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 
-_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # key of configs → its axis
+_AXES = {
+    "tensor_parallel_degree": "model",
+    "sharding_degree": "sharding",
+    "context_parallel_degree": "context",
+}  # key of configs → its axis
 _AS_OFTEN = ("amp", "sync_batch_norm")  # converting twice has no effect
 
 
@@ -176,14 +180,13 @@ class ModelAndOptimizer(JobSettings):
     def describe(self) -> str:
         """One line per strategy that is on, in the order they act."""
         world = self.world
-        axes = ", ".join(f"{axis} {size}" for axis, size in world.degrees.items() if size > 1)
+        sizes = {**world.degrees, "context": world.context_degree}
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         lines = [f"{self._kind} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type})"]
         if axes:
             lines[0] += f": {axes}"
         for strategy in self.strategies:
-            shown = {
-                key: world.degrees[_AXES[key]] if key in _AXES else value for key, value in strategy.configs.items()
-            }
+            shown = {key: sizes[_AXES[key]] if key in _AXES else value for key, value in strategy.configs.items()}
             keys = ", ".join(f"{key} {_short(value)}" for key, value in shown.items() if value != {})
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
         if self.device_rows is not None:

@@ -90,6 +90,8 @@ class World:
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
         self._replicas: Axis | None = None
+        self._context: Axis | None = None
+        self.context_degree = degree_of_context(strategy, self.degrees)
         begun.place = Place(self.axis("model").rank, self.device) if self.degrees["model"] > 1 else None
 
     def _join(self, info: RoleInfo, timeout: float) -> None:
@@ -157,23 +159,48 @@ class World:
         """
         if self._replicas is None:
             data, sharding = self.axis("data"), self.axis("sharding")
-            index, number = self.data_shard
+            index, number = self._replica
             if 1 in (data.size, sharding.size):
                 self._replicas = data if sharding.size == 1 else sharding
             elif number == self.size:
                 self._replicas = Axis(index, number, dist.group.WORLD)
             else:
-                grid = torch.arange(self.size).reshape([self.degrees[axis] for axis in AXES])
-                places = [AXES.index(axis) for axis in ("pipe", "model", "data", "sharding")]
-                group = self._own(grid.permute(places).reshape(-1, number).tolist())
-                self._replicas = Axis(index, number, group)
+                self._replicas = Axis(index, number, self._among_replicas(number))
         return self._replicas
+
+    def _among_replicas(self, size: int) -> dist.ProcessGroup:
+        """This rank's group of `size` neighbours along data and sharding together. All ranks call it together."""
+        grid = torch.arange(self.size).reshape([self.degrees[axis] for axis in AXES])
+        places = [AXES.index(axis) for axis in ("pipe", "model", "data", "sharding")]
+        return self._own(grid.permute(places).reshape(-1, size).tolist())
+
+    @property
+    def context(self) -> Axis:
+        """This rank's place among the replicas with the same samples, of whose sequences each has a part.
+
+        All ranks access it together the first time.
+        """
+        if self._context is None:
+            size, replicas = self.context_degree, self.replicas
+            if size in (1, replicas.size):
+                self._context = replicas if size > 1 else Axis(0, 1, None)
+            else:
+                self._context = Axis(replicas.rank % size, size, self._among_replicas(size))
+        return self._context
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        data, sharding = self.axis("data"), self.axis("sharding")
+        return data.rank * sharding.size + sharding.rank, data.size * sharding.size
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, number) of this rank's share of the samples; equal for ranks of one pipeline or one sharded layer."""
-        data, sharding = self.axis("data"), self.axis("sharding")
-        return data.rank * sharding.size + sharding.rank, data.size * sharding.size
+        """(index, number) of this rank's share of the samples.
+
+        Equal for ranks of one pipeline or one sharded layer, and for those that have parts of the same sequences.
+        """
+        index, number = self._replica
+        return index // self.context_degree, number // self.context_degree
 
     def groups(self, size: int) -> dist.ProcessGroup:
         """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, ... All ranks call it together."""
@@ -247,6 +274,20 @@ def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
             f"{data * pipe * sharding * model} ranks; there are {size}: change hybrid_configs or the number of ranks"
         )
     return {"data": data, "pipe": pipe, "sharding": sharding, "model": model}
+
+
+def degree_of_context(strategy: DistributedStrategy, of_axes: dict[str, int]) -> int:
+    """The number of ranks that share a sequence: a part of those along the data and sharding axes, or all of them."""
+    if not strategy.context_parallel:
+        return 1
+    number = of_axes["data"] * of_axes["sharding"]
+    degree: int = strategy.context_parallel_configs.context_parallel_degree or number
+    if number % degree:
+        raise StrategyError(
+            f"context_parallel_configs['context_parallel_degree']={degree} does not divide the {number} ranks that "
+            f"hold the same layers (dp {of_axes['data']} × sharding {of_axes['sharding']}): change one of them"
+        )
+    return degree
 
 
 def _agreed(name: str, own: int, other_name: str, other: int) -> int:

@@ -223,3 +223,14 @@ def test_two_processes_train_to_the_result_of_lightning(
     assert told["metrics"]["error"] == pytest.approx(float(one.callback_metrics["error"]), abs=1e-5)
     restored = job.Ratings.load_from_checkpoint(told["checkpoint"], sparse=False)
     torch.testing.assert_close(job.rated(restored), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "context_parallel"])
+def test_strategies_that_need_the_models_own_call_are_refused(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable, value in RANK_1.items():
+        monkeypatch.setenv(variable, value)
+    strategy = fleet.lightning.FleetStrategy(fleet.DistributedStrategy(**{name: True}))
+    with pytest.raises(StrategyError, match=naming(name, "Lightning")):
+        strategy._refuse_twice(job.trainer(tmp_path))

@@ -20,7 +20,8 @@ class LoneWorld(World):
         self.degrees, self.device = degrees(strategy, 1), device
         self._is_ours = False
         self._mesh = self._control = None
-        self._replicas = Axis(0, 1, None)
+        self._replicas = self._context = Axis(0, 1, None)
+        self.context_degree = 1
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from torchfleet.base.adoption import AdoptedOptimizer
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.ps.worker.lookup.embedding_choice import Sparse
-from torchfleet.ps.worker.model_saving import Kind
+
+if TYPE_CHECKING:  # collective jobs load nothing of servers
+    from torchfleet.ps.worker.lookup.embedding_choice import Sparse
+    from torchfleet.ps.worker.model_saving import Kind
 
 
 class Job(Protocol):

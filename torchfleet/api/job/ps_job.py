@@ -10,6 +10,7 @@ import torch
 
 from torchfleet.api.job.heter_role import HeterRole
 from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.not_begun import NO_SERVER, NO_WORKER
 from torchfleet.api.job.printing import configuration, summary, tables
 from torchfleet.api.job.server_role import ServerRole, meeting_name
 from torchfleet.api.job.worker_role import WorkerRole
@@ -17,9 +18,6 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import HETER_WORKER, SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.model_saving import Kind
-
-NO_WORKER = "call fleet.init_worker() first (on a worker)"
-NO_SERVER = "call fleet.init_server() before fleet.run_server()"
 
 
 class ParameterServerJob(JobSetup):

@@ -25,6 +25,10 @@ from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 _PERIOD = 0.5  # seconds between two reports of metrics, the rate of the display
+_OWN_CALLS = {  # strategies that need the model's own call, and get that of training_step
+    "pipeline": "training_step computes on every rank what a pipeline computes in stages",
+    "context_parallel": "the positions of tokens are arguments of the model's forward, and training_step is called",
+}
 _MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "half_async": {"a_sync": True, "a_sync_configs": {"half_async": True}},
@@ -165,6 +169,12 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
         """Refuse features that Lightning and the collective strategies would both apply."""
         if not self._is_collective:
             return
+        for name, reason in _OWN_CALLS.items():
+            if getattr(self._settings, name):
+                raise StrategyError(
+                    f"DistributedStrategy({name}=True) and Lightning: {reason}. Write the loop yourself "
+                    f"(docs/collective/{name}.md), or leave it out."
+                )
         if trainer.accumulate_grad_batches > 1:
             raise StrategyError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): the ranks would exchange every "

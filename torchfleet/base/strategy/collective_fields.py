@@ -98,6 +98,11 @@ class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):
     sequence_parallel = Key(False)  # presets: norms and dropout work on parts of the sequence
 
 
+class ContextParallelConfigs(Configs, name="context_parallel_configs"):
+    context_parallel_degree = Key(0, at_least=0)  # 0: all ranks that hold the same layers
+    position_argument = Key("position_ids")  # of the model's forward; "": it knows no positions
+
+
 class HybridConfigs(Configs, name="hybrid_configs"):
     dp_degree = Key(0, at_least=0)  # 0: the ranks that remain after the other degrees
     mp_degree = Key(1, at_least=1)
@@ -137,6 +142,8 @@ class CollectiveFields(Fields):
     pipeline_configs = ConfigsField(PipelineConfigs)
     tensor_parallel = Switch("large layers cut over ranks that work on the same batch")
     tensor_parallel_configs = ConfigsField(TensorParallelConfigs)
+    context_parallel = Switch("each rank has a part of every sequence; attention sees all of it")
+    context_parallel_configs = ConfigsField(ContextParallelConfigs)
     hybrid_configs = ConfigsField(HybridConfigs, "how many ranks for data, tensor, pipeline and sharding parallelism")
     fp16_allreduce = Switch("gradients cross the network in half precision: half the bytes")
     use_hierarchical_allreduce = Switch("add gradients up inside groups of ranks first, then among the groups")
@@ -187,6 +194,11 @@ def check_hybrid(settings: CollectiveFields) -> None:
             raise StrategyError(
                 f"{name}=True and a_sync_configs['hybrid'] cannot be used together: {_WHOLE}. Leave one of them out."
             )
+    if settings.context_parallel:
+        raise StrategyError(
+            "context_parallel=True and a_sync_configs['hybrid'] cannot be used together: workers with servers read "
+            "different samples. Leave one of them out."
+        )
     if settings.sharding and settings.sharding_configs.stage > 1:
         raise StrategyError(
             f"sharding_configs['stage']={settings.sharding_configs.stage} and a_sync_configs['hybrid'] cannot be used "

@@ -83,8 +83,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
 
     For a collective job (fleet.init(is_collective=True)) and the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
-    fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`.
-    docs/collective/README.md explains which to choose.
+    context_parallel, fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary
+    `<name>_configs`. docs/collective/README.md explains which to choose.
     """
 
     _OWN = ("_used_by",)

@@ -91,7 +91,7 @@ ABSENT: dict[str, dict[str, Absent]] = {
     },
     "tensor_parallel_configs": _each("use torch.manual_seed before the model is made", tensor_init_seed=-1),
     "hybrid_configs": {
-        **_each("sequences are not cut over ranks", sep_degree=1, cp_degree=1),
+        **_each("use context_parallel: true and context_parallel_configs", sep_degree=1, cp_degree=1),
         **_each(_EXCHANGE, enable_optimizer_timer=False),
     },
     "hybrid_configs.mp_configs": _each(

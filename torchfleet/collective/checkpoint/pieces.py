@@ -14,6 +14,7 @@ from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, er
 from torchfleet.collective.strategies.sharding.sharding import sharded_modules
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
+from torchfleet.collective.tensors.shard_offsets import offset_of
 from torchfleet.collective.world import World
 
 DTYPES = {
@@ -123,26 +124,7 @@ def piece_of(tensor: Any) -> HeldPiece:
     """This rank's shard of a DTensor; any other tensor is whole."""
     if not hasattr(tensor, "placements"):
         return HeldPiece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
-    mesh, offset, shape = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
-    cuts = [
-        (placement, *place)
-        for placement, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)
-    ]
-    # The first dimension of the mesh cuts first; a strided placement cuts what later dimensions have left.
-    strided = [cut for cut in cuts if hasattr(cut[0], "split_factor")]
-    plain = [cut for cut in cuts if hasattr(cut[0], "dim") and not hasattr(cut[0], "split_factor")]
-    for placement, index, count in [*plain, *reversed(strided)]:
-        length = -(-shape[placement.dim] // count)  # as torch.chunk: equal lengths, the last ones shorter or empty
-        start = min(index * length, shape[placement.dim])
-        offset[placement.dim] += start
-        shape[placement.dim] = min(length, shape[placement.dim] - start)
-    mine = local(tensor)
-    if tuple(shape) != tuple(mine.shape):
-        raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} cut as {tensor.placements}: expected a piece of shape "
-            f"{tuple(shape)}, found {tuple(mine.shape)}"
-        )
-    return HeldPiece(mine, tuple(tensor.shape), tuple(offset))
+    return HeldPiece(local(tensor), tuple(tensor.shape), offset_of(tensor))
 
 
 # States of strategies

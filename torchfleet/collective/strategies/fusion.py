@@ -105,6 +105,11 @@ def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
             f"{flag} and pipeline cannot be used together: a pipeline takes the model apart, and it is compiled whole. "
             "Leave one of them out."
         )
+    if settings.context_parallel:
+        raise StrategyError(
+            f"{flag} and context_parallel cannot be used together: attention over several ranks is not compiled. Leave "
+            "one of them out."
+        )
     configs = settings.recompute_configs
     changed = {
         "enable_offload": configs.enable_offload,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
+from torchfleet.base.errors import FleetError
 from torchfleet.base.network_links import parse_link
 from torchfleet.base.printable import say
 from torchfleet.observe.plan.job_plan import Durability, JobSize, Plan, plan_of
+from torchfleet.observe.plan.model_plan import STATES, ModelSize, RankPlan, plans, size_of
 from torchfleet.observe.plan.units import Unit, read_units
 from torchfleet.ps.tables.settings.row_format import DTYPES
 from torchfleet.ps.tables.settings.rule import RULES
@@ -50,6 +53,15 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--worker_price", type=float, default=0.0, metavar="P", help="of a worker's machine and hour")
     plan.add_argument("--server_price", type=float, default=0.0, metavar="P", help="of a server's machine and hour")
     plan.add_argument("--unit", type=_change, action="append", default=[], metavar="NAME=VALUE", help="your own unit")
+    plan.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="of a collective job: what makes the model, or the model and a tuple of its inputs; the plan is then that "
+        "of its ranks, by strategy (docs/collective/which_strategy.md)",
+    )
+    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="with --model (default: 8)")
+    plan.add_argument("--optimizer", choices=sorted(STATES), default="adam", help="with --model (default: adam)")
+    plan.add_argument("--tflops", type=float, default=0.0, help="with --model: of a rank, as reached, for the time")
     plan.add_argument("--units", action="store_true", help="list the units and their sources")
     plan.add_argument("--json", action="store_true", help="all figures as one JSON object")
     plan.set_defaults(run=_run)
@@ -61,6 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         for name, unit in units.items():
             say(f"{name}: {unit.value:g} {unit.unit}. {unit.what} ({unit.source})")
         return 0
+    if options.model:
+        return _plan_model(options)
     given = {name: value for name, value in vars(options).items() if name in JobSize.__dataclass_fields__}
     plan = plan_of(JobSize(**{**given, "link": parse_link(options.link)}), units)
     if options.json:
@@ -69,6 +83,40 @@ def _run(options: argparse.Namespace) -> int:
     for line in lines(plan):
         say(line)
     return 0
+
+
+def _plan_model(options: argparse.Namespace) -> int:
+    if options.ranks < 1:
+        raise FleetError(f"fleet plan --ranks {options.ranks}: expected at least one rank")
+    size = size_of(options.model)
+    found = list(plans(size, options.ranks, options.optimizer))
+    seconds = size.flops / (options.tflops * 1e12) if options.tflops else 0.0
+    if options.json:
+        figures = {"compute_s": seconds, "flops": size.flops, "parameter_bytes": size.parameters}
+        print(json.dumps({**figures, "plans": {one.strategy: asdict(one) for one in found}}))
+        return 0
+    for line in model_lines(size, found, options, seconds):
+        say(line)
+    return 0
+
+
+def model_lines(
+    size: ModelSize, found: Sequence[RankPlan], options: argparse.Namespace, seconds: float
+) -> Iterator[str]:
+    """The plan of a model for a reader."""
+    link = parse_link(options.link)
+    yield (
+        f"{_bytes(size.parameters)} of trained parameters, {_bytes(size.activations)} of activations, "
+        f"{size.flops:.3g} operations a step; {options.ranks} ranks, {options.optimizer}"
+    )
+    if seconds:
+        yield f"computing takes {_time(seconds)} a step at {options.tflops:g} TFLOP/s"
+    for one in found:
+        exchange = _time(one.exchanged_bytes / link.bytes_per_second) if one.exchanged_bytes else "none"
+        yield (
+            f"{one.strategy:26} {_bytes(one.bytes):>8} a rank ({_bytes(one.state_bytes)} at rest); "
+            f"exchange {exchange} a step, partly beside computing"
+        )
 
 
 def lines(plan: Plan) -> Iterator[str]:

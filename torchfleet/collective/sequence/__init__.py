@@ -1,0 +1,1 @@
+"""Long sequences: each rank has a part of every sequence."""
