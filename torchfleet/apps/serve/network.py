@@ -122,7 +122,7 @@ class _Lookup:
         self.columns: tuple[str, tuple[str, ...]] | None = None  # type and names of the features that it looks up
 
     def read_columns(self, graph: NetworkGraph, features: Mapping[str, Feature]) -> None:
-        """Set `columns`, if all ids are of features with one id per sample, so that pooling leaves each row as it is."""
+        """Set `columns`, if all ids are of features with one id per sample: pooling leaves each row as it is."""
         if not self.is_pooled or self.step.args[2] is not None or any(arg is not None for arg in self.step.args[1]):
             return
         numbers = [arg for arg in self.step.args[0] if type(arg) is Value and arg < len(graph.inputs)]

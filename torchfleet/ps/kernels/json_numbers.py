@@ -10,7 +10,7 @@ from torchfleet.ps.kernels.numerals import GOOD, MAX_FLOAT32, digit_of, read_dig
 
 _U0, _U1, _U8 = np.uint64(0), np.uint64(1), np.uint64(8)
 _BLANK, _COMMA, _MINUS, _POINT, _OPEN, _CLOSE = (np.uint8(ord(sign)) for sign in " ,-.[]")
-_E, _LOWER, _TEN = np.uint8(ord("e")), np.uint8(32), np.uint8(10)
+_E, _LOWER = np.uint8(ord("e")), np.uint8(32)
 _EXACT = np.uint64(1 << 53)
 
 
@@ -32,8 +32,8 @@ def read_arrays(
 
     Literal t ends at ends_T[t] of literals_L; array t follows it. Its numbers are written to the columns from
     columns_T2[t, 0] to columns_T2[t, 1] of ints_NI or floats_NF, sample by sample. Also False for numbers that need
-    Python's own reading, and for those that int64 or float32 does not hold. `double_1` is a view of `bits_1`. text_B and
-    literals_L end with a newline and eight more bytes; the last literal is the rest of the text.
+    Python's own reading, and for those that int64 or float32 does not hold. `double_1` is a view of `bits_1`. text_B
+    and literals_L end with a newline and eight more bytes; the last literal is the rest of the text.
     """
     at, begin = _U0, _U0
     for t in range(len(is_float_T)):
