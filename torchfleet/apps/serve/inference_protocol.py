@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchfleet.api.serving.description import ServingDescription
 from torchfleet.apps.serve.request_inputs import RequestInput, as_feature, data_of, utf8
-from torchfleet.apps.serve.request_templates import RequestTemplates
+from torchfleet.apps.serve.request_templates import LEARN_PAUSE, RequestTemplates
 from torchfleet.apps.serve.samples import Packing, Samples
 from torchfleet.apps.serve.tensors import datatype_of, flat_decoder
 from torchfleet.base.errors import DataError
@@ -59,15 +59,23 @@ _ENCODER = msgspec.json.Encoder()
 class InferenceProtocol:
     """Decodes and encodes for one model. Used by one thread."""
 
-    def __init__(self, described: ServingDescription, outputs: Sequence[str], max_batch: int) -> None:
-        """`outputs`: names, in the order of responses. `max_batch`: samples of a request."""
+    def __init__(
+        self,
+        described: ServingDescription,
+        outputs: Sequence[str],
+        max_batch: int,
+        learn_pause: float = LEARN_PAUSE,
+    ) -> None:
+        """`outputs`: names, in the order of responses. `max_batch`: samples of a request. `learn_pause`: seconds
+        between two forms of requests that are learned.
+        """
         self._features = {feature.name: feature for feature in described.features}
         self._needed = [feature.name for feature in described.features if feature.default is None]
         self._outputs, self._max_batch = list(outputs), max_batch
         has_text = described.text is not None and TEXT not in self._features
         self._text = TextSamples(described.text) if has_text and described.text is not None else None
         self._packing = Packing(described.features)
-        self._templates = RequestTemplates(self._packing)
+        self._templates = RequestTemplates(self._packing, learn_pause)
         self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
 
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
