@@ -24,6 +24,8 @@ from torchfleet.ps.worker.client.subscriber import Subscriber
 
 RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
+REST = 20.0  # times what the servers took for their last answers, until they are asked again: training comes first
+LONGEST_REST = 0.6  # seconds
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
 
@@ -55,6 +57,13 @@ class Follower:
     @property
     def store(self) -> VersionStore:
         return self.maker.store
+
+    @property
+    def pause(self) -> float:
+        """Seconds from the beginning of a step to that of the next."""
+        if self._pushed is None:
+            return self._settings.every
+        return max(self._settings.every, min(LONGEST_REST, REST * self._pushed.answer_seconds))
 
     def step(self) -> None:
         """Look once for what is new, and take it over. What goes wrong is told, and the current version stays."""
