@@ -142,7 +142,7 @@ def swap(trainer: Trainer, checker: Checker) -> None:
         time.sleep(0.005)
 
 
-def run(folder: Path, num_swaps: int, num_threads: int) -> dict[str, Any]:
+def run(folder: Path, num_swaps: int, num_threads: int, most_seconds: float) -> dict[str, Any]:
     model, port = str(folder / "model"), free_port()
     trainer = Trainer(model, num_swaps + 1)
     trainer.save()
@@ -152,6 +152,8 @@ def run(folder: Path, num_swaps: int, num_threads: int) -> dict[str, Any]:
         with checking(port, trainer, num_threads) as checker:
             began = time.monotonic()
             for i in range(num_swaps):
+                if time.monotonic() - began > most_seconds:
+                    break
                 swap(trainer, checker)
                 if i == num_swaps // 2:
                     os.kill(serving.children()[0].pid, signal.SIGKILL)
@@ -173,10 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--swaps", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further swap begins")
     parser.add_argument("--threads", type=int, default=2, help="that ask")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder), chosen.swaps, chosen.threads)
+        result = run(Path(folder), chosen.swaps, chosen.threads, chosen.seconds)
     report(result, chosen.json)
     raise SystemExit(1 if result["wrong"] or result["failed"] else 0)
 
