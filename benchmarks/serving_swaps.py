@@ -47,7 +47,8 @@ class Sums(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows(ids).sum(dim=(1, 2)) + self.bias
+        made: torch.Tensor = self.rows(ids).sum(dim=(1, 2)) + self.bias
+        return made
 
 
 class Trainer:

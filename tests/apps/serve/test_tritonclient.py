@@ -60,7 +60,7 @@ def asked_by_triton(kind: str, address: str, request: Path) -> dict[str, Any]:
 def expected_of(model: Path, batch: dict[str, torch.Tensor]) -> list[float]:
     with torch.no_grad():
         found: torch.Tensor = fleet.load_inference_model(str(model), Clicks())(**batch)
-    return found.tolist()  # type: ignore[no-any-return]
+    return found.tolist()
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
@@ -69,7 +69,7 @@ def test_tritonclient_gets_the_models_predictions(
 ) -> None:
     batch = clicks_batch(7, 3)
     request = tmp_path / "request.npz"
-    np.savez(request, **{name: tensor.numpy() for name, tensor in batch.items()})  # type: ignore[arg-type]
+    np.savez(request, **{name: tensor.numpy() for name, tensor in batch.items()})
     found = asked_by_triton(kind, addresses[kind], request)
     assert (found["is_live"], found["is_ready"]) == (True, True)
     assert (found["server"], found["output"]) == ("torchfleet", "output")

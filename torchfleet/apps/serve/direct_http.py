@@ -19,6 +19,8 @@ _OTHERS = {b"expect", b"transfer-encoding", b"upgrade", b"content-encoding"}  # 
 class DirectProtocol(BoundedProtocol):
     """A connection. Whatever is not a plain request for predictions goes through uvicorn to the ServingApp."""
 
+    cycle: Any  # uvicorn's RequestResponseCycle, or an Exchange
+
     def on_headers_complete(self) -> None:
         made = self._exchange()
         if made is None:
