@@ -6,15 +6,20 @@ python -m benchmarks.serving_swaps --swaps 50 --json
 A job in this process trains and saves a delta, or every hundredth time a full save. `fleet serve --follow files` with
 two processes takes each save over, and threads ask it without a pause. The trainer's own model says what each save must
 answer. A serving process is killed half-way: connections to it break and are made anew, which is not a failed answer.
+With --shards the rows of the first save are on two read-only servers, and all later saves are deltas.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -54,8 +59,8 @@ class Sums(torch.nn.Module):
 class Trainer:
     """Trains in this process. `answers[i]`: what save i must answer for the sample (2k, 2k + 1), for every k."""
 
-    def __init__(self, folder: str, num_saves: int) -> None:
-        self._folder, self.num_saves = folder, 0
+    def __init__(self, folder: str, num_saves: int, full_every: int) -> None:
+        self._folder, self.num_saves, self._full_every = folder, 0, full_every
         self._ids = torch.arange(NUM_IDS).reshape(-1, 2)
         self.answers = np.full((num_saves, len(self._ids)), np.inf, np.float32)
         fleet.init()
@@ -69,7 +74,7 @@ class Trainer:
         self._optimizer.zero_grad()
         with torch.no_grad():
             self.answers[self.num_saves] = self._model(self._ids).numpy()
-        fleet.save_persistables(self._folder, mode=0 if self.num_saves % FULL_EVERY == 0 else 1)
+        fleet.save_persistables(self._folder, mode=0 if self.num_saves % self._full_every == 0 else 1)
         self.num_saves += 1
 
 
@@ -143,12 +148,46 @@ def swap(trainer: Trainer, checker: Checker) -> None:
         time.sleep(0.005)
 
 
-def run(folder: Path, num_swaps: int, num_threads: int, most_seconds: float) -> dict[str, Any]:
+@contextmanager
+def shards(model: str, num: int) -> Iterator[list[str]]:
+    """Options of `fleet serve` for this many read-only servers of a model; none for 0."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(num)]
+    command = [sys.executable, "-m", "torchfleet.server", "--read_only", model]
+    started = [
+        subprocess.Popen([*command, "--shard", f"{i}/{num}", "--endpoint", f"tcp://{address}"])
+        for i, address in enumerate(addresses)
+    ]
+    try:
+        for address in addresses:
+            wait_for(address)
+        yield ["--shards", ",".join(addresses)] if num else []
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait(30)
+
+
+def wait_for(address: str) -> None:
+    """Until a server listens."""
+    host, _, port = address.partition(":")
+    end = time.monotonic() + 120
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+            return
+        if time.monotonic() > end:
+            raise SystemExit(f"the server at {address} does not listen")
+        time.sleep(0.1)
+
+
+def run(folder: Path, num_swaps: int, num_threads: int, most_seconds: float, num_shards: int) -> dict[str, Any]:
     model, port = str(folder / "model"), free_port()
-    trainer = Trainer(model, num_swaps + 1)
+    trainer = Trainer(model, num_swaps + 1, num_swaps + 1 if num_shards else FULL_EVERY)
     trainer.save()
     flags = ["--follow", "files", "--workers", "2", "--port", str(port)]
-    with running(["torchfleet.observe.commands", "serve", model, *flags], port) as process:
+    with (
+        shards(model, num_shards) as more,
+        running(["torchfleet.observe.commands", "serve", model, *flags, *more], port) as process,
+    ):
         serving = psutil.Process(process.pid)
         with checking(port, trainer, num_threads) as checker:
             began = time.monotonic()
@@ -177,10 +216,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--swaps", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further swap begins")
+    parser.add_argument("--shards", action="store_true", help="rows on two read-only servers")
     parser.add_argument("--threads", type=int, default=2, help="that ask")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder), chosen.swaps, chosen.threads, chosen.seconds)
+        result = run(Path(folder), chosen.swaps, chosen.threads, chosen.seconds, 2 * chosen.shards)
     report(result, chosen.json)
     raise SystemExit(1 if result["wrong"] or result["failed"] else 0)
 
