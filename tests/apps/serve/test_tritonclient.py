@@ -69,7 +69,7 @@ def test_tritonclient_gets_the_models_predictions(
 ) -> None:
     batch = clicks_batch(7, 3)
     request = tmp_path / "request.npz"
-    np.savez(request, **{name: tensor.numpy() for name, tensor in batch.items()})
+    np.savez(request, ids=batch["ids"].numpy(), x=batch["x"].numpy())
     found = asked_by_triton(kind, addresses[kind], request)
     assert (found["is_live"], found["is_ready"]) == (True, True)
     assert (found["server"], found["output"]) == ("torchfleet", "output")

@@ -15,6 +15,7 @@ from support.jobs import TABLES, Net, Part, fleet_optimizer, make_batch, one_wor
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_followed_shards
 from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.ps.worker.model_saving import Kind
 
 pytestmark = pytest.mark.slow  # it starts processes
 
@@ -37,7 +38,7 @@ class Job:
             self._part.step(make_batch(self._seed))
             self._seed += 1
 
-    def save(self, kind: str) -> None:
+    def save(self, kind: Kind) -> None:
         self.train()
         client = self._part.worker.client
         client.erase("tags", np.array([self._seed % TABLES["tags"]], np.uint64))
