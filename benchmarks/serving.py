@@ -35,6 +35,8 @@ BOUNDS_MS = {"single": 10.0, "batch": 25.0}
 SAMPLES = {"single": 1, "batch": 32}
 FIRST_RATES = {"single": 2000.0, "batch": 400.0}
 GOALS = {"single": 5000.0, "batch": 1600.0}
+MIN_REQUESTS = 1000  # of a run: the slowest hundredth of fewer is chance
+LEAST_RATE = 100.0  # the search for a rate that is held ends here
 
 
 def make_model(folder: Path, num_rows: int) -> None:
@@ -93,7 +95,8 @@ def running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def load(port: int, requests: Path, rate: float, seconds: float, connections: int) -> dict[str, float]:
-    """Figures of one run of the load generator, in a process of its own."""
+    """Figures of one run of the load generator, in a process of its own. At least MIN_REQUESTS are sent."""
+    seconds = max(seconds, MIN_REQUESTS / rate)
     options = ["--port", str(port), "--requests", str(requests), "--path", PATH, "--rate", str(rate)]
     options += ["--seconds", str(seconds), "--connections", str(connections)]
     command = [sys.executable, "-m", "benchmarks.serving_load", *options]
@@ -109,13 +112,13 @@ def highest_rate(port: int, requests: Path, kind: str, chosen: argparse.Namespac
     while not high or high / max(low, 1) > 1.05:
         found = load(port, requests, rate, chosen.seconds, chosen.connections)
         is_held = found["p99_ms"] <= BOUNDS_MS[kind] and found["rps"] >= 0.97 * rate and not found["failed"]
-        log(f"  {kind} at {rate:,.0f}/s: p99 {found['p99_ms']:.2f} ms, client {found['client_us']:.0f} us")
+        log(f"  {kind} at {rate:,.0f}/s: " + ", ".join(f"{name} {value:,.2f}" for name, value in found.items()))
         if is_held:
             low, best = rate, {**found, "offered": rate}
         else:
             high = rate
         rate = rate * 2 if not high else (low + high) / 2 if low else rate / 2
-        if rate < 50:
+        if rate < LEAST_RATE:
             break
     return best
 
@@ -123,18 +126,32 @@ def highest_rate(port: int, requests: Path, kind: str, chosen: argparse.Namespac
 def at_goal(
     process: psutil.Process, port: int, requests: Path, kind: str, chosen: argparse.Namespace
 ) -> dict[str, float]:
-    """The slowest hundredth at the rate that is the goal, and processor time of a request in the server."""
+    """At the rate that is the goal: the slowest hundredth, processor time of a request in the server and the load
+    generator, and the share of the time in which the server was ready to run and had to wait for a core.
+    """
     servers = [process, *process.children()]
-    before = sum(sum(server.cpu_times()[:2]) for server in servers)
+    before, waited, began = sum(sum(server.cpu_times()[:2]) for server in servers), core_wait(servers), time.monotonic()
     found = load(port, requests, GOALS[kind], chosen.seconds, chosen.connections)
     used = sum(sum(server.cpu_times()[:2]) for server in servers) - before
-    return {"goal_p99_ms": found["p99_ms"], "cpu_us": 1e6 * used / (GOALS[kind] * chosen.seconds)}
+    return {
+        "goal_rps": found["rps"],
+        "goal_p99_ms": found["p99_ms"],
+        "goal_late_p99_ms": found["late_p99_ms"],
+        "cpu_us": 1e6 * used / (GOALS[kind] * chosen.seconds),
+        "client_us": found["client_us"],
+        "core_wait": (core_wait(servers) - waited) / (time.monotonic() - began),
+    }
+
+
+def core_wait(processes: list[psutil.Process]) -> float:
+    """Seconds for which their main threads were ready to run while other threads had the cores."""
+    return sum(int(Path(f"/proc/{found.pid}/schedstat").read_text().split()[1]) for found in processes) / 1e9
 
 
 def measure(name: str, command: list[str], port: int, work: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with running(command, port) as process:
-        for kind in ("single", "batch"):
+        for kind in chosen.kinds:
             requests = work / f"{kind}.jsonl"
             load(port, requests, FIRST_RATES[kind] / 2, 1.0, chosen.connections)  # warms caches and connections
             goal = at_goal(psutil.Process(process.pid), port, requests, kind, chosen)
@@ -161,6 +178,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="serving processes")
     parser.add_argument("--batch_wait_ms", type=float, default=2.0)
     parser.add_argument("--no_roof", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=[*GOALS], default=[*GOALS])
     parser.add_argument("--model", type=Path, help="keep the model in this folder, and use it if it is there")
     chosen = parser.parse_args()
     if chosen.quick:
@@ -187,8 +205,9 @@ def main() -> None:
             port = free_port()
             roof = ["benchmarks.serving_roof", str(folder), str(port), str(chosen.rows)]
             result |= measure("roof_", roof, port, work, chosen)
-            result["roof_ratio"] = result["single_rps"] / max(1.0, result["roof_single_rps"])
-            result["roof_batch_ratio"] = result["batch_rps"] / max(1.0, result["roof_batch_rps"])
+            for kind, name in (("single", "roof_ratio"), ("batch", "roof_batch_ratio")):
+                if kind in chosen.kinds:
+                    result[name] = result[f"{kind}_rps"] / max(1.0, result[f"roof_{kind}_rps"])
     settings = {"rows": chosen.rows, "workers": chosen.workers, "batch_wait_ms": chosen.batch_wait_ms}
     report({**result, **settings, "cores": len(os.sched_getaffinity(0))}, chosen.json)
 

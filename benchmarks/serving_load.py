@@ -8,6 +8,7 @@ were built before, to leave the processor to the server.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import select
 import socket
@@ -31,9 +32,10 @@ class Connection:
 
 @dataclass
 class Load:
-    """What a run found, in seconds."""
+    """What a run found, in seconds. `delays`: from the moment at which a request was due until it was sent."""
 
     latencies: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
     failed: int = 0
     seconds: float = 0.0
     own_cpu: float = 0.0
@@ -45,52 +47,66 @@ class Load:
             "p50_ms": float(np.percentile(times, 50)),
             "p99_ms": float(np.percentile(times, 99)),
             "p999_ms": float(np.percentile(times, 99.9)),
+            "late_p99_ms": float(np.percentile(1000 * np.array(self.delays or [np.inf]), 99)),
             "failed": self.failed,
             "client_us": 1e6 * self.own_cpu / max(1, len(self.latencies)),
         }
 
 
-def run(port: int, requests: list[bytes], rate: float, seconds: float, num_connections: int, seed: int) -> Load:
-    """Send requests at a mean rate, at random moments, for so many seconds, and wait for their answers."""
-    gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))
-    start = time.perf_counter() + 0.05
-    due = deque((start + np.cumsum(gaps)).tolist())
-    poll = select.epoll()
-    connections: dict[int, Connection] = {}
-    idle: list[Connection] = []
-    for _ in range(num_connections):
-        made = socket.create_connection(("127.0.0.1", port))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        poll.register(made.fileno(), select.EPOLLIN)
-        connections[made.fileno()] = Connection(made)
-        idle.append(connections[made.fileno()])
-    load, sent, cpu = Load(), 0, time.process_time()
-    num_open = 0
-    while due or num_open:
-        now = time.perf_counter()
-        while due and idle and due[0] <= now:
-            connection = idle.pop()
-            connection.due = due.popleft()
-            connection.socket.sendall(requests[sent % len(requests)])
-            sent += 1
-            num_open += 1
-        pause = min(0.1, max(0.0, due[0] - time.perf_counter())) if due and idle else 0.1
-        for number, _ in poll.poll(pause):
-            connection = connections[number]
-            data = connection.socket.recv(1 << 16)
-            if not data:
-                raise ConnectionError("the server has closed a connection")
-            connection.received += data
-            if is_whole(connection.received):
-                load.latencies.append(time.perf_counter() - connection.due)
-                load.failed += not connection.received.startswith(b"HTTP/1.1 200")
-                connection.received = b""
-                idle.append(connection)
-                num_open -= 1
-    load.seconds, load.own_cpu = time.perf_counter() - start, time.process_time() - cpu
-    for connection in connections.values():
-        connection.socket.close()
-    return load
+class LoadGenerator:
+    """Connections to a server. They have been used before a run begins: making them takes the server's time, too."""
+
+    def __init__(self, port: int, requests: list[bytes], num_connections: int) -> None:
+        self._requests, self._sent = requests, 0
+        self._poll = select.epoll()
+        self._connections: dict[int, Connection] = {}
+        for _ in range(num_connections):
+            made = socket.create_connection(("127.0.0.1", port))
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._poll.register(made.fileno(), select.EPOLLIN)
+            self._connections[made.fileno()] = Connection(made)
+        self._idle = list(self._connections.values())
+        self._run(Load(), deque([time.perf_counter()] * num_connections))
+
+    def run(self, rate: float, seconds: float, seed: int) -> Load:
+        """Send requests at a mean rate, at random moments, for so many seconds, and wait for their answers."""
+        gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))
+        load, cpu, start = Load(), time.process_time(), time.perf_counter() + 0.01
+        self._run(load, deque((start + np.cumsum(gaps)).tolist()))
+        load.seconds, load.own_cpu = time.perf_counter() - start, time.process_time() - cpu
+        return load
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.socket.close()
+
+    def _run(self, load: Load, due: deque[float]) -> None:
+        idle, poll, connections, num = self._idle, self._poll, self._connections, len(self._connections)
+        while due or len(idle) < num:
+            now = time.perf_counter()
+            while due and idle and due[0] <= now:
+                connection = idle.pop()
+                connection.due = due.popleft()
+                connection.socket.sendall(self._requests[self._sent % len(self._requests)])
+                load.delays.append(now - connection.due)
+                self._sent += 1
+            pause = min(0.1, max(0.0, due[0] - time.perf_counter())) if due and idle else 0.1
+            for number, _ in poll.poll(pause):
+                if self._is_answered(load, connections[number]):
+                    idle.append(connections[number])
+
+    def _is_answered(self, load: Load, connection: Connection) -> bool:
+        """Read what has come; whether the answer is complete."""
+        data = connection.socket.recv(1 << 14)
+        if not data:
+            raise ConnectionError("the server has closed a connection")
+        connection.received = data = connection.received + data
+        if not is_whole(data):
+            return False
+        load.latencies.append(time.perf_counter() - connection.due)
+        load.failed += not data.startswith(b"HTTP/1.1 200")
+        connection.received = b""
+        return True
 
 
 def is_whole(data: bytes) -> bool:
@@ -119,8 +135,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     requests = [post(chosen.path, body) for body in chosen.requests.read_bytes().splitlines()]
-    load = run(chosen.port, requests, chosen.rate, chosen.seconds, chosen.connections, chosen.seed)
-    json.dump(load.figures(), sys.stdout)
+    gc.disable()
+    generator = LoadGenerator(chosen.port, requests, chosen.connections)
+    json.dump(generator.run(chosen.rate, chosen.seconds, chosen.seed).figures(), sys.stdout)
+    generator.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,15 +13,15 @@ from typing import Any
 import torch
 import uvicorn
 
-from torchfleet.apps.serve.bounded_http import BoundedProtocol
+from torchfleet.apps.serve.direct_http import DirectProtocol
 from torchfleet.apps.serve.http_app import ServingApp
 from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.predictor import description_of
-from torchfleet.apps.serve.samples import JoinedBatch, Joiner, Samples, split_outputs
+from torchfleet.apps.serve.samples import BlockValues, JoinedBatch, Joiner, Samples, split_outputs
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 
-SLOTS = [f"C{i}" for i in range(1, 27)]
+SLOTS = tuple(f"C{i}" for i in range(1, 27))
 
 
 class PlainModel(torch.nn.Module):
@@ -36,7 +37,8 @@ class PlainModel(torch.nn.Module):
         self.tower = torch.nn.Sequential(*layers[:-1])
 
     def forward(self, batch: JoinedBatch) -> Any:
-        ids = torch.cat([batch.values[name] for name in SLOTS], dim=1)
+        assert isinstance(batch.values, BlockValues)
+        ids = torch.from_numpy(batch.values.columns("int64", SLOTS))
         return self.tower(torch.cat([self.embedding(ids).flatten(1), batch.values["dense_input"]], dim=1))
 
 
@@ -68,7 +70,9 @@ def main() -> None:
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind(("127.0.0.1", port))
-    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=DirectProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    gc.collect()
+    gc.freeze()
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from support import processes
-from support.extras import imported, needing
+from support.extras import needing
 from support.inference_requests import WRONG
 from support.serving import Clicks, Served, as_json, clicks_batch, save_clicks, serving
 
@@ -88,40 +87,40 @@ def test_the_pages_of_the_protocol(served: Served) -> None:
     assert served.request("DELETE", "/v2")[0] == 405
 
 
-def test_tritonclient_gets_the_same_by_json_and_binary(served: Served, model: Path) -> None:
-    http = imported("tritonclient.http")
-    client = http.InferenceServerClient(served.address)
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("clicks")
-    assert client.get_model_metadata("clicks")["outputs"][0]["name"] == "output"
-    assert client.get_server_metadata()["name"] == "torchfleet"
-    batch = clicks_batch(7, 3)
-    expected = expected_of(model, batch).numpy()
-    for is_binary_in in (False, True):
-        for is_binary_out in (False, True):
-            types = {"x": "FP32", "ids": "INT64"}
-            inputs = [http.InferInput(name, list(t.shape), types[name]) for name, t in batch.items()]
-            for given, values in zip(inputs, batch.values(), strict=True):
-                given.set_data_from_numpy(values.numpy(), binary_data=is_binary_in)
-            outputs = [http.InferRequestedOutput("output", binary_data=is_binary_out)]
-            found = client.infer("clicks", inputs, outputs=outputs, request_id="9")
-            assert found.get_response()["id"] == "9"
-            np.testing.assert_allclose(found.as_numpy("output"), expected, rtol=0, atol=1e-6)
-    strings = http.InferInput("ids", [1, 2], "BYTES")
-    strings.set_data_from_numpy(np.array([["a", "größe"]], dtype=object))
-    hashed = torch.from_numpy(
-        np.array([[fleet.hash_string(text) for text in ("a", "größe")]], np.uint64).view(np.int64)
-    )
-    found = client.infer("clicks", [strings]).as_numpy("output")  # x has a default
-    np.testing.assert_allclose(
-        found, expected_of(model, {"ids": hashed, "x": torch.tensor([[0.5]])}), rtol=0, atol=1e-6
-    )
-    number = http.InferInput("x", [1, 1], "FP32")
-    number.set_data_from_numpy(np.zeros((1, 1), np.float32))
-    with pytest.raises(imported("tritonclient.utils").InferenceServerException):
-        client.infer("clicks", [number])
-    client.close()
+def answers_of(served: Served, *pieces: bytes) -> list[tuple[int, Any]]:
+    """Status and JSON of every answer on one connection, which the last request closes."""
+    with socket.create_connection((served.host, served.port), timeout=30) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            raw.sendall(piece)
+            time.sleep(0.02)
+        with raw.makefile("rb") as stream:
+            found = []
+            while line := stream.readline():
+                size = 0
+                while (header := stream.readline().lower()) != b"\r\n":
+                    size = int(header.split(b":")[1]) if header.startswith(b"content-length") else size
+                found.append((int(line.split()[1]), json.loads(stream.read(size))))
+            return found
+
+
+def test_all_ways_of_sending_get_the_same_answer(served: Served) -> None:
+    body = json.dumps(as_json(clicks_batch(3))).encode()
+    line, length = b"POST /v2/models/clicks/infer HTTP/1.1\r\nhost: a\r\n", b"content-length: %d\r\n" % len(body)
+    stay, last = line + length + b"\r\n" + body, line + b"connection: close\r\n" + length + b"\r\n" + body
+    chunked = line + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    old = last.replace(b"HTTP/1.1", b"HTTP/1.0")
+    queried = last.replace(b"/infer ", b"/infer?a=1 ")
+    ways = [[last], [last[:50], last[50:200], last[200:]], [chunked], [old], [queried], [stay, stay, last]]
+    ways += [[stay + stay + last], [stay + last[:90], last[90:]]]  # the next request comes before the answer
+    expected = served.infer(body)
+    assert expected[0] == 200
+    for way in ways:
+        found = answers_of(served, *way)
+        assert len(found) == sum(piece.count(b"POST") for piece in way)
+        assert all(one == expected for one in found)
+    wrong = stay.replace(b'"INT64"', b'"INT65"')
+    assert [status for status, _ in answers_of(served, wrong + stay + wrong + last)] == [400, 200, 400, 200]
 
 
 def test_wrong_requests_get_4xx_and_memory_is_bounded(served: Served) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
@@ -24,13 +24,41 @@ class TookTooLong(Exception):
     """A request was not computed in time."""
 
 
+class Receiver(Protocol):
+    """Who waits for a result."""
+
+    def is_waiting(self) -> bool:
+        """False once the result is of no use to anyone: it is not computed then."""
+        ...
+
+    def receive(self, result: Any) -> None:
+        """Called once, in the event loop, with the result or an exception."""
+        ...
+
+
 @dataclass
 class Waiting:
     """A request in the queue."""
 
     samples: Samples
     arrived: float
-    answer: asyncio.Future[Any]
+    receiver: Receiver
+
+
+class _FutureReceiver:
+    """Gives the result to a future."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def is_waiting(self) -> bool:
+        return not self._answer.done()
+
+    def receive(self, result: Any) -> None:
+        if isinstance(result, Exception):
+            self._answer.set_exception(result)
+        else:
+            self._answer.set_result(result)
 
 
 class Batcher:
@@ -62,11 +90,16 @@ class Batcher:
 
     def submit(self, samples: Samples) -> asyncio.Future[Any]:
         """The future of a result, with its version. Raises QueueFull."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.submit_for(samples, _FutureReceiver(answer))
+        return answer
+
+    def submit_for(self, samples: Samples, receiver: Receiver) -> None:
+        """As submit, for a receiver: a future and its callbacks take longer. Raises QueueFull."""
         if self._num_waiting + samples.num > self._max_queue:
             raise QueueFull
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        self._queue.append(Waiting(samples, time.monotonic(), answer))
+        self._queue.append(Waiting(samples, time.monotonic(), receiver))
         self._num_waiting += samples.num
         self._metrics.queue(self._num_waiting)
         if self._timer is None and not self._is_busy:
@@ -75,7 +108,6 @@ class Batcher:
         elif self._num_waiting >= self._max_batch and not self._is_busy and self._timer is not None:
             self._timer.cancel()
             self._timer = loop.call_soon(self._begin)  # type: ignore[assignment]
-        return answer
 
     def close(self) -> None:
         if self._timer is not None:
@@ -105,9 +137,11 @@ class Batcher:
         while self._queue and (not taken or num + self._queue[0].samples.num <= self._max_batch):
             waiting = self._queue.popleft()
             self._num_waiting -= waiting.samples.num
-            if waiting.arrived < oldest and not waiting.answer.done():
-                waiting.answer.set_exception(TookTooLong())
-            elif not waiting.answer.done():
+            if not waiting.receiver.is_waiting():
+                continue
+            if waiting.arrived < oldest:
+                waiting.receiver.receive(TookTooLong())
+            else:
                 taken.append(waiting)
                 num += waiting.samples.num
         self._metrics.queue(self._num_waiting)
@@ -118,12 +152,8 @@ class Batcher:
     def _end(self, batch: Sequence[Waiting], results: Sequence[Any]) -> None:
         self._is_busy = False
         for waiting, result in zip(batch, results, strict=True):
-            if waiting.answer.done():
-                continue
-            if isinstance(result, Exception):
-                waiting.answer.set_exception(result)
-            else:
-                waiting.answer.set_result(result)
+            if waiting.receiver.is_waiting():
+                waiting.receiver.receive(result)
         if self._queue and self._timer is None:
             age = time.monotonic() - self._queue[0].arrived
             self._timer = asyncio.get_running_loop().call_later(max(0.0, self._wait - age), self._begin)

@@ -12,9 +12,10 @@ import msgspec
 from torchfleet import __version__
 from torchfleet.apps.serve.access_log import AccessLog
 from torchfleet.apps.serve.inference import Inference, Refusal
+from torchfleet.apps.serve.inference_protocol import InferRequest
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.base.errors import DataError, MissingPackage
+from torchfleet.base.errors import MissingPackage
 from torchfleet.base.monitor.notices import tell
 
 Scope = Mapping[str, Any]
@@ -26,8 +27,8 @@ _OPEN = {"/v2/health/live", "/v2/health/ready"}  # for probes, which have no tok
 _EXTENSIONS = ["binary_tensor_data"]
 _BODIES = 256 << 20  # bytes of requests that are in this process at one time
 
-
-Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
+Headers = list[tuple[bytes, bytes]]  # names are in lower case
+Reply = tuple[int, bytes, Headers]  # status, body, headers without the body's length
 
 
 class ServingApp:
@@ -41,12 +42,13 @@ class ServingApp:
         metrics: ServingMetrics,
         log: AccessLog | None,
     ) -> None:
-        self._inference, self._model = inference, inference.model
-        self._settings, self._metrics, self._log = settings, metrics, log
+        self.inference, self._model = inference, inference.model
+        self.settings, self._metrics, self._log = settings, metrics, log
         self._bearer = b"Bearer " + token if token else b""
-        self._body_bytes = 0
+        self._num_body_bytes = 0
         name = settings.name
-        self._infer_path = f"/v2/models/{name}/infer"
+        self.infer_path = f"/v2/models/{name}/infer"
+        self.infer_url = self.infer_path.encode()
         self._prefix = f"/v2/models/{name}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,28 +57,33 @@ class ServingApp:
         began = time.monotonic()
         try:
             status, body, headers = await self._answer(scope, receive)
-        except Refusal as refusal:
-            status, headers = refusal.status, [_JSON, *refusal.headers]
-            body = msgspec.json.encode({"error": refusal.text})
-        except Exception as error:  # a mistake of ours, or of the network: told here, and not to the client
-            what = f"{scope['method']} {scope['path']!r:.200}"
-            tell(f"fleet serve: {what} failed: {type(error).__name__}: {error!s:.500}")
-            status, headers = 500, [_JSON]
-            body = msgspec.json.encode({"error": "the server could not compute this; its log says why"})
+        except Exception as error:
+            status, body, headers = self.failed(error, f"{scope['method']} {scope['path']!r:.200}")
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-        seconds = time.monotonic() - began
+        self.note(scope, status, time.monotonic() - began, len(body))
+
+    def failed(self, error: Exception, what: str) -> Reply:
+        """The answer to a request that was refused, or that failed."""
+        refusal = self.inference.refusal_of(error)
+        if refusal is not None:
+            return refusal.status, msgspec.json.encode({"error": refusal.text}), [_JSON, *refusal.headers]
+        tell(f"fleet serve: {what} failed: {type(error).__name__}: {error!s:.500}")  # and the client is not told
+        return 500, msgspec.json.encode({"error": "the server could not compute this; its log says why"}), [_JSON]
+
+    def note(self, scope: Scope, status: int, seconds: float, num_bytes: int) -> None:
+        """Count and log a request."""
         self._metrics.request(status, seconds)
         if self._log is not None:
-            self._log.write(scope, status, seconds, len(body))
+            self._log.write(scope, status, seconds, num_bytes)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         path, method = scope["path"], scope["method"]
-        if self._bearer and path not in _OPEN and not self._is_admitted(scope):
+        if path not in _OPEN and not self.is_admitted(scope["headers"]):
             wanted = ((b"www-authenticate", b"Bearer"),)
             raise Refusal(401, "expected the header Authorization: Bearer TOKEN", wanted, True)
-        if path == self._infer_path:
+        if path == self.infer_path:
             return await self._infer(scope, receive, method, "")
         if path.startswith(self._prefix + "/versions/") and path.endswith("/infer"):
             version = path[len(self._prefix) + len("/versions/") : -len("/infer")]
@@ -88,8 +95,11 @@ class ServingApp:
             raise Refusal(405, f"expected GET, found {method:.20}", ((b"allow", b"GET"),), True)
         return found
 
-    def _is_admitted(self, scope: Scope) -> bool:
-        given = _header(scope, b"authorization") or b""
+    def is_admitted(self, headers: Headers) -> bool:
+        """Whether they have the token, if one is asked for."""
+        if not self._bearer:
+            return True
+        given = next((value for name, value in headers if name == b"authorization"), b"")
         return hmac.compare_digest(given, self._bearer)
 
     def _page(self, path: str) -> Reply | None:
@@ -111,10 +121,10 @@ class ServingApp:
             version, _, last = rest[len("/versions/") :].partition("/")
             if not version:
                 return None
-            self._inference.check_version(version)
+            self.inference.check_version(version)
             rest = f"/{last}" if last else ""
         if rest == "/ready":
-            return _json({"name": self._settings.name, "ready": True})
+            return _json({"name": self.settings.name, "ready": True})
         return _json(self._model.metadata()) if rest == "" else None
 
     def _text_metrics(self) -> Reply:
@@ -132,22 +142,22 @@ class ServingApp:
     async def _infer(self, scope: Scope, receive: Receive, method: str, version: str) -> Reply:
         if method != "POST":
             raise Refusal(405, f"expected POST, found {method:.20}", ((b"allow", b"POST"),), True)
-        json_size, length = _sizes(scope)
-        if length is not None and length > self._settings.max_body:
+        json_size, length = sizes_of(scope["headers"])
+        if length is not None and length > self.settings.max_body:
             raise self._too_large()
-        body = await self._body(receive, length or 0)
-        try:
-            request = self._inference.protocol.decode(body, json_size)
-        except DataError as error:
-            raise Refusal(400, str(error)) from None
-        number, results = await self._inference.compute(request, version)
-        answer, head = self._inference.protocol.encode(request, results, self._settings.name, number)
+        request = self.inference.protocol.decode(await self._body(receive), json_size)
+        number, results = await self.inference.compute(request, version)
+        return self.answer(request, number, results)
+
+    def answer(self, request: InferRequest, version: str, results: Mapping[str, Any]) -> Reply:
+        """The answer with predictions."""
+        answer, head = self.inference.protocol.encode(request, results, self.settings.name, version)
         if head is None:
             return 200, answer, [_JSON]
         size = (b"inference-header-content-length", b"%d" % head)
         return 200, answer, [(b"content-type", b"application/octet-stream"), size]
 
-    async def _body(self, receive: Receive, expected: int) -> bytes:
+    async def _body(self, receive: Receive) -> bytes:
         """The whole body. It is bounded, and so are the bodies of all requests together."""
         held = 0
         parts: list[bytes] = []
@@ -158,37 +168,39 @@ class ServingApp:
                     raise Refusal(400, "the client has gone", close=True)
                 part = message.get("body", b"")
                 held += len(part)
-                self._body_bytes += len(part)
-                if held > self._settings.max_body:
+                self._num_body_bytes += len(part)
+                if held > self.settings.max_body:
                     raise self._too_large()
-                if self._body_bytes > _BODIES:
+                if self._num_body_bytes > _BODIES:
                     raise Refusal(503, "too many large requests at one time", ((b"retry-after", b"1"),), True)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
         finally:
-            self._body_bytes -= held
+            self.release(held)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Whether a body of this size may come in now; `release` gives its memory back."""
+        if self._num_body_bytes + num_bytes > _BODIES:
+            return False
+        self._num_body_bytes += num_bytes
+        return True
+
+    def release(self, num_bytes: int) -> None:
+        self._num_body_bytes -= num_bytes
 
     def _too_large(self) -> Refusal:
-        return Refusal(413, f"expected a request of at most {self._settings.max_body:,} bytes", close=True)
+        return Refusal(413, f"expected a request of at most {self.settings.max_body:,} bytes", close=True)
 
 
 def _json(value: Any) -> Reply:
     return 200, msgspec.json.encode(value), [_JSON]
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            found: bytes = value
-            return found
-    return None
-
-
-def _sizes(scope: Scope) -> tuple[int | None, int | None]:
-    """(bytes of JSON before binary tensors, of the whole body), where the headers say so."""
+def sizes_of(headers: Headers) -> tuple[int | None, int | None]:
+    """(bytes of JSON before binary tensors, of the whole body), where the headers say so. Raises Refusal."""
     json_size = length = None
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"inference-header-content-length":
             json_size = _number(value, "Inference-Header-Content-Length")
         elif name == b"content-length":

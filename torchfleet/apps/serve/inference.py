@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy.typing as npt
 
-from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
+from torchfleet.apps.serve.batching import Batcher, QueueFull, Receiver, TookTooLong
 from torchfleet.apps.serve.inference_protocol import InferenceProtocol, InferRequest
 from torchfleet.apps.serve.predictor import WrongRequest
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
-from torchfleet.base.errors import ServerUnreachable
+from torchfleet.base.errors import DataError, ServerUnreachable
 
 _LATER = ((b"retry-after", b"1"),)
 
@@ -59,18 +59,30 @@ class Inference:
     async def _computed(self, samples: Samples) -> Any:
         try:
             waiting = self._batcher.submit(samples)
-        except QueueFull:
-            raise Refusal(503, "the queue is full: try again later", _LATER) from None
-        try:
             if self.model.is_remote:
                 return await asyncio.wait_for(waiting, self._timeout)
             return await waiting
-        except WrongRequest as error:
-            raise Refusal(400, str(error)) from None
-        except ServerUnreachable:
-            raise Refusal(503, "a server of rows does not answer: try again later", _LATER) from None
-        except (TookTooLong, asyncio.TimeoutError):
-            raise Refusal(503, f"no result within {self._timeout:g} seconds", _LATER) from None
+        except Exception as error:
+            raise self.refusal_of(error) or error from None
+
+    def submit_for(self, request: InferRequest, receiver: Receiver) -> None:
+        """Give the receiver (the version that was used, the results), or an exception: see refusal_of."""
+        try:
+            self._batcher.submit_for(request.samples, receiver)
+        except QueueFull as error:
+            receiver.receive(error)
+
+    def refusal_of(self, error: Exception) -> Refusal | None:
+        """What a client is told; None for a mistake of ours, or of the network."""
+        if isinstance(error, (WrongRequest, DataError)):
+            return Refusal(400, str(error))
+        if isinstance(error, QueueFull):
+            return Refusal(503, "the queue is full: try again later", _LATER)
+        if isinstance(error, ServerUnreachable):
+            return Refusal(503, "a server of rows does not answer: try again later", _LATER)
+        if isinstance(error, (TookTooLong, asyncio.TimeoutError)):
+            return Refusal(503, f"no result within {self._timeout:g} seconds", _LATER)
+        return error if isinstance(error, Refusal) else None
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
         """As Predictor.predict, and counts what the servers of rows did."""

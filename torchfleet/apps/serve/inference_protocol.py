@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchfleet.api.serving.description import ServingDescription
 from torchfleet.apps.serve.request_inputs import RequestInput, as_feature, data_of, utf8
+from torchfleet.apps.serve.request_templates import LEARN_PAUSE, RequestTemplates
 from torchfleet.apps.serve.samples import Packing, Samples
 from torchfleet.apps.serve.tensors import datatype_of, flat_decoder
 from torchfleet.base.errors import DataError
@@ -58,19 +59,29 @@ _ENCODER = msgspec.json.Encoder()
 class InferenceProtocol:
     """Decodes and encodes for one model. Used by one thread."""
 
-    def __init__(self, described: ServingDescription, outputs: Sequence[str], max_batch: int) -> None:
-        """`outputs`: names, in the order of responses. `max_batch`: samples of a request."""
+    def __init__(
+        self,
+        described: ServingDescription,
+        outputs: Sequence[str],
+        max_batch: int,
+        learn_pause: float = LEARN_PAUSE,
+    ) -> None:
+        """`outputs`: names, in the order of responses. `max_batch`: samples of a request. `learn_pause`: seconds
+        between two forms of requests that are learned.
+        """
         self._features = {feature.name: feature for feature in described.features}
         self._needed = [feature.name for feature in described.features if feature.default is None]
         self._outputs, self._max_batch = list(outputs), max_batch
         has_text = described.text is not None and TEXT not in self._features
         self._text = TextSamples(described.text) if has_text and described.text is not None else None
-        packing = Packing(described.features)
-        self._packed_types = packing.types if packing.is_possible else {}
+        self._packing = Packing(described.features)
+        self._templates = RequestTemplates(self._packing, learn_pause)
         self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
 
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
         """`json_size`: bytes of JSON before those of binary tensors; None: all is JSON. Raises DataError."""
+        if json_size is None and (known := self._templates.read(body)) is not None:
+            return InferRequest(known[0], "", known[1])
         view = memoryview(body)
         if json_size is not None and not 0 <= json_size <= len(body):
             raise DataError(f"Inference-Header-Content-Length is {json_size}, and the body has {len(body)} bytes")
@@ -78,7 +89,11 @@ class InferenceProtocol:
             found = _DECODER.decode(view if json_size is None else view[:json_size])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise DataError(f"expected a request of the Open Inference Protocol as JSON: {error}") from None
-        return self.request(found, view[len(body) if json_size is None else json_size :])
+        request = self.request(found, view[len(body) if json_size is None else json_size :])
+        if json_size is None and request.samples.packed is not None and not request.id:
+            arrays = [(one.name, one.data) for one in found.inputs]
+            self._templates.learn(body, arrays, request.samples.num, request.outputs)
+        return request
 
     def request(self, found: InferBody, rest: memoryview) -> InferRequest:
         """`rest`: the bytes of binary tensors, one after another. Raises DataError."""
@@ -94,22 +109,18 @@ class InferenceProtocol:
         outputs, tails = [], []
         for name, is_binary in request.outputs:
             array = results[name]
-            output: dict[str, Any] = {
-                "name": name,
-                "datatype": datatype_of(array.dtype.name),
-                "shape": list(array.shape),
-            }
             if is_binary:
                 tail = np.ascontiguousarray(array).tobytes()
-                output["parameters"] = {"binary_data_size": len(tail)}
+                rest = b',"parameters":{"binary_data_size":%d}}' % len(tail)
                 tails.append(tail)
             else:
-                output["data"] = array.reshape(-1).tolist()
-            outputs.append(output)
-        made: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": outputs}
-        if request.id:
-            made["id"] = request.id
-        head = _ENCODER.encode(made)
+                rest = b',"data":%b}' % _ENCODER.encode(array.reshape(-1).tolist())
+            outputs.append(_output_head(name, array.dtype.name, array.shape) + rest)
+        head = b'{%b,"outputs":[%b]%b}' % (
+            _names_of(model, version),
+            b",".join(outputs),
+            b',"id":%b' % _ENCODER.encode(request.id) if request.id else b"",
+        )
         return (head, None) if not tails else (b"".join((head, *tails)), len(head))
 
     def _asked(self, found: InferBody) -> list[tuple[str, bool]]:
@@ -131,7 +142,7 @@ class InferenceProtocol:
     def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
         """Samples of a request that gives each feature as JSON of its own type; None for others, and wrong ones."""
         num = inputs[0].shape[0] if inputs[0].shape else 0
-        if not self._packed_types or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
+        if not self._packing.is_possible or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
             return None
         found: dict[str, list[Any]] = {}
         for one in inputs:
@@ -147,11 +158,7 @@ class InferenceProtocol:
             found[one.name] = data
         if len(found) < len(inputs):
             return None
-        packed = {
-            dtype: list(chain.from_iterable([found[feature.name] for feature in features]))
-            for dtype, features in self._packed_types.items()
-        }
-        return Samples(num, {}, packed=packed)
+        return Samples(num, {}, packed=self._packing.packed(num, found))
 
     def _samples(self, inputs: Sequence[RequestInput], rest: memoryview) -> Samples:
         given: dict[str, tuple[RequestInput, Any]] = {}
@@ -228,6 +235,17 @@ class InferenceProtocol:
     def _names(self) -> str:
         text = [f"or '{TEXT}' alone"] if self._text is not None else []
         return ", ".join([*self._features, *text])[:500]
+
+
+@functools.lru_cache(maxsize=1024)
+def _output_head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """An output as JSON, without its data and the last brace."""
+    return _ENCODER.encode({"name": name, "datatype": datatype_of(dtype), "shape": shape})[:-1]
+
+
+@functools.lru_cache(maxsize=16)
+def _names_of(model: str, version: str) -> bytes:
+    return _ENCODER.encode({"model_name": model, "model_version": version})[1:-1]
 
 
 def _flag(parameters: Mapping[str, Any], name: str) -> bool:

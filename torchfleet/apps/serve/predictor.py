@@ -55,7 +55,7 @@ def network_of(settings: ServeSettings, described: ServingDescription, version: 
             "--network FILE.py:FACTORY, a class or function without arguments that makes it"
         )
     check_tables(described.network, version)
-    return GraphNetwork(described.network)
+    return GraphNetwork(described.network, described.features)
 
 
 def description_of(settings: ServeSettings) -> ServingDescription:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -23,13 +23,86 @@ class Samples:
     """The samples of one request: flat values by feature, and of ragged features the number of values per sample.
 
     Features that the request does not give are not in `values`. `packed` stands for `values` where a request gives all
-    features as plain JSON: a list for each type, with the values of one feature after the other.
+    features as plain numbers: a block for each type, with a row per sample and the columns of Packing.
     """
 
     num: int
     values: dict[str, Numbers]
     lengths: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
-    packed: dict[str, list[Any]] | None = None
+    packed: dict[str, npt.NDArray[Any]] | None = None
+
+
+class Packing:
+    """The columns of packed samples: features of one type stand beside each other in one block."""
+
+    def __init__(self, features: Sequence[Feature]) -> None:
+        self.is_possible = all(feature.shape is not None for feature in features)
+        self.types: dict[str, list[Feature]] = {}
+        self.dtypes: dict[str, np.dtype[Any]] = {}
+        self.places: dict[str, tuple[Feature, int, int]] = {}  # by name: the feature, its columns from .. to
+        self.widths: dict[str, int] = {}
+        for feature in features if self.is_possible else ():
+            start = self.widths.get(feature.dtype, 0)
+            self.places[feature.name] = feature, start, start + feature.num_values
+            self.widths[feature.dtype] = start + feature.num_values
+            self.types.setdefault(feature.dtype, []).append(feature)
+            self.dtypes[feature.dtype] = _numpy_dtype(feature)
+        self._columns: dict[tuple[str, ...], Any] = {}
+
+    def packed(self, num: int, values: Mapping[str, list[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """The blocks of `num` samples from the flat values of every feature."""
+        blocks = {}
+        with np.errstate(over="ignore"):  # numbers above float32's range become infinite, and are refused as such
+            for dtype, features in self.types.items():
+                given = list(chain.from_iterable([values[feature.name] for feature in features]))
+                flat, start, parts = np.array(given, self.dtypes[dtype]), 0, []
+                if num > 1:
+                    for feature in features:
+                        end = start + num * feature.num_values
+                        parts.append(flat[start:end].reshape(num, feature.num_values))
+                        start = end
+                blocks[dtype] = np.concatenate(parts, axis=1) if parts else flat.reshape(num, -1)
+        return blocks
+
+    def unpacked(self, samples: Samples) -> Samples:
+        """The same samples with values by feature."""
+        if samples.packed is None:
+            return samples
+        values = {
+            name: samples.packed[feature.dtype][:, start:end].reshape(-1)
+            for name, (feature, start, end) in self.places.items()
+        }
+        return Samples(samples.num, values)
+
+    def columns(self, names: tuple[str, ...]) -> Any:
+        """What selects the columns of these features, which have one value each, from the block of their type."""
+        if names not in self._columns:
+            found = [self.places[name][1] for name in names]
+            is_run = found == list(range(found[0], found[0] + len(found)))
+            self._columns[names] = slice(found[0], found[0] + len(found)) if is_run else np.array(found)
+        return self._columns[names]
+
+
+class BlockValues(Mapping[str, torch.Tensor]):
+    """The tensor of each feature in the blocks of packed samples, made when it is asked for."""
+
+    def __init__(self, packing: Packing, blocks: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._packing, self._blocks = packing, blocks
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        feature, start, end = self._packing.places[name]
+        part = torch.from_numpy(self._blocks[feature.dtype][:, start:end])
+        return part if len(feature.shape or ()) == 1 else part.reshape(-1, *(feature.shape or ()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packing.places)
+
+    def __len__(self) -> int:
+        return len(self._packing.places)
+
+    def columns(self, dtype: str, names: tuple[str, ...]) -> npt.NDArray[Any]:
+        """Features of this type with one value each, side by side: [samples, len(names)]."""
+        return self._blocks[dtype][:, self._packing.columns(names)]
 
 
 @dataclass
@@ -37,32 +110,8 @@ class JoinedBatch:
     """The tensors of several requests, by feature; `offsets` of ragged features, as in fleet.data."""
 
     num: int
-    values: dict[str, torch.Tensor]
+    values: Mapping[str, torch.Tensor]
     offsets: dict[str, torch.Tensor]
-
-
-class Packing:
-    """The order of features in packed samples: those of one type stand together."""
-
-    def __init__(self, features: Sequence[Feature]) -> None:
-        self.is_possible = all(feature.shape is not None for feature in features)
-        self.types: dict[str, list[Feature]] = {}
-        for feature in features:
-            self.types.setdefault(feature.dtype, []).append(feature)
-        self.widths = {dtype: [feature.num_values for feature in some] for dtype, some in self.types.items()}
-
-    def unpacked(self, samples: Samples) -> Samples:
-        """The same samples with values by feature."""
-        if samples.packed is None:
-            return samples
-        values: dict[str, Numbers] = {}
-        for dtype, flat in samples.packed.items():
-            start = 0
-            for feature in self.types[dtype]:
-                end = start + samples.num * feature.num_values
-                values[feature.name] = flat[start:end]
-                start = end
-        return Samples(samples.num, values)
 
 
 class Joiner:
@@ -70,14 +119,13 @@ class Joiner:
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self._features = [(feature, _numpy_dtype(feature)) for feature in features]
-        self._dtypes = {feature.dtype: dtype for feature, dtype in self._features}
         self._packing = Packing(features)
 
     def joined(self, requests: Sequence[Samples]) -> JoinedBatch:
         """One batch of all samples, in the order of the requests. Raises DataError for numbers that are not finite."""
-        size = requests[0].num
-        if all(request.packed is not None and request.num == size for request in requests):
-            return JoinedBatch(size * len(requests), self._from_packed(requests, size), {})
+        packed = [request.packed for request in requests if request.packed is not None]
+        if len(packed) == len(requests):
+            return self._from_packed(packed)
         requests = [self._packing.unpacked(request) for request in requests]
         num = sum(request.num for request in requests)
         values: dict[str, torch.Tensor] = {}
@@ -93,18 +141,14 @@ class Joiner:
                 values[feature.name] = torch.from_numpy(array.reshape(num, *feature.shape))
         return JoinedBatch(num, values, offsets)
 
-    def _from_packed(self, requests: Sequence[Samples], size: int) -> dict[str, torch.Tensor]:
-        """One array per type, and views of it: many features cost hardly more than one."""
-        values: dict[str, torch.Tensor] = {}
+    def _from_packed(self, packed: Sequence[Mapping[str, npt.NDArray[Any]]]) -> JoinedBatch:
+        """One block per type: many features cost hardly more than one."""
+        blocks: dict[str, npt.NDArray[Any]] = {}
         for dtype, features in self._packing.types.items():
-            flat = _array([request.packed[dtype] for request in requests], self._dtypes[dtype])  # type: ignore[index]
-            _check_finite(flat, features[0].name)
-            whole = torch.from_numpy(flat.reshape(len(requests), -1))
-            parts = torch.split(whole, [size * width for width in self._packing.widths[dtype]], dim=1)
-            for feature, part in zip(features, parts, strict=True):
-                is_shaped = size == 1 and len(feature.shape or ()) == 1
-                values[feature.name] = part if is_shaped else part.reshape(-1, *(feature.shape or ()))
-        return values
+            block = packed[0][dtype] if len(packed) == 1 else np.concatenate([one[dtype] for one in packed])
+            _check_finite(block, features[0].name)
+            blocks[dtype] = block
+        return JoinedBatch(len(block), BlockValues(self._packing, blocks), {})
 
 
 def _numpy_dtype(feature: Feature) -> np.dtype[Any]:

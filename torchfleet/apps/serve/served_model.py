@@ -8,6 +8,7 @@ from typing import Any
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
 from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
 from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_followed_shards
 from torchfleet.apps.serve.shards.sharded_model import ShardedModel, open_sharded
 from torchfleet.apps.serve.tensors import datatype_of
 from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
@@ -43,12 +44,12 @@ class ServedModel:
     @property
     def shard_counts(self) -> Mapping[str, float]:
         """Counters of the servers that rows are read from; empty if rows are here."""
-        return self._source.metrics() if isinstance(self._source, ShardedModel) else {}
+        return self._source.metrics() if isinstance(self._source, (ShardedModel, FollowedShards)) else {}
 
     @property
     def follow_figures(self) -> Mapping[str, float]:
-        """Gaps, troubles and so on of what follows a job, by name; empty if the rows are on servers."""
-        return self._source.figures() if isinstance(self._source, MappedModel) else {}
+        """Gaps, troubles and so on of what follows a job, by name; empty if nothing does."""
+        return self._source.figures() if isinstance(self._source, (MappedModel, FollowedShards)) else {}
 
     @property
     def version(self) -> ModelVersion:
@@ -70,6 +71,6 @@ class ServedModel:
 
 def _opened(settings: ServeSettings) -> ModelSource:
     if settings.shards:
-        return open_sharded(settings)
+        return open_followed_shards(settings) if settings.follow else open_sharded(settings)
     servers, keys = settings.followed, settings.key_dir or None
     return open_mapped(settings.model, bool(settings.follow), settings.workdir or None, servers, keys)

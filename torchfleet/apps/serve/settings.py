@@ -50,9 +50,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
         if not 0 <= self.batch_wait_ms < 1000 * self.timeout_s:
             raise FleetError(f"--batch_wait_ms {self.batch_wait_ms:g} must be less than --timeout_s {self.timeout_s:g}")
-        if self.follow and self.shards:
+        if self.follow not in ("", "files") and self.shards:
             raise FleetError(
-                "--follow and --shards exclude each other: read-only servers serve the save they have read"
+                f"--follow {self.follow} and --shards exclude each other: beside the rows of read-only servers, saves "
+                "can be followed alone. Give --follow files"
             )
         if not 0 <= self.grpc_port < 1 << 16 or (self.grpc_port and self.grpc_port == self.port):
             raise FleetError(f"--grpc_port: expected a port other than --port {self.port}, found {self.grpc_port}")

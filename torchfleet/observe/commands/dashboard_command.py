@@ -7,10 +7,12 @@ import signal
 import threading
 from types import FrameType
 
+from torchfleet.base.errors import FleetError
 from torchfleet.base.printable import say
 from torchfleet.observe.dashboard.access import is_loopback, token_of
 from torchfleet.observe.dashboard.dashboard_server import DEFAULT_PORT, Dashboard
 from torchfleet.observe.dashboard.run_folders import RunFolders
+from torchfleet.observe.dashboard.served_models import ServedModels
 from torchfleet.observe.watch.watchers import port_or_any
 
 
@@ -29,6 +31,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--port", type=port_or_any, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1, this machine alone)")
+    parser.add_argument(
+        "--served",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a model that fleet serve serves: http://HOST:PORT/v2/models/NAME, as it prints; may be repeated",
+    )
+    parser.add_argument("--served_token_file", metavar="FILE", help="a file with the token that these ask for")
     token = parser.add_mutually_exclusive_group()
     token.add_argument(
         "--token_file",
@@ -44,13 +54,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _dashboard(options: argparse.Namespace) -> int:
     folders = RunFolders(options.folders)
     token = None if options.no_token else token_of(options.token_file)
+    served = ServedModels(options.served, _served_token(options))
     asked = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked.set()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    dashboard = Dashboard(folders, options.host, options.port, token)
+    dashboard = Dashboard(folders, options.host, options.port, token, served)
     try:
         say(f"dashboard: {dashboard.url}")
         if not is_loopback(options.host):
@@ -61,3 +72,15 @@ def _dashboard(options: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
+
+
+def _served_token(options: argparse.Namespace) -> str:
+    if not options.served_token_file:
+        return ""
+    if not options.served:
+        raise FleetError("--served_token_file is for models that are served: add --served URL")
+    try:
+        with open(options.served_token_file, encoding="ascii") as file:
+            return file.read(4097).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FleetError(f"--served_token_file {options.served_token_file} cannot be read: {error}") from None

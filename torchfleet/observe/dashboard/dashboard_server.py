@@ -3,6 +3,7 @@
 GET /                the page, and its files
 GET /api/runs        names of runs, the newest first
 GET /events          ?run=NAME: a stream of server-sent events: `snapshot`, then a `delta` a second, and `closing`
+GET /api/served      models that `fleet serve` serves: version, age, rate, latency
 GET /api/log         ?run=NAME&role=KEY: the end of a log; &file=&start= what follows, &file=&end= what stands before
 GET /api/find        ?run=NAME&role=KEY&text=TEXT: lines of a log
 POST /login          the token as the body: a cookie comes back
@@ -26,6 +27,7 @@ from torchfleet.observe.dashboard.log_pieces import find_lines, read_before, rea
 from torchfleet.observe.dashboard.page_files import page_files
 from torchfleet.observe.dashboard.run_feed import PERIOD, Feed, Feeds
 from torchfleet.observe.dashboard.run_folders import RunFolders
+from torchfleet.observe.dashboard.served_models import ServedModels
 
 DEFAULT_PORT = 8470
 _NEXT_PORTS = 20  # that are tried if the default one is taken
@@ -47,9 +49,16 @@ _GUARDS = {
 class Dashboard:
     """Serves from threads of its own until it is closed. `port` None: the default one, or the next that is free."""
 
-    def __init__(self, folders: RunFolders, host: str = "127.0.0.1", port: int | None = None, token: str | None = None):
+    def __init__(
+        self,
+        folders: RunFolders,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        token: str | None = None,
+        served: ServedModels | None = None,
+    ) -> None:
         self._access, self._closing = Access(host, token), threading.Event()
-        self._folders, self._feeds = folders, Feeds()
+        self._folders, self._feeds, self._served = folders, Feeds(), served or ServedModels()
         self._num_streams, self._changed = 0, threading.Condition()
         page_files()  # fails early if a file is missing
         self._server = _listen(host, port, _handler(self))
@@ -103,6 +112,9 @@ class Dashboard:
 
     def answer(self, request: _Request, path: str, query: dict[str, str]) -> None:
         """Answer a GET of data. The request is already authorized."""
+        if path == "/api/served":
+            request.send_json({"served": self._served.rows()})
+            return
         feed = self.feed(query.get("run", ""))
         if path == "/api/runs":
             request.send_json({"runs": self._folders.names()})
@@ -135,7 +147,7 @@ class _Request(HttpRequest):
         file = page_files().get(path)
         if file is not None:
             self.send(200, file.content_type, file.body)
-        elif path not in ("/events", "/api/runs", "/api/log", "/api/find"):
+        elif path not in ("/events", "/api/runs", "/api/served", "/api/log", "/api/find"):
             self.refuse(404, "there is no such page")
         elif not self.dashboard.access.may_read(self.headers, self._cookie_name()):
             self.refuse(

@@ -215,7 +215,7 @@ def test_fleet_serve_answers_from_shards_while_one_is_killed(tmp_path: Path) -> 
 
 def test_settings_that_contradict_shards_are_refused(tmp_path: Path) -> None:
     for settings in (
-        ServeSettings(str(tmp_path), shards="a:1", follow=True),
+        ServeSettings(str(tmp_path), shards="a:1", follow="servers=b:1"),
         ServeSettings(str(tmp_path), backups="a:1"),
     ):
         with pytest.raises(FleetError):

@@ -144,6 +144,18 @@ def test_replies_with_a_rest_are_read_up_to_one_moment(training: Training, monke
     training.assert_follows()
 
 
+def test_servers_rest_from_answers_that_take_long(training: Training) -> None:
+    every = training.follower.pause
+    for _ in range(2):
+        training.train()
+        training.follower.step()
+    pushed = training.follower._subscription()
+    assert pushed.answer_seconds > 0
+    for seconds, expected in ((0.001, every), (0.02, 0.4), (5.0, follower_module.LONGEST_REST)):
+        pushed.answer_seconds = seconds
+        assert training.follower.pause == pytest.approx(expected)
+
+
 def test_a_restarted_server_is_read_anew(training: Training) -> None:
     training.train()
     for _ in range(2):

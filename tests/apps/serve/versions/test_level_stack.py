@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from torchfleet.apps.serve.versions import level_stack
-from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, rows_of
+from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, found_rows, rows_of
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 
 DIMS = {"wide": 3, "narrow": 1}
@@ -113,6 +113,20 @@ def test_many_rows_are_found_and_others_read_as_zeros(tmp_path: Path) -> None:
     found = rows_of([mapped.tables["wide"]], 3, asked)
     np.testing.assert_array_equal(found[: len(keys[::3])], values[::3])
     assert not found[len(keys[::3]) :].any()
+    stack.close()
+
+
+@pytest.mark.parametrize("keeps_gone", [False, True])
+def test_removed_keys_are_kept_over_rows_that_are_elsewhere(tmp_path: Path, keeps_gone: bool) -> None:
+    stack = LevelStack(tmp_path, keeps_gone=keeps_gone)
+    stack.add(made_level(stack, {"wide": {7: 2.0}}, {"wide": {8}}))
+    for key in range(20, 40):
+        stack.add(made_level(stack, {"wide": {key: 1.0}}))
+    assert len(stack.levels) < 10  # they were merged
+    maps = [MappedLevel(tmp_path, level).tables["wide"] for level in stack.levels]
+    rows, is_here = found_rows(maps, 3, np.array([7, 8, 9, 30]))
+    assert rows[:, 0].tolist() == [2.0, 0.0, 0.0, 1.0]
+    assert is_here.tolist() == [True, keeps_gone, False, True]
     stack.close()
 
 

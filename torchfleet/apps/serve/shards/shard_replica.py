@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +37,40 @@ class ServedShard:
     token: int
     shard: int
     num_shards: int
+
+
+@dataclass(frozen=True)
+class ServedSave:
+    """The save whose rows a server has loaded."""
+
+    save: str
+    token: int
+
+
+def served_save(endpoints: Sequence[str], keys: KeyFolder | None, timeout: float) -> ServedSave:
+    """The save of the first of these servers that answers. Raises the last FleetError if none does."""
+    for endpoint in endpoints:
+        try:
+            client = Client.connect([endpoint], keys, role=Role.WORKER, patience=Patience(timeout, retries=1))
+        except FleetError:
+            if endpoint == endpoints[-1]:
+                raise
+            continue
+        with contextlib.closing(client):
+            try:
+                served = client.stats()[0].get("served")
+            except FleetError:
+                if endpoint == endpoints[-1]:
+                    raise
+                continue
+        try:
+            return msgspec.convert(served, ServedSave)
+        except msgspec.ValidationError:
+            raise FleetError(
+                f"{endpoint}: expected a read-only server, found another one. Start it with `python -m "
+                "torchfleet.server --read_only MODEL --shard K/N`."
+            ) from None
+    raise FleetError("expected the address of a server")
 
 
 class ShardReplica:

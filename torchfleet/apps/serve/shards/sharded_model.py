@@ -18,7 +18,7 @@ from torchfleet.api.infer import load_tensors
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.hedged_read import Shard, finish
 from torchfleet.apps.serve.shards.row_cache import RowCache
-from torchfleet.apps.serve.shards.shard_replica import ServedShard, ShardReplica
+from torchfleet.apps.serve.shards.shard_replica import ServedSave, ServedShard, ShardReplica
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
@@ -109,9 +109,11 @@ class ShardedModel:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         keys: KeyFolder | None = None,
         timeout: float = TIMEOUT,
+        held: ServedSave | None = None,
     ) -> None:
         """`shards`: addresses by shard; `backups`: none, or one for each, in the same order. `cache_bytes`: for all
-        tables together; 0: no cache. Raises FleetError if a shard is not served from this save by any replica.
+        tables together; 0: no cache. `held`: the save that the servers hold; None: the newest one. Raises FleetError if
+        a shard is not served from this save by any replica.
         """
         if backups and len(backups) != len(shards):
             raise FleetError(
@@ -121,10 +123,11 @@ class ShardedModel:
         storage = Storage(folder)
         manifest = read_manifest(storage)
         specs = {table.name: served_spec(table) for table in manifest.tables if not table.is_dense}
+        held = held or ServedSave(manifest.save, manifest.token)
         columns = [list(shards), list(backups)] if backups else [list(shards)]
         self._shards = []
         for i in range(len(shards)):
-            expected = ServedShard(manifest.save, manifest.token, i, len(shards))
+            expected = ServedShard(held.save, held.token, i, len(shards))
             made = [ShardReplica(column[i], expected, [*specs.values()], keys, timeout) for column in columns]
             self._shards.append(Shard(made))
         try:
@@ -167,8 +170,8 @@ def _check(one: Shard) -> None:
         raise errors[0]
 
 
-def open_sharded(settings: ServeSettings) -> ShardedModel:
-    """The model that the options of `fleet serve` describe."""
+def open_sharded(settings: ServeSettings, held: ServedSave | None = None) -> ShardedModel:
+    """The model that the options of `fleet serve` describe. `held`: as of ShardedModel."""
     cache_bytes = 0 if settings.row_cache == "0" else parse_bytes(settings.row_cache, "--row_cache")
     key_dir = settings.key_dir or os.environ.get("FLEET_KEY_DIR")
     return ShardedModel(
@@ -177,6 +180,7 @@ def open_sharded(settings: ServeSettings) -> ShardedModel:
         endpoints_of("--backups", settings.backups) if settings.backups else (),
         cache_bytes,
         KeyFolder(key_dir) if key_dir else None,
+        held=held,
     )
 
 

@@ -96,7 +96,7 @@ def _follow(folder: Path, settings: FollowSettings, follower: Follower) -> int:
             read_at = time.monotonic()
         if time.monotonic() - read_at > settings.unread or not folder.exists():
             return 0
-        time.sleep(max(0.01, settings.every - (time.monotonic() - began)))
+        time.sleep(max(0.01, follower.pause - (time.monotonic() - began)))
 
 
 def _own_lock(path: Path) -> int | None:

@@ -24,6 +24,8 @@ from torchfleet.ps.worker.client.subscriber import Subscriber
 
 RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
+REST = 20.0  # times what the servers took for their last answers, until they are asked again: training comes first
+LONGEST_REST = 0.6  # seconds
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
 
@@ -34,6 +36,7 @@ class FollowSettings(msgspec.Struct, frozen=True):
     follow: bool = True  # False: take over what is there, and end
     servers: list[str] = []  # addresses of the servers to follow; none: files alone
     key_dir: str | None = None
+    base: str = ""  # a save whose rows are elsewhere: what changed since is taken over; "": all rows are
     every: float = 0.2  # seconds between two looks
     keep: int = 8  # versions that one can go back to
     spacing: float = 60.0  # seconds between two of these
@@ -45,8 +48,8 @@ class Follower:
 
     def __init__(self, folder: Path, settings: FollowSettings, say: Callable[[str], None] = tell) -> None:
         self._settings, self._say = settings, say
-        self.maker = VersionMaker(folder, settings.keep, settings.spacing, say)
-        self._chain = SavedChain(settings.model)
+        self.maker = VersionMaker(folder, settings.keep, settings.spacing, say, bool(settings.base))
+        self._chain = SavedChain(settings.model, settings.base)
         self._retry_at, self._last_gap = 0.0, ""
         self._pushed: PushedRows | None = None
         self._client: Subscriber | None = None
@@ -55,6 +58,13 @@ class Follower:
     @property
     def store(self) -> VersionStore:
         return self.maker.store
+
+    @property
+    def pause(self) -> float:
+        """Seconds from the beginning of a step to that of the next."""
+        if self._pushed is None:
+            return self._settings.every
+        return max(self._settings.every, min(LONGEST_REST, REST * self._pushed.answer_seconds))
 
     def step(self) -> None:
         """Look once for what is new, and take it over. What goes wrong is told, and the current version stays."""

@@ -209,12 +209,17 @@ class TableWriter:
 
 def rows_of(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> Floats:
     """The rows of `keys` in a stack of levels, newest first; zeros for a key without a row."""
-    out = np.zeros((len(keys), dim), np.float32)
+    return found_rows(levels, dim, keys)[0]
+
+
+def found_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(rows as of rows_of; whether a level has the key, be it as one that was removed)."""
+    out, is_open = np.zeros((len(keys), dim), np.float32), np.ones(len(keys), np.uint8)
     wanted = np.require(keys, np.int64, _OWN).view(np.uint64)
     for start in range(0, len(wanted), CHUNK):
-        some = wanted[start : start + CHUNK]
-        is_open, at = np.ones(len(some), np.uint8), np.empty(len(some), np.int64)
+        end = start + CHUNK
+        at = np.empty(len(wanted[start:end]), np.int64)
         for level in levels:
-            if not level.read(some, is_open, at, out[start : start + CHUNK]):
+            if not level.read(wanted[start:end], is_open[start:end], at, out[start:end]):
                 break
-    return out
+    return out, is_open == 0

@@ -23,8 +23,10 @@ SMALL = 1 << 16  # rows; a stack of fewer is merged at once
 class LevelStack:
     """Levels, newest first. Belongs to one thread. Raises OSError if a level cannot be written; nothing has changed."""
 
-    def __init__(self, folder: Path, first_file: int = 1) -> None:
+    def __init__(self, folder: Path, first_file: int = 1, keeps_gone: bool = False) -> None:
+        """`keeps_gone`: there are more rows elsewhere, so that removed keys are never left out."""
         self._folder, self._numbers = folder, itertools.count(first_file)
+        self._keeps_gone = keeps_gone
         self._levels: list[MappedLevel] = []
         self._pool = ThreadPoolExecutor(1, "merge")
         self._merging: Future[MappedLevel] | None = None
@@ -59,13 +61,13 @@ class LevelStack:
         if not self._levels:
             return is_changed
         while (num := self._num_to_merge()) > 1:
-            merged = self._merged(self._levels[:num], num == len(self._levels))
+            merged = self._merged(self._levels[:num], num == len(self._levels) and not self._keeps_gone)
             self._levels[:num] = [merged]
             is_changed = True
         above = sum(mapped.level.num_rows for mapped in self._levels[:-1])
         if self._merging is None and above > max(SMALL, MERGED_SHARE * self._levels[-1].level.num_rows):
             self._num_frozen = len(self._levels)
-            self._merging = self._pool.submit(self._merged, list(self._levels), True)
+            self._merging = self._pool.submit(self._merged, list(self._levels), not self._keeps_gone)
         return is_changed
 
     def close(self) -> None:

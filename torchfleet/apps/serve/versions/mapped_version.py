@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, TableMap, rows_of
+from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, TableMap, found_rows, rows_of
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 from torchfleet.ps.worker.lookup.dense_group import write_words
@@ -66,6 +66,12 @@ class MappedVersion:
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> Floats:
         """As ModelVersion.rows."""
         return rows_of(self._maps_of(table), self.description.tables[table], keys)
+
+    def changed_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """(rows, whether each key is in this version, be it as one that was removed): for a version that holds what
+        changed since a save.
+        """
+        return found_rows(self._maps_of(table), self.description.tables[table], keys)
 
     def dim(self, table: str) -> int:
         """As ModelVersion.dim."""

@@ -39,6 +39,7 @@ class PushedRows:
             client.attach(spec)
         self._subscriber, self._received = 0, [0] * client.num_servers
         self._asked = 0.0
+        self.answer_seconds = 0.0  # that the servers took for what `changes` asked last
         self._early: list[list[Changed]] = []  # replies that came while all rows were read
         self.created = 0.0
         self.is_lost = True  # the subscription is unknown: everything must be read anew
@@ -72,7 +73,7 @@ class PushedRows:
         `is_lost` is set, and everything must be read anew.
         """
         levels: list[Level] = []
-        is_network_new = False
+        is_network_new, self.answer_seconds = False, 0.0
         for _ in range(MOST_REPLIES):
             replies = self._ask()
             self.is_lost = True  # until all of it is written: what was received is not sent again
@@ -94,8 +95,10 @@ class PushedRows:
         return np.concatenate([np.empty(0, np.float32), *(self._blocks[spec.number] for spec in self._dense)])
 
     def _ask(self) -> list[Changed]:
+        began = time.monotonic()
         replies = self._client.changed(self._subscriber, self._received)
         self._asked = time.monotonic()
+        self.answer_seconds += self._asked - began
         self._received = [reply.body.number for reply in replies]
         self.created = max(self.created, *(reply.body.changed_at for reply in replies))
         return replies

@@ -37,7 +37,9 @@ class News:
 class SavedChain:
     """Follows the manifest of a folder. `taken` is the last save that was applied."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, base: str = "") -> None:
+        """`base`: a save whose rows are elsewhere, and not read; the chain must contain it."""
+        self._base = base
         self.storage = Storage(folder)
         self.taken: Link | None = None
         self._seen: object = None  # by which a new manifest is noticed
@@ -56,10 +58,10 @@ class SavedChain:
         # by the job's own clock, a time says nothing about the age of the model
         created = time.time() if manifest.is_time_set else manifest.time
         if self.taken is None:
-            return News(manifest, links, True, created)
+            return News(manifest, links[self._start(links) :], True, created)
         at = next((i for i, link in enumerate(links) if _is_same(link, self.taken)), None)
         if at is None:
-            return News(manifest, links, True, created, self._gap(links))
+            return News(manifest, links[self._start(links) :], True, created, self._gap(links))
         return News(manifest, links[at + 1 :], False, created) if links[at + 1 :] else None
 
     def look_again(self) -> None:
@@ -77,6 +79,8 @@ class SavedChain:
             for saved in news.manifest.tables:
                 if saved.is_dense:
                     continue
+                if link.save == self._base:
+                    continue
                 rows, gone = link.parts_of(saved.name), link.parts_of(saved.name, "gone") if link.parent else []
                 num = sum(part.rows for part in (*rows, *gone))
                 with writer.table(saved.name, saved.dim, num) as table:
@@ -91,6 +95,18 @@ class SavedChain:
         manifest = msgspec.structs.replace(news.manifest, save=link.save, parts=link.parts)
         blocks = [read_dense(self.storage, manifest, table)[0] for table in dense_tables(manifest)]
         return np.concatenate([np.empty(0, np.float32), *blocks])
+
+    def _start(self, links: Sequence[Link]) -> int:
+        """The place of the first save to apply. Raises CheckpointError if the one that is elsewhere is not there."""
+        if not self._base:
+            return 0
+        found = next((i for i, link in enumerate(links) if link.save == self._base), None)
+        if found is None:
+            raise CheckpointError(
+                f"the read-only servers hold {self._base}, and the chain in {self.storage.path} does not contain it: "
+                f"it begins with {links[0].save}. Start the servers from the newest save, then `fleet serve`"
+            )
+        return found
 
     def _gap(self, links: Sequence[Link]) -> str:
         assert self.taken is not None

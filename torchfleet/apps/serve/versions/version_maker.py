@@ -20,10 +20,12 @@ class VersionMaker:
     `take` has succeeded again.
     """
 
-    def __init__(self, folder: Path, keep: int, spacing: float, say: Callable[[str], None]) -> None:
-        """`keep`, `spacing`: as in VersionStore."""
+    def __init__(
+        self, folder: Path, keep: int, spacing: float, say: Callable[[str], None], keeps_gone: bool = False
+    ) -> None:
+        """`keep`, `spacing`: as in VersionStore. `keeps_gone`: as in LevelStack."""
         self.store, self._say = VersionStore(folder, keep, spacing), say
-        self.stack = LevelStack(folder, self.store.next_file())
+        self.stack = LevelStack(folder, self.store.next_file(), keeps_gone)
         self.manifest: Manifest | None = None  # of the save that describes the tables
         self.created = 0.0
         self._source = ""

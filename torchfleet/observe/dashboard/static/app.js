@@ -8,6 +8,7 @@ import { showHead, showTiles } from "./js/header.js";
 import { LogView } from "./js/logs.js";
 import { Panels } from "./js/panels.js";
 import { RoleTables } from "./js/roles.js";
+import { watchServed } from "./js/served.js";
 import { Store } from "./js/store.js";
 import { Stream } from "./js/stream.js";
 import { startTheme } from "./js/theme.js";
@@ -106,6 +107,7 @@ async function start() {
   byId("run-label").hidden = names.length < 2;
   byId("run").replaceChildren(...names.map((name) => element("option", "", name)));
   byId("run").value = run;
+  watchServed();
   return stream.open(run);
 }
 

@@ -1,0 +1,90 @@
+"""Rows on read-only servers, and here what a job has changed since the save that they hold.
+
+The servers' rows never change, and the changes are versions that swap in one step: so a request sees one version,
+however many shards its rows are on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.apps.serve.shards.shard_replica import served_save
+from torchfleet.apps.serve.shards.sharded_model import TIMEOUT, ShardedModel, ShardedVersion, endpoints_of, open_sharded
+from torchfleet.apps.serve.versions.follower import FollowSettings
+from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
+from torchfleet.apps.serve.versions.mapped_version import MappedVersion
+from torchfleet.ps.net.keys import KeyFolder
+
+Floats = npt.NDArray[np.float32]
+
+
+class OverlaidVersion:
+    """Rows that changed since the servers' save are here, all others there."""
+
+    def __init__(self, changed: MappedVersion, base: ShardedVersion) -> None:
+        self.changed, self._base = changed, base
+        self.number, self.created = changed.number, changed.created
+
+    def rows(self, table: str, keys: npt.NDArray[np.int64]) -> Floats:
+        """As ModelVersion.rows. Raises ServerUnreachable if no replica of a shard answers."""
+        rows, is_here = self.changed.changed_rows(table, keys)
+        if not is_here.all():
+            rows[~is_here] = self._base.rows(table, keys[~is_here])
+        return rows
+
+    def dim(self, table: str) -> int:
+        return self._base.dim(table)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self.changed.parameters()
+
+
+class FollowedShards:
+    """As ModelSource. Owns both parts."""
+
+    is_remote = True  # a read waits for other machines
+
+    def __init__(self, base: ShardedModel, changes: MappedModel) -> None:
+        self._base, self._changes = base, changes
+        self._version = OverlaidVersion(changes.current(), base.current())
+
+    def current(self) -> OverlaidVersion:
+        changed = self._changes.current()
+        if self._version.changed is not changed:
+            self._version = OverlaidVersion(changed, self._base.current())
+        return self._version
+
+    def metrics(self) -> dict[str, float]:
+        """As ShardedModel.metrics."""
+        return self._base.metrics()
+
+    def figures(self) -> dict[str, float]:
+        """As MappedModel.figures."""
+        return self._changes.figures()
+
+    def close(self) -> None:
+        self._changes.close()
+        self._base.close()
+
+
+def open_followed_shards(settings: ServeSettings) -> FollowedShards:
+    """The model that the options of `fleet serve` describe. Raises FleetError if no server of the first shard answers,
+    or if the saves that are followed do not contain the one that the servers hold.
+    """
+    key_dir = settings.key_dir or os.environ.get("FLEET_KEY_DIR")
+    first = [endpoints_of("--shards", settings.shards)[0]]
+    first += endpoints_of("--backups", settings.backups)[:1] if settings.backups else []
+    held = served_save(first, KeyFolder(key_dir) if key_dir else None, TIMEOUT)
+    base = open_sharded(settings, held)
+    try:
+        follow = FollowSettings(settings.model, base=held.save)
+        return FollowedShards(base, open_mapped(settings.model, True, settings.workdir or None, settings=follow))
+    except BaseException:
+        base.close()
+        raise
