@@ -59,6 +59,44 @@ def unique_inverse(
 
 
 @kernel
+def unique_parts(
+    keys_N: np.ndarray,
+    ends_T: np.ndarray,
+    sizes_T: np.ndarray,
+    places_P: np.ndarray,
+    distinct_N: np.ndarray,
+    starts_T1: np.ndarray,
+    inverse_N: np.ndarray,
+    own_N: np.ndarray,
+    salt: np.uint64,
+) -> bool:
+    """`unique_inverse` of several parts of keys_N, of which part t ends at ends_T[t]: its distinct keys are
+    distinct_N[starts_T1[t] : starts_T1[t + 1]]. inverse_N counts from the first part's first key, own_N from the own
+    part's. places_P: twice as long as the longest part at least, a power of two.
+
+    Returns whether all keys of each part are below its number in sizes_T.
+    """
+    first, num, is_below = 0, 0, True
+    for t in range(len(ends_T)):
+        start = starts_T1[t] = num
+        own_U = distinct_N[start:]
+        places_P[:] = 0
+        for i in range(first, ends_T[t]):
+            key = keys_N[i]
+            at = place_of(key, salt, places_P, own_U)
+            if places_P[at] == 0:
+                is_below &= key < sizes_T[t]
+                distinct_N[num] = key
+                num += 1
+                places_P[at] = num - start
+            own_N[i] = places_P[at] - 1
+            inverse_N[i] = own_N[i] + start
+        first = ends_T[t]
+    starts_T1[len(ends_T)] = num
+    return is_below
+
+
+@kernel
 def note_places(distinct_N: np.ndarray, num: int, places_P: np.ndarray, salt: np.uint64) -> None:
     """Put the numbers of `num` distinct keys, from 1, into zeroed places_P, a power of two and at least 2 num long."""
     for i in range(num):
