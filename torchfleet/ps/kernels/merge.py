@@ -11,6 +11,7 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.team import TEAM
 
 FEW_PLACES = 1 << 15  # 128 KB
+_FEW_KEYS = 1 << 12
 FEWEST_SHARED = 1 << 14  # keys of a thread, where several share the work
 _S32 = np.uint64(32)
 
@@ -97,6 +98,18 @@ def unique_parts(
 
 
 @kernel
+def all_distinct_keys(keys_N: np.ndarray, places_P: np.ndarray, salt: np.uint64) -> bool:
+    """Whether no key repeats. places_P: a power of two, at least twice as long as keys_N; what it holds is lost."""
+    places_P[:] = 0
+    for i in range(len(keys_N)):
+        at = place_of(keys_N[i], salt, places_P, keys_N)
+        if places_P[at] != 0:
+            return False
+        places_P[at] = i + 1
+    return True
+
+
+@kernel
 def note_places(distinct_N: np.ndarray, num: int, places_P: np.ndarray, salt: np.uint64) -> None:
     """Put the numbers of `num` distinct keys, from 1, into zeroed places_P, a power of two and at least 2 num long."""
     for i in range(num):
@@ -175,6 +188,11 @@ def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(distinct keys, their summed gradients); the inputs themselves when no key repeats."""
+    num = len(keys_N)
+    if num <= _FEW_KEYS:  # what workers push is distinct: to find that takes less than to number the keys
+        places = np.empty(1 << max(4, (2 * num - 1).bit_length()), np.int32)
+        if all_distinct_keys(keys_N, places, SALT):
+            return keys_N, grads_ND
     distinct, inverse = unique(keys_N)
     if len(distinct) == len(keys_N):
         return keys_N, grads_ND
