@@ -63,7 +63,7 @@ BODY = {
 @pytest.fixture
 def file(tmp_path: Path) -> FeatureFile:
     (tmp_path / "features.json").write_text(json.dumps(BODY))
-    return fleet.data.features(tmp_path / "features.json")
+    return fleet.data.read_features(tmp_path / "features.json")
 
 
 def test_columns_become_places_in_the_vocabulary_buckets_and_hashes(file: FeatureFile) -> None:
@@ -80,7 +80,7 @@ def test_columns_become_places_in_the_vocabulary_buckets_and_hashes(file: Featur
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, which reads TOML")
 def test_toml_and_json_are_the_same_file(file: FeatureFile, tmp_path: Path) -> None:
     (tmp_path / "features.toml").write_text(TEXT)
-    assert fleet.data.features(tmp_path / "features.toml") == file
+    assert fleet.data.read_features(tmp_path / "features.toml") == file
 
 
 def test_crosses_tell_combinations_apart(file: FeatureFile) -> None:
@@ -110,7 +110,7 @@ def test_crosses_tell_combinations_apart(file: FeatureFile) -> None:
 def test_a_wrong_file_is_refused_by_name(body: dict[str, object], named: str, tmp_path: Path) -> None:
     (tmp_path / "features.json").write_text(json.dumps(body))
     with pytest.raises(DataError, match=naming(named)):
-        fleet.data.features(tmp_path / "features.json")
+        fleet.data.read_features(tmp_path / "features.json")
 
 
 def test_wrong_columns_are_refused(file: FeatureFile) -> None:

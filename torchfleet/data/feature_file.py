@@ -111,7 +111,7 @@ class FeatureFile(
         return {cross.name: cross.ids(ids) for cross in self.crosses}
 
 
-def features(path: str | Path) -> FeatureFile:
+def read_features(path: str | Path) -> FeatureFile:
     """Read a file of features: TOML (Python 3.11 or newer) or JSON, by the end of its name. Raises DataError."""
     path = Path(path)
     try:
