@@ -104,7 +104,7 @@ def test_crosses_tell_combinations_apart(file: FeatureFile) -> None:
         ({"feature": [{"name": "a"}], "cross": [{"name": "c", "of": ["a", "b"], "size": 5}]}, "b"),
         ({"feature": [{"name": "a"}], "cross": [{"name": "c", "of": ["a"], "size": 5}]}, "c"),
         ({"feature": [{"name": "a", "colour": 1}]}, "colour"),
-        ({"features": []}, "feature"),
+        ({"features": []}, "features"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(body: dict[str, object], named: str, tmp_path: Path) -> None:

@@ -146,4 +146,5 @@ def _tensor(feature: Feature, column: Any, num: int) -> torch.Tensor:
 def _scrambled(ids: torch.Tensor) -> torch.Tensor:
     """A mix of the bits of each number, not negative."""
     mixed = ids * _MULTIPLIER
-    return ((mixed >> 32) & _MASK) ^ (mixed & _MASK)
+    high = torch.bitwise_and(torch.bitwise_right_shift(mixed, 32), _MASK)
+    return torch.bitwise_xor(high, torch.bitwise_and(mixed, _MASK))

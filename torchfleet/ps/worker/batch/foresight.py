@@ -52,6 +52,8 @@ class Way:
     is_awake: bool = field(default=True, compare=False)
     is_new: bool = field(default=True, compare=False)  # learned in this call
     num_wrong: int = field(default=0, compare=False)  # consecutive calls in which it led to none of the ids
+    origin: int = field(default=-1, compare=False)  # the same number for the same ids, whatever their table
+    is_in_block: bool = field(default=False, compare=False)  # its column is computed with others
 
     @cached_property
     def column(self) -> Column | None:
@@ -79,7 +81,7 @@ class Expected:
     @property
     def origin(self) -> tuple[Any, ...]:
         """Two tables with the same origin have the same keys."""
-        return tuple((way.recipe, way.padding_idx) for way, _ in self.slots)
+        return tuple(way.origin for way, _ in self.slots)
 
     @property
     def tensors(self) -> list[tuple[torch.Tensor, int | None]]:
@@ -134,7 +136,8 @@ class Foresight:
     num_unforeseen: int = 0
     aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to the place in the batch
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, for tables whose ids are not predicted
-    _blocks: set[Block] = field(default_factory=set)  # blocks that are computed as a whole
+    _blocks: dict[Block, Block] = field(default_factory=dict)  # those that are computed as a whole, one of each
+    _origins: dict[tuple[Recipe, int | None], int] = field(default_factory=dict)
     _shelf: Shelf = field(default_factory=Shelf)
     _is_wanted: bool = True  # whether a call should be recorded
     _rest: int = 0  # calls until the next recording
@@ -200,7 +203,7 @@ class Foresight:
                 continue
             try:
                 ids: torch.Tensor | Keys
-                if way.column is not None and way.column.block in self._blocks:
+                if way.is_in_block and way.column is not None:
                     ids = blocks.keys(way.column)
                 else:
                     ids = replay.ids(way.recipe)
@@ -234,7 +237,13 @@ class Foresight:
             self._use((*self.ways, way))
 
     def _use(self, ways: tuple[Way, ...]) -> None:
-        self._blocks = worth_it(way.column for way in ways if way.column is not None)
+        """Use these ways from now on. What is equal in them is found here, once: batches compare numbers."""
+        self._blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
+        for way in ways:
+            way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
+            way.is_in_block = way.column is not None and way.column.block in self._blocks
+            if way.is_in_block and way.column is not None:
+                way.column = way.column._replace(block=self._blocks[way.column.block])
         self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:

@@ -194,7 +194,7 @@ class LookingAhead:
         predicted = self.foresight.keys(replay)
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
-        if torch.is_grad_enabled():
+        if len(predicted) > 1 and torch.is_grad_enabled():
             for tables, group in groups_of(predicted, self._embedding_of_group, self._new_rows):
                 batch.put_group(tables, group, [predicted.pop(table).guesses for table in tables])
         for table, expected in predicted.items():
