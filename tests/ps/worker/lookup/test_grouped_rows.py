@@ -137,6 +137,34 @@ def test_two_backward_passes_through_one_call_add_up(num_groups: list[int]) -> N
     assert num_groups
 
 
+class Wandering(Columns):
+    """Looks up ids that no batch has, another one each time, in the table of the first column before that."""
+
+    def __init__(self) -> None:
+        super().__init__(USES["all"])
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        own = torch.tensor([self.num_calls % SIZES[1]])
+        return super().forward(x) + self.wide[1](own).sum() if self.num_calls % 2 else self.early(x, own)
+
+    def early(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        first = self.wide[1](own).sum()
+        return super().forward(x) + first
+
+
+def test_rows_that_other_lookups_add_to_a_table_do_not_move_those_of_the_group() -> None:
+    torch.manual_seed(0)
+    model = Wandering()
+    plain, loader = copy.deepcopy(model), 3 * batches(torch.float32)
+    expected = train(plain, torch.optim.Adagrad(plain.parameters(), lr=0.1), loader)
+    with one_worker(model, fleet_optimizer("adagrad", lr=0.1)) as part:
+        assert train(part.model, part.optimizer, loader) == pytest.approx(expected, rel=1e-5)
+        for name, value in part.model.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
 def test_distinct_keys_of_parts_are_those_of_each_part() -> None:
     rng = np.random.default_rng(1)
     parts: list[Keys] = [rng.integers(0, high, num).astype(np.uint64) for high, num in ((3, 50), (2**63, 7), (90, 64))]

@@ -7,6 +7,7 @@ A model with many small tables spends its time on the calls of each table, not o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,10 @@ class GroupedRows:
     def gathered(self) -> list[torch.Tensor]:
         """By table: the rows of its ids."""
         dim, index = self.rows[0].dim, self._parts.index
-        values: Floats = np.concatenate([rows.values for rows in self.rows])
+        nums = [
+            stop - start for start, stop in pairwise(self._parts.starts)
+        ]  # other lookups may have added rows behind
+        values: Floats = np.concatenate([rows.values[:num] for rows, num in zip(self.rows, nums, strict=True)])
         out = np.empty((len(index), dim), np.float32)
         gather(values.reshape(-1), dim, 0, index, out)
         found, first = [], 0
@@ -80,17 +84,17 @@ class GroupedRows:
         starts = self._parts.starts
         is_fresh = all(
             grad is not None and rows.takes_first_sums(stop - start)
-            for grad, rows, start, stop in zip(grads, self.rows, starts, starts[1:], strict=False)
+            for grad, rows, (start, stop) in zip(grads, self.rows, pairwise(starts), strict=True)
         )
         if not is_fresh:
             self._add_each(grads)
             return
         dim = self.rows[0].dim
-        flat: Floats = torch.cat(grads).numpy()  # type: ignore[arg-type]
+        flat: Floats = torch.cat(grads).detach().numpy()  # type: ignore[arg-type]
         sums = np.full((starts[-1], dim), lookup.NOTHING, np.float32)
         touched = np.empty(starts[-1], np.bool_)
         lookup.add_rows(flat.reshape(-1), dim, dim, self._parts.index, sums.reshape(-1), touched)
-        for rows, start, stop in zip(self.rows, starts, starts[1:], strict=False):
+        for rows, (start, stop) in zip(self.rows, pairwise(starts), strict=True):
             rows.take_first_sums(sums[start:stop])
 
     def _add_each(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -139,7 +143,7 @@ def _begin(
     new_rows: Callable[[str], BatchRows],
 ) -> GroupedRows:
     begun, first = [], 0
-    for table, start, stop, end in zip(tables, parts.starts, parts.starts[1:], parts.ends, strict=False):
+    for table, (start, stop), end in zip(tables, pairwise(parts.starts), parts.ends, strict=True):
         rows = new_rows(table)
         rows.expect_part(parts.keys[start:stop], parts.own[first:end], *expected[table].stamped)
         begun.append(rows)
