@@ -53,7 +53,7 @@ class Way:
     is_new: bool = field(default=True, compare=False)  # learned in this call
     num_wrong: int = field(default=0, compare=False)  # consecutive calls in which it led to none of the ids
     origin: int = field(default=-1, compare=False)  # the same number for the same ids, whatever their table
-    is_in_block: bool = field(default=False, compare=False)  # its column is computed with others
+    shared: Column | None = field(default=None, compare=False)  # its column, if it is computed with others
 
     @cached_property
     def column(self) -> Column | None:
@@ -202,11 +202,7 @@ class Foresight:
             if not way.is_awake:
                 continue
             try:
-                ids: torch.Tensor | Keys
-                if way.is_in_block and way.column is not None:
-                    ids = blocks.keys(way.column)
-                else:
-                    ids = replay.ids(way.recipe)
+                ids = replay.ids(way.recipe) if way.shared is None else blocks.keys(way.shared)
             except CannotReplay:
                 continue
             except Exception as error:  # torch functions may raise anything for this batch
@@ -241,9 +237,8 @@ class Foresight:
         self._blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
         for way in ways:
             way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
-            way.is_in_block = way.column is not None and way.column.block in self._blocks
-            if way.is_in_block and way.column is not None:
-                way.column = way.column._replace(block=self._blocks[way.column.block])
+            block = None if way.column is None else self._blocks.get(way.column.block)
+            way.shared = None if way.column is None or block is None else way.column._replace(block=block)
         self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:
