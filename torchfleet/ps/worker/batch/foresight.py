@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchfleet.ps.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
-from torchfleet.ps.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
+from torchfleet.ps.worker.batch.columns import Blocks, Column, column_of, worth_it
 from torchfleet.ps.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, nearest
 from torchfleet.ps.worker.batch.recorder import OUTSIDE, Recorder, Refusal
 from torchfleet.ps.worker.batch.window import Window
@@ -136,7 +136,6 @@ class Foresight:
     num_unforeseen: int = 0
     aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to the place in the batch
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, for tables whose ids are not predicted
-    _blocks: dict[Block, Block] = field(default_factory=dict)  # those that are computed as a whole, one of each
     _origins: dict[tuple[Recipe, int | None], int] = field(default_factory=dict)
     _shelf: Shelf = field(default_factory=Shelf)
     _is_wanted: bool = True  # whether a call should be recorded
@@ -234,10 +233,10 @@ class Foresight:
 
     def _use(self, ways: tuple[Way, ...]) -> None:
         """Use these ways from now on. What is equal in them is found here, once: batches compare numbers."""
-        self._blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
+        blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
         for way in ways:
             way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
-            block = None if way.column is None else self._blocks.get(way.column.block)
+            block = None if way.column is None else blocks.get(way.column.block)
             way.shared = None if way.column is None or block is None else way.column._replace(block=block)
         self.ways = ways
 
