@@ -4,6 +4,7 @@ push.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ _NO_KEYS: Keys = np.empty(0, np.uint64)
 _NO_INDEX: Index = np.empty(0, np.int32)
 
 
+@functools.cache
+def _no_values(dim: int) -> Floats:
+    return np.empty((0, dim), np.float32)
+
+
 class BatchRows:
     """One table's rows for one batch: distinct keys, their values, and their accumulated gradients."""
 
@@ -33,7 +39,7 @@ class BatchRows:
         self.dim = dim
         self._on_gradient = on_gradient  # called at the first gradient
         self.keys = _NO_KEYS
-        self._values: Floats | None = None  # None: no row yet
+        self.values = _no_values(dim)  # (rows, dim)
         self.versions: list[float] = []
         self._kept_places: npt.NDArray[np.int32] | None = None  # None: not made yet
         self.expected_index = _NO_INDEX  # index of a lookup for exactly the predicted ids
@@ -61,15 +67,6 @@ class BatchRows:
         """As `expect` of the keys `expected`, whose distinct ones and their index are known."""
         self.keys, self.expected_index = keys, index
         self._expected, self.stamp = (expected if stamp is None else self._expected), stamp
-
-    @property
-    def values(self) -> Floats:
-        """The values of the rows, (rows, dim)."""
-        return np.empty((0, self.dim), np.float32) if self._values is None else self._values
-
-    @values.setter
-    def values(self, values: Floats) -> None:
-        self._values = values
 
     @property
     def _places(self) -> npt.NDArray[np.int32]:
