@@ -34,5 +34,5 @@ container=$(builds from --pull-never torchfleet:test)
 trap 'builds rm "$container" >/dev/null' EXIT
 builds run --isolation chroot --network host "$container" -- \
     python -m torchfleet.launch --server_num 1 --worker_num 2 --log_dir /tmp/log \
-    /opt/torchfleet/wide_deep/train.py --rows 20000
+    /opt/torchfleet/examples/wide_deep/train.py --rows 20000
 echo "one server and two workers have run from the image"
