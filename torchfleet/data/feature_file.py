@@ -71,7 +71,7 @@ class FeatureFile(
     crosses: list[Cross] = []
 
     def __post_init__(self) -> None:
-        names = [one.name for one in (*self.features, *self.crosses)]
+        names = [*(feature.name for feature in self.features), *(cross.name for cross in self.crosses)]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise DataError(f"features: expected distinct names, found twice: {', '.join(twice)}")

@@ -7,6 +7,7 @@ A model with many small tables spends its time on the calls of each table, not o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ MOST_IDS = 8192  # of one table; the distinct keys of more are found by several 
 _ANY = (1 << 64) - 1
 
 
-class DistinctParts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DistinctParts:
     """The distinct keys of several tables, one table after the other."""
 
     keys: Keys
@@ -181,4 +183,5 @@ class _GroupedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
         ctx.group.add(grads)
-        return (None,) * (1 + ctx.num)
+        nothing: tuple[None, ...] = (None,) * (1 + ctx.num)
+        return nothing

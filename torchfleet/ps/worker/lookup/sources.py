@@ -22,7 +22,11 @@ class Embedding(Protocol):
     padding_idx: int | None  # reads as zeros and has no row
     path: str  # in its model; empty if it is the model
     training: bool
-    weight: torch.Tensor  # empty; ties its lookups into the graph
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty; ties its lookups into the graph."""
+        ...
 
 
 class PullAhead(Protocol):
