@@ -22,14 +22,15 @@ RUN pip install --no-cache-dir "$(echo /wheels/*.whl)${EXTRAS}"
 
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin fleet \
     && install --directory --owner 10001 --group 10001 /opt/torchfleet/cache /job
-COPY examples/wide_deep /opt/torchfleet/wide_deep
+COPY examples/__init__.py examples/columns.py /opt/torchfleet/examples/
+COPY examples/wide_deep /opt/torchfleet/examples/wide_deep
 USER 10001:10001
 WORKDIR /job
 ENV HOME=/job XDG_CACHE_HOME=/opt/torchfleet/cache PYTHONUNBUFFERED=1
 # All kernels of servers, then a job in one process, servers inside: what these compile, pods need not. Pods with another
 # --user read them, too. Another kind of processor compiles anew.
 RUN python -c "from torchfleet.ps.server.warm import compile_all; compile_all()" \
-    && python /opt/torchfleet/wide_deep/train.py --rows 20000 \
+    && python /opt/torchfleet/examples/wide_deep/train.py --rows 20000 \
     && chmod -R a+rX /opt/torchfleet/cache
 ENTRYPOINT ["python", "-m", "torchfleet.launch"]
 CMD ["--help"]

@@ -7,7 +7,7 @@ JOBS ?= 4
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
+.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
 
 # One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
 # pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
@@ -79,6 +79,10 @@ test-long: setup
 # The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
 test-install: setup
 	$(RUN) -m pytest -m install -n 0
+
+# The Dockerfile on a base that debootstrap makes, and one server and two workers from it. Needs root, buildah and debootstrap.
+test-image:
+	deploy/test_image.sh build/image
 
 # Without whole fleets and ranks, applications, tests that start processes, and those of more than a second: seven of ten tests.
 FLEETS := integration examples launch benchmarks collective ecosystem apps

@@ -2,6 +2,7 @@
 
 from torchfleet.api import negatives as negatives
 from torchfleet.api.datasets import from_arrow as from_arrow, from_parquet as from_parquet, from_ray as from_ray
+from torchfleet.data.feature_file import FeatureFile as FeatureFile, read_features as read_features
 from torchfleet.data.queue_dataset import FileBatches as FileBatches
 from torchfleet.data.reading.criteo import CriteoFormat as CriteoFormat
 from torchfleet.data.reading.generator import (

@@ -5,9 +5,11 @@ Strings are hashed, missing values are filled and lines are parsed by the code t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,13 +20,15 @@ from torchfleet.data.reading.criteo import NUM_SPARSE, CriteoFormat
 from torchfleet.data.reading.formats import LineSource, MultiSlotParser
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.slots import Batch, Ragged, RowSelection, SampleLayout, Slot
-from torchfleet.ps.worker.batch.string_ids import hash_bytes
+from torchfleet.ps.worker.batch.string_ids import hash_bytes, hash_strings
 
 
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One input of a model, per sample: an array of `shape`, or any number of values if `shape` is None.
 
     A string for an int64 feature becomes `fleet.hash_string(string, hash_seed)`, modulo `hash_size` unless that is 0.
+    With a `vocabulary` it becomes its place there, from 1 on, and 0 if it is not there. With `buckets`, numbers in
+    ascending order, a float becomes the number of them that it reaches. Whole numbers are ids as they are.
     `default` has the values of a sample that does not give the feature; None: it must be given.
     """
 
@@ -34,12 +38,15 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     hash_seed: int = 0
     hash_size: int = 0
     default: list[int | float] | None = None
+    vocabulary: list[str] = []
+    buckets: list[float] = []
 
     def __post_init__(self) -> None:
         if self.hash_seed < 0 or self.hash_size < 0 or self.hash_size >= 1 << 63 or self.hash_seed >= 1 << 64:
             raise DataError(f"feature '{self.name}': hash_seed and hash_size must be from 0 up to 64 bits")
         if self.shape is not None and any(size < 0 for size in self.shape):
             raise DataError(f"feature '{self.name}': expected sizes of at least 0 as shape, found {self.shape}")
+        self._check_ways()
         if self.default is not None and self.shape is not None and len(self.default) != self.num_values:
             raise DataError(
                 f"feature '{self.name}': expected {self.num_values} values as default, found {len(self.default)}"
@@ -50,10 +57,54 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """Values of a sample; of a ragged feature 0."""
         return math.prod(self.shape) if self.shape is not None else 0
 
+    def _check_ways(self) -> None:
+        ways = [name for name in ("vocabulary", "buckets", "hash_size") if getattr(self, name)]
+        if len(ways) > 1:
+            raise DataError(f"feature '{self.name}': expected one of {' and '.join(ways)}, found both")
+        if (self.vocabulary or self.buckets) and self.dtype != "int64":
+            raise DataError(f"feature '{self.name}': {ways[0]} gives ids, expected int64 as dtype, found {self.dtype}")
+        if any(not low < high for low, high in pairwise(self.buckets)) or not all(map(math.isfinite, self.buckets)):
+            raise DataError(f"feature '{self.name}': expected buckets in ascending order, found {self.buckets}")
+        if len(set(self.vocabulary)) < len(self.vocabulary):
+            raise DataError(f"feature '{self.name}': expected distinct words, found one twice in the vocabulary")
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many ids it can have, from 0 on; None: any 64-bit number."""
+        if self.vocabulary or self.buckets:
+            return 1 + len(self.vocabulary) + len(self.buckets)
+        return self.hash_size or None
+
     def hashed(self, strings: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """The ids of these strings."""
-        hashes = hash_bytes(strings, np.uint64(self.hash_seed))
+        return self._ids(hash_bytes(strings, np.uint64(self.hash_seed)))
+
+    def ids_of(self, strings: Any) -> npt.NDArray[np.int64]:
+        """The ids of strings in an array of numpy or pyarrow, or in a list."""
+        return self._ids(hash_strings(strings, self.hash_seed).view(np.uint64))
+
+    def bucketed(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The bucket of each number: how many of `buckets` it reaches."""
+        found: npt.NDArray[np.int64] = np.searchsorted(np.array(self.buckets), np.asarray(numbers), side="right")
+        return found
+
+    def _ids(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        if self.vocabulary:
+            known, places = _words(tuple(self.vocabulary), self.hash_seed)
+            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            found: npt.NDArray[np.int64] = np.where(known[at] == hashes, places[at], 0)
+            return found
         return (hashes % np.uint64(self.hash_size) if self.hash_size else hashes).view(np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _words(vocabulary: tuple[str, ...], seed: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """The hashes of the words in ascending order, and their places in the vocabulary, from 1 on."""
+    hashes = hash_bytes([word.encode(errors="surrogateescape") for word in vocabulary], np.uint64(seed))
+    order = np.argsort(hashes)
+    if (hashes[order][1:] == hashes[order][:-1]).any():
+        raise DataError("two words of a vocabulary have one hash: give the feature another hash_seed")
+    return hashes[order], order + 1
 
 
 class SlotField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -50,6 +50,20 @@ class Ragged(NamedTuple):
         bounds = [*self.offsets.tolist(), len(self.values)]
         return [self.values[start:stop] for start, stop in pairwise(bounds)]
 
+    def padded(self, length: int, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the last `length` values of each sample, filled up with `padding` behind them; where there is a value), both
+        of shape (samples, length). For models of sequences: the second is their mask.
+        """
+        if length < 1:
+            raise DataError(f"Ragged.padded: expected a length of at least 1, found {length}")
+        ends = torch.cat([self.offsets[1:], self.offsets.new_tensor([len(self.values)])])
+        first = torch.maximum(self.offsets, ends - length)
+        at = first[:, None] + torch.arange(length, device=first.device)
+        is_there = at < ends[:, None]
+        found = self.values.new_full(at.shape, padding)
+        found[is_there] = self.values[at[is_there]]
+        return found, is_there
+
 
 class Batch(Mapping[str, Any]):
     """Slots by name: a tensor for a slot of fixed `dim`, a Ragged for others."""

@@ -59,6 +59,22 @@ def test_everything_that_is_copied_is_there_and_not_ignored() -> None:
     assert not is_ignored("examples/wide_deep/train.py")
 
 
+def test_the_job_that_compiles_kernels_finds_what_it_imports() -> None:
+    sources = {source for argument in of("COPY") for source in shlex.split(argument)[:-1]}
+    waiting, seen = ["examples/wide_deep/train.py", "examples/__init__.py"], set[str]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        assert any(source in sources for source in (path, *map(str, Path(path).parents))), path
+        for name in re.findall(r"^from (examples[.\w]*) import", (ROOT / path).read_text(), re.MULTILINE):
+            waiting.append(f"{name.replace('.', '/')}.py")
+    assert len(seen) > 3
+    (run,) = [argument for argument in of("RUN") if "train.py" in argument]
+    assert "/examples/wide_deep/train.py" in run  # beside what it imports
+
+
 def test_the_package_is_built_from_what_is_copied() -> None:
     """Files that pyproject.toml names, without which no wheel can be built; and the torch that it asks for."""
     project = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no parser of TOML

@@ -352,3 +352,22 @@ def test_runs_are_those_that_have_a_record_the_newest_first(run: Path) -> None:
     for wrong, text in ((parent / "2026-11-18_10-00-00_3", "history.jsonl"), (parent / "nowhere", "nowhere")):
         with pytest.raises(FleetError, match=text):
             RunFolders([wrong])
+
+
+def test_another_run_is_served_for_a_comparison(run: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other" / run.name, MadeJob(seconds=20, num_workers=1), until=5)
+    dashboard = Dashboard(RunFolders([run], other.parent), port=0)
+    try:
+        told = json.loads(get(dashboard, "/api/runs")[2])
+        assert told == {"runs": [run.name], "compare": f"other/{run.name}"}
+        name, _, body = Events(dashboard, f"?run={told['compare']}").next()
+        assert name == "snapshot"
+        assert sum(key.startswith("worker") for key in body["roles"]) == 1
+        assert get(dashboard, "/events?run=other")[0] == 404
+    finally:
+        dashboard.close(patience=0.5)
+
+
+def test_a_folder_to_compare_with_that_has_no_run_is_an_error(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match=naming(tmp_path / "none")):
+        RunFolders([run], tmp_path / "none")

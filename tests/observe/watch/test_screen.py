@@ -231,3 +231,16 @@ def test_no_colour_and_a_dumb_terminal_are_respected(
     if variable == "TERM":
         assert "\x1b" not in written
     assert TRAINING["steps"] == 1200
+
+
+def test_the_path_of_a_log_in_a_line_of_the_launcher_is_a_link_to_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = Terminal(monkeypatch, 200, 20)
+    shown = Display(tmp_path)
+    shown.note(f"[fleetrun] worker 1 ended with 1. Last lines of {tmp_path}/workerlog.1:", True)
+    shown.note(f"a line of a process that names {tmp_path}/workerlog.2", False)
+    shown.close()
+    assert re.findall(r"\x1b\]8;[^;]*;(file://[^\x1b]+)\x1b", terminal.out.getvalue()) == [
+        (tmp_path / "workerlog.1").as_uri()
+    ]

@@ -17,6 +17,7 @@ from support.messages import naming
 
 from torchfleet.base.errors import FleetError, WireError
 from torchfleet.ps.net.wire import (
+    HEADER,
     MAX_ARRAYS,
     MAX_FRAME,
     Array,
@@ -320,3 +321,43 @@ class TestBodies:
         except FleetError:
             return
         assert isinstance(body, kind)
+
+
+def many_arrays(num: int, seed: int = 0) -> Message:
+    rng = np.random.default_rng(seed)
+    kinds = [np.uint64, np.float32, np.uint8, np.float64]
+    arrays = []
+    for i in range(num):
+        shape = int(rng.integers(0, 5)), int(rng.integers(0, 4))
+        arrays.append(Array(i, rng.integers(0, 200, shape).astype(kinds[i % 4])))
+    return Message(Command.PUSH, arrays=arrays)
+
+
+@pytest.mark.parametrize("num", [8, 9, 40])
+def test_many_small_arrays_travel_in_one_frame(num: int) -> None:
+    message = many_arrays(num)
+    frames = [bytes(frame) if isinstance(frame, bytes) else frame.tobytes() for frame in encode(message)]
+    assert len(frames) == (1 + num if num <= 8 else 2)
+    for shift in (0, 1):  # a receive buffer may begin anywhere
+        room = bytearray(len(frames[1]) + shift)
+        room[shift:] = frames[1]
+        found = decode([frames[0], memoryview(room)[shift:], *frames[2:]])
+        for ours, theirs in zip(message.arrays, found.arrays, strict=True):
+            assert (theirs.number, theirs.data.dtype) == (ours.number, ours.data.dtype)
+            np.testing.assert_array_equal(theirs.data, ours.data)
+
+
+def test_a_frame_of_several_arrays_that_does_not_fit_the_header_is_refused() -> None:
+    header, body = encode(many_arrays(20))
+    for wrong in (body[:-8], body + bytes(8), body[:-1], b""):
+        with pytest.raises(WireError):
+            decode([header, wrong])
+    huge = bytearray(header)
+    huge[HEADER.size + 12 : HEADER.size + 20] = (1 << 62).to_bytes(8, "little")
+    with pytest.raises(WireError):
+        decode([bytes(huge), body])
+
+
+def test_large_arrays_have_frames_of_their_own() -> None:
+    message = Message(Command.PUSH, arrays=[Array(i, np.zeros((1 << 15, 1), np.uint64)) for i in range(9)])
+    assert len(encode(message)) == 10

@@ -122,7 +122,8 @@ class ModelDescriber:
         if given is None:
             return feature
         default = feature.default if given.default is None else given.default
-        return replace(feature, hash_seed=given.hash_seed, hash_size=given.hash_size, default=default)
+        names = ("hash_seed", "hash_size", "vocabulary", "buckets")
+        return replace(feature, default=default, **{name: getattr(given, name) for name in names})
 
     def _as_read(self, feature: Feature) -> Feature:
         return feature if self.text is None else as_in_text(feature, self.text)

@@ -40,12 +40,16 @@ def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
 
 
 def as_feature(feature: Feature, one: RequestInput, data: Any) -> Any:
-    """Values that fit the feature's type: strings are hashed, whole numbers stay whole."""
+    """Values that fit the feature's type: strings are hashed or found in the vocabulary, floats are put into the
+    feature's buckets, whole numbers stay whole.
+    """
     if one.datatype == "BYTES":
         if feature.dtype != "int64":
             raise DataError(f"input '{one.name}': expected numbers ({feature.dtype}), found strings")
         return feature.hashed([utf8(string) for string in data])
     kind, wanted = DATATYPES[one.datatype].kind, np.dtype(feature.dtype).kind
+    if feature.buckets and kind == "f":
+        return feature.bucketed(data)
     if kind != wanted and (kind, wanted) != ("u", "i"):
         raise DataError(f"input '{one.name}': expected {datatype_of(feature.dtype)}, found {one.datatype}")
     if one.datatype == "UINT64" and isinstance(data, np.ndarray):

@@ -29,6 +29,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or "
         "several folders, which are the machines of one job",
     )
+    parser.add_argument(
+        "--compare",
+        metavar="LOG_DIR",
+        help="the folder of another run, or a --log_dir, whose newest run is taken: its throughput and metrics are "
+        "drawn beside, by the time since its start",
+    )
     parser.add_argument("--port", type=port_or_any, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1, this machine alone)")
     parser.add_argument(
@@ -52,7 +58,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    folders = RunFolders(options.folders)
+    folders = RunFolders(options.folders, options.compare)
     token = None if options.no_token else token_of(options.token_file)
     served = ServedModels(options.served, _served_token(options))
     asked = threading.Event()

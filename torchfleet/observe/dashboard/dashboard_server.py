@@ -1,7 +1,7 @@
 """The dashboard's server: the page, the record of a run as a stream of events, and pieces of logs.
 
 GET /                the page, and its files
-GET /api/runs        names of runs, the newest first
+GET /api/runs        names of runs, the newest first, and of the run to compare them with
 GET /events          ?run=NAME: a stream of server-sent events: `snapshot`, then a `delta` a second, and `closing`
 GET /api/served      models that `fleet serve` serves: version, age, rate, latency
 GET /api/log         ?run=NAME&role=KEY: the end of a log; &file=&start= what follows, &file=&end= what stands before
@@ -117,7 +117,7 @@ class Dashboard:
             return
         feed = self.feed(query.get("run", ""))
         if path == "/api/runs":
-            request.send_json({"runs": self._folders.names()})
+            request.send_json({"runs": self._folders.names(), "compare": self._folders.compared})
         elif feed is None:
             request.refuse(404, "there is no such run")
         elif path == "/events":

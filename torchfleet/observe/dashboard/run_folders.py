@@ -19,29 +19,54 @@ class RunFolders:
     is neither.
     """
 
-    def __init__(self, folders: Sequence[str | Path]) -> None:
+    def __init__(self, folders: Sequence[str | Path], compared: str | Path | None = None) -> None:
+        """`compared`: the folder of another run, or one that contains runs, of which the newest is used."""
+        self._compared = None if compared is None else _newest(Path(compared))
         self._parent: Path | None = None
         self._fixed: dict[str, list[Path]] = {}
         given = [Path(folder) for folder in folders]
         for folder in given:
-            if not _is_run(folder) and not _runs_below(folder):
-                raise FleetError(_nothing_in(folder))
+            _newest(folder)
         if len(given) == 1 and not _is_run(given[0]):
             self._parent = given[0]
         else:
-            found = [folder if _is_run(folder) else next(iter(_runs_below(folder).values())) for folder in given]
+            found = list(map(_newest, given))
             self._fixed = {found[0].resolve().name: found}
 
     def names(self) -> list[str]:
         """The newest first."""
         return list(self._fixed) if self._parent is None else list(_runs_below(self._parent))
 
+    @property
+    def compared(self) -> str:
+        """The name of the run to compare others with; empty if there is none."""
+        if self._compared is None:
+            return ""
+        name = self._compared.resolve().name
+        own = self.folders_of(name)
+        is_same = own is not None and own[0].resolve() == self._compared.resolve()
+        return name if own is None or is_same else f"{self._compared.resolve().parent.name}/{name}"
+
     def folders(self, name: str) -> list[Path] | None:
         """The folders of a run, one of every machine; None if there is no run of this name."""
+        if self._compared is not None and name == self.compared:
+            return [self._compared]
+        return self.folders_of(name)
+
+    def folders_of(self, name: str) -> list[Path] | None:
+        """`folders`, without the run that others are compared with."""
         if self._parent is None:
             return self._fixed.get(name)
         found = _runs_below(self._parent).get(name)
         return None if found is None else [found]
+
+
+def _newest(folder: Path) -> Path:
+    """The folder, if it is a run, or the newest run in it. Raises FleetError if it is neither."""
+    found = folder if _is_run(folder) else next(iter(_runs_below(folder).values()), None)
+    if found is None:
+        raise FleetError(_nothing_in(folder))
+    return found
 
 
 def _is_run(folder: Path) -> bool:

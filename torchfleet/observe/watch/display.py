@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.style import Style
 from rich.text import Text
 
 from torchfleet.base.cgroups import usable_cores
@@ -37,7 +39,7 @@ class Display:
         self, log_dir: Path | None = None, verbose: bool = False, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         """`warn` also receives each warning."""
-        self._warn = warn
+        self._warn, self._log_dir = warn, log_dir
         self._safely = Shown()  # `note` is called from other threads, too
         self._console = _Console(file=sys.stdout)
         self._live: Live | None = None
@@ -52,7 +54,10 @@ class Display:
         """Show a line, which may come from a process. Terminal control sequences except colours are removed."""
         shown = printable(line)
         if self._live is not None:
-            self._safely(lambda: self._console.print(Text.from_ansi(shown)))
+            text = Text.from_ansi(shown)
+            if is_event and self._log_dir is not None:
+                link_logs(text, self._log_dir)
+            self._safely(lambda: self._console.print(text))
         else:
             self._safely(lambda: print(shown, flush=True))
 
@@ -104,6 +109,12 @@ class Display:
         most = height - max(1, height // _FOR_THE_LOG)
         lines = self._screen.lines(snapshot, elapsed, warnings, told, width, most)
         self._live.update(Group(*lines), refresh=True)
+
+
+def link_logs(text: Text, log_dir: Path) -> None:
+    """Make the paths of logs in this folder links to the files, which many terminals open by a click."""
+    for found in re.finditer(rf"{re.escape(str(log_dir))}/(?:worker|server|heter)log[\w.-]*\w", text.plain):
+        text.stylize(Style(link=Path(found[0]).absolute().as_uri()), *found.span())
 
 
 def _short(folder: Path | None) -> str:

@@ -11,6 +11,7 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.team import TEAM
 
 FEW_PLACES = 1 << 15  # 128 KB
+_FEW_KEYS = 1 << 12
 FEWEST_SHARED = 1 << 14  # keys of a thread, where several share the work
 _S32 = np.uint64(32)
 
@@ -56,6 +57,56 @@ def unique_inverse(
             places_P[at] = num
         inverse_N[i] = places_P[at] - 1
     return len(keys_N), num
+
+
+@kernel
+def unique_parts(
+    keys_N: np.ndarray,
+    ends_T: np.ndarray,
+    sizes_T: np.ndarray,
+    places_P: np.ndarray,
+    distinct_N: np.ndarray,
+    starts_T1: np.ndarray,
+    inverse_N: np.ndarray,
+    own_N: np.ndarray,
+    salt: np.uint64,
+) -> bool:
+    """`unique_inverse` of several parts of keys_N, of which part t ends at ends_T[t]: its distinct keys are
+    distinct_N[starts_T1[t] : starts_T1[t + 1]]. inverse_N counts from the first part's first key, own_N from the own
+    part's. places_P: twice as long as the longest part at least, a power of two.
+
+    Returns whether all keys of each part are below its number in sizes_T.
+    """
+    first, num, is_below = 0, 0, True
+    for t in range(len(ends_T)):
+        start = starts_T1[t] = num
+        own_U = distinct_N[start:]
+        places_P[:] = 0
+        for i in range(first, ends_T[t]):
+            key = keys_N[i]
+            at = place_of(key, salt, places_P, own_U)
+            if places_P[at] == 0:
+                is_below &= key < sizes_T[t]
+                distinct_N[num] = key
+                num += 1
+                places_P[at] = num - start
+            own_N[i] = places_P[at] - 1
+            inverse_N[i] = own_N[i] + start
+        first = ends_T[t]
+    starts_T1[len(ends_T)] = num
+    return is_below
+
+
+@kernel
+def all_distinct_keys(keys_N: np.ndarray, places_P: np.ndarray, salt: np.uint64) -> bool:
+    """Whether no key repeats. places_P: a power of two, at least twice as long as keys_N; what it holds is lost."""
+    places_P[:] = 0
+    for i in range(len(keys_N)):
+        at = place_of(keys_N[i], salt, places_P, keys_N)
+        if places_P[at] != 0:
+            return False
+        places_P[at] = i + 1
+    return True
 
 
 @kernel
@@ -140,6 +191,11 @@ def unique(keys_N: np.ndarray, many_repeat: bool = True) -> tuple[np.ndarray, np
 
 def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(distinct keys, their summed gradients); the inputs themselves when no key repeats, as in what workers push."""
+    num = len(keys_N)
+    if num <= _FEW_KEYS:  # what workers push is distinct: to find that takes less than to number the keys
+        places = np.empty(1 << max(4, (2 * num - 1).bit_length()), np.int32)
+        if all_distinct_keys(keys_N, places, SALT):
+            return keys_N, grads_ND
     distinct, inverse = unique(keys_N, many_repeat=False)
     if len(distinct) == len(keys_N):
         return keys_N, grads_ND

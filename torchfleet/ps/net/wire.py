@@ -1,8 +1,9 @@
 """Requests, replies and their frames. docs/protocol.md describes every byte.
 
-A message, request or reply, is a header frame and one frame per array. The header holds the count, width and dtype of
-every array. Decoding refuses a frame whose length differs from the header, before it makes anything of the frame. It
-allocates nothing whose size depends on a number in the message.
+A message, request or reply, is a header frame and one frame per array, or one for all of them if they are many and
+small: what a frame costs does not depend on its size then. The header holds the count, width and dtype of every array.
+Decoding refuses a frame whose length differs from the header, before it makes anything of the frame. It allocates
+nothing whose size depends on a number in the message.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ MAX_ARRAYS = 4096
 MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message between servers, which may contain a whole client message
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
+FEW_ARRAYS = 8  # more of them, if they are small, travel in one frame
+MAX_JOINED = 1 << 20  # bytes of such a frame
 HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # the same in every version
 _START = struct.Struct("<4sB")  # magic bytes and version
@@ -167,6 +170,7 @@ def encode(message: Message) -> list[Frame]:
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
     parts = [b""]
     frames: list[Frame] = [b""]
+    num_bytes = 0
     for array in message.arrays:
         data = array.data if array.data.ndim == 2 else array.data.reshape(-1, 1)
         if not data.flags.c_contiguous:
@@ -178,13 +182,24 @@ def encode(message: Message) -> list[Frame]:
             )
         parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
+        num_bytes += data.nbytes
     parts[0] = HEADER.pack(
         MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays,
         message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
         message.shard, message.term,
     )  # fmt: skip
     frames[0] = b"".join(parts)
-    return frames
+    return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
+
+
+def _joined(frames: Sequence[Frame]) -> list[Frame]:
+    """The header, and all arrays in one frame, each filled up to a multiple of 8 bytes."""
+    parts = []
+    for data in frames[1:]:
+        parts.append(data)
+        if data.nbytes % 8:
+            parts.append(bytes(-data.nbytes % 8))
+    return [frames[0], b"".join(parts)]
 
 
 def call_of(frames: Sequence[Frame]) -> int:
@@ -224,9 +239,10 @@ def decode(frames: Sequence[Frame]) -> Message:
     has_room = num_arrays <= MAX_ARRAYS or num_arrays <= _most_arrays(role)
     if not has_room or size != HEADER.size + num_arrays * _ARRAY.size:
         raise WireError(f"a header for {num_arrays} arrays cannot have {size} bytes")
-    if len(frames) != 1 + num_arrays:
+    is_joined = len(frames) == 2 and num_arrays > FEW_ARRAYS
+    if len(frames) != 1 + num_arrays and not is_joined:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
-    arrays = _decode_arrays(header, frames)
+    arrays = _split_arrays(header, num_arrays, frames[1]) if is_joined else _decode_arrays(header, frames)
     return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term, trace)
 
 
@@ -254,6 +270,35 @@ def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> list[Array]:
         if not values.flags.aligned:  # small frames may be unaligned in the receive buffer; kernels need alignment
             values = values.copy()
         arrays.append(Array(number, values.reshape(num_rows, num_columns)))
+    return arrays
+
+
+def _split_arrays(header: Frame, num_arrays: int, frame: Frame) -> list[Array]:
+    """The arrays behind the header that share one frame."""
+    size = memoryview(frame).nbytes
+    if size > MAX_JOINED + 8 * MAX_ENTRY or size % 8:
+        raise WireError(f"{num_arrays} arrays in one frame of {size} bytes: expected a multiple of 8, in at most 1 MiB")
+    words = np.frombuffer(frame, np.uint64) if size else np.empty(0, np.uint64)
+    if not words.flags.aligned:
+        words = words.copy()
+    data, arrays, start = words.view(np.uint8), [], 0
+    for index, (number, code, num_columns, num_rows) in enumerate(
+        _ARRAY.iter_unpack(memoryview(header)[HEADER.size :])
+    ):
+        dtype = _DTYPES.get(code)
+        if dtype is None:
+            raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+        num_bytes = num_rows * num_columns * dtype.itemsize
+        if num_bytes > size - start or num_rows > MAX_FRAME:
+            raise WireError(
+                f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is {num_bytes} bytes; its "
+                f"frame has {size - start} more"
+            )
+        own = data[start : start + num_bytes].view(dtype)
+        arrays.append(Array(number, own.reshape(num_rows, num_columns)))
+        start += num_bytes + -num_bytes % 8
+    if start != size:
+        raise WireError(f"the header announces {start} bytes of arrays, their frame has {size}")
     return arrays
 
 

@@ -228,6 +228,13 @@ class SparseTable(RowStore):
                 self._tell(keys)
             return
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
+        if len(keys) <= CHUNK and self.admission is None:
+            at = self._locate(keys, True, self._row_words)
+            self._change(keys, at, grads, rate, self.step)
+            self._mark(at)
+            if self.watch is not None:
+                self._tell(keys)
+            return
         for start in range(0, len(keys), CHUNK):
             some = keys[start : start + CHUNK]
             at = self._locate(some, self.admission is None, self._row_words)

@@ -9,6 +9,7 @@ import { LogView } from "./js/logs.js";
 import { Panels } from "./js/panels.js";
 import { RoleTables } from "./js/roles.js";
 import { watchServed } from "./js/served.js";
+import { Smoothing } from "./js/smoothing.js";
 import { Store } from "./js/store.js";
 import { Stream } from "./js/stream.js";
 import { startTheme } from "./js/theme.js";
@@ -17,7 +18,8 @@ const LINKS = { connecting: "connecting", live: "live", lost: "disconnected", cl
 
 const store = new Store();
 const board = new Board(showZoom);
-const panels = new Panels(board, byId("charts-training"), byId("charts-servers"));
+const smoothing = new Smoothing(byId("smoothing"), byId("smoothing-weight"), () => draw());
+const panels = new Panels(board, byId("charts-training"), byId("charts-servers"), smoothing);
 const roles = new RoleTables(() => draw());
 const events = new EventLists();
 const logs = new LogView();
@@ -26,8 +28,14 @@ const stream = new Stream({
   delta: (body) => { store.delta(body); draw(); },
   state: showLink,
 });
-globalThis.dashboard = { store }; // for the console of a browser
-let run = "", link = "", isDrawn = true;
+const other = new Store(); // the run that is compared with this one
+const otherStream = new Stream({
+  snapshot: (body) => { other.snapshot(body); draw(); },
+  delta: (body) => { other.delta(body); draw(); },
+  state: () => {},
+});
+globalThis.dashboard = { store, other }; // for the console of a browser
+let run = "", compared = "", link = "", isDrawn = true;
 
 function draw() {
   if (!isDrawn) return;
@@ -39,7 +47,7 @@ function draw() {
     showMarks(board.marks);
     showHead(store, run);
     showTiles(store);
-    panels.update(store, roles.selected);
+    panels.update(store, roles.selected, compared ? { store: other, name: compared } : null);
     showBars(store);
     showEmpty();
     roles.update(store);
@@ -84,9 +92,13 @@ byId("range").addEventListener("change", (event) => {
   board.last = Number(event.target.value) || 0;
   board.setZoom(null);
 });
-byId("run").addEventListener("change", (event) => {
-  location.search = `?run=${encodeURIComponent(event.target.value)}`;
-});
+function choose() {
+  location.search = `?${new URLSearchParams({ run: byId("run").value, compare: byId("compare").value })}`;
+}
+
+byId("run").addEventListener("change", choose);
+byId("compare").addEventListener("change", choose);
+addEventListener("beforeprint", () => panels.drawAll());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });
 startTheme(byId("theme"), () => panels.repaint());
 setInterval(() => { if (store.grid && !document.hidden) showHead(store, run); }, 1000);
@@ -97,13 +109,23 @@ async function logIn(given) {
   history.replaceState(null, "", location.pathname + location.search);
 }
 
+/** Offer the other runs for a comparison, and begin the one that was asked for. */
+function startComparison(names, wanted) {
+  compared = names.includes(wanted) ? wanted : "";
+  byId("compare-label").hidden = !names.length;
+  byId("compare").replaceChildren(element("option", "", ""), ...names.map((name) => element("option", "", name)));
+  byId("compare").value = compared;
+  if (compared) otherStream.open(compared);
+}
+
 async function start() {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token"), wanted = new URLSearchParams(location.search).get("run");
+  const token = new URLSearchParams(location.hash.slice(1)).get("token"), asked = new URLSearchParams(location.search);
   if (token) await logIn(token);
   const answer = await fetch("/api/runs").catch(() => null);
   if (answer?.status === 401) return showLink("refused");
-  const names = answer?.ok ? (await answer.json()).runs : [];
-  run = names.includes(wanted) ? wanted : names[0] ?? "";
+  const told = answer?.ok ? await answer.json() : { runs: [], compare: "" }, names = told.runs;
+  run = names.includes(asked.get("run")) ? asked.get("run") : names[0] ?? "";
+  startComparison([...new Set([...names, told.compare])].filter((name) => name && name !== run), asked.get("compare") ?? told.compare);
   byId("run-label").hidden = names.length < 2;
   byId("run").replaceChildren(...names.map((name) => element("option", "", name)));
   byId("run").value = run;

@@ -18,6 +18,9 @@ Stamp = tuple[Any, ...]
 def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
     """The ids of all slots as keys, slot by slot; without a copy if they already lie so in memory."""
     first = slots[0]
+    if len(slots) == 1 and first.dtype == torch.int64 and first.is_cpu and first.is_contiguous():
+        flat: Keys = first.detach().numpy().reshape(-1).view(np.uint64)
+        return flat
     if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
         place, total = first.data_ptr(), 0
         for ids in slots:

@@ -71,16 +71,16 @@ def worth_it(columns: Iterable[Column]) -> set[Block]:
 
 @dataclass
 class Blocks:
-    """The blocks of one batch, each computed when its first column is requested."""
+    """The blocks of one batch, each computed when its first column is requested. Equal blocks are one object."""
 
     _replay: Replay
-    _done: dict[Block, npt.NDArray[np.int64]] = field(default_factory=dict)
+    _done: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # by the object: a block's hash takes longer
 
     def keys(self, column: Column) -> Keys:
         """The keys of a block's columns, sample by sample. Raises any exception if this batch has no such block."""
-        block = self._done.get(column.block)
+        block = self._done.get(id(column.block))
         if block is None:
-            block = self._done[column.block] = self._computed(column.block)
+            block = self._done[id(column.block)] = self._computed(column.block)
         own = block[column.first : column.first + column.num]
         return as_keys(own[0] if column.num == 1 else own.T)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchfleet.ps.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
-from torchfleet.ps.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
+from torchfleet.ps.worker.batch.columns import Blocks, Column, column_of, worth_it
 from torchfleet.ps.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, nearest
 from torchfleet.ps.worker.batch.recorder import OUTSIDE, Recorder, Refusal
 from torchfleet.ps.worker.batch.window import Window
@@ -52,6 +52,8 @@ class Way:
     is_awake: bool = field(default=True, compare=False)
     is_new: bool = field(default=True, compare=False)  # learned in this call
     num_wrong: int = field(default=0, compare=False)  # consecutive calls in which it led to none of the ids
+    origin: int = field(default=-1, compare=False)  # the same number for the same ids, whatever their table
+    shared: Column | None = field(default=None, compare=False)  # its column, if it is computed with others
 
     @cached_property
     def column(self) -> Column | None:
@@ -79,7 +81,7 @@ class Expected:
     @property
     def origin(self) -> tuple[Any, ...]:
         """Two tables with the same origin have the same keys."""
-        return tuple((way.recipe, way.padding_idx) for way, _ in self.slots)
+        return tuple(way.origin for way, _ in self.slots)
 
     @property
     def tensors(self) -> list[tuple[torch.Tensor, int | None]]:
@@ -134,7 +136,7 @@ class Foresight:
     num_unforeseen: int = 0
     aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to the place in the batch
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, for tables whose ids are not predicted
-    _blocks: set[Block] = field(default_factory=set)  # blocks that are computed as a whole
+    _origins: dict[tuple[Recipe, int | None], int] = field(default_factory=dict)
     _shelf: Shelf = field(default_factory=Shelf)
     _is_wanted: bool = True  # whether a call should be recorded
     _rest: int = 0  # calls until the next recording
@@ -199,11 +201,7 @@ class Foresight:
             if not way.is_awake:
                 continue
             try:
-                ids: torch.Tensor | Keys
-                if way.column is not None and way.column.block in self._blocks:
-                    ids = blocks.keys(way.column)
-                else:
-                    ids = replay.ids(way.recipe)
+                ids = replay.ids(way.recipe) if way.shared is None else blocks.keys(way.shared)
             except CannotReplay:
                 continue
             except Exception as error:  # torch functions may raise anything for this batch
@@ -234,7 +232,12 @@ class Foresight:
             self._use((*self.ways, way))
 
     def _use(self, ways: tuple[Way, ...]) -> None:
-        self._blocks = worth_it(way.column for way in ways if way.column is not None)
+        """Use these ways from now on. What is equal in them is found here, once: batches compare numbers."""
+        blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
+        for way in ways:
+            way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
+            block = None if way.column is None else blocks.get(way.column.block)
+            way.shared = None if way.column is None or block is None else way.column._replace(block=block)
         self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:

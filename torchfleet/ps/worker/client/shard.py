@@ -20,6 +20,11 @@ Places = npt.NDArray[np.int64]
 
 def as_keys(keys: npt.ArrayLike) -> Keys:
     """Integers of any shape as a flat array of unsigned keys; negative ids keep their 64 bits."""
+    if isinstance(keys, np.ndarray) and keys.ndim == 1 and keys.flags.c_contiguous:
+        if keys.dtype == np.uint64:
+            return keys
+        if keys.dtype == np.int64:
+            return keys.view(np.uint64)
     array = np.asarray(keys)
     if array.dtype.kind not in "iu" and array.size:
         raise TableError(f"keys must be integers, found {array.dtype}")

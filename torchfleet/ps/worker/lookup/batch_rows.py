@@ -4,6 +4,7 @@ push.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,15 @@ from torchfleet.ps.worker.lookup.device_copies import to_host
 
 Index = npt.NDArray[np.int32]
 
+_FEW = 4096  # keys that are compared sooner as bytes than by numpy's functions
+_NO_KEYS: Keys = np.empty(0, np.uint64)
+_NO_INDEX: Index = np.empty(0, np.int32)
+
+
+@functools.cache
+def _no_values(dim: int) -> Floats:
+    return np.empty((0, dim), np.float32)
+
 
 class BatchRows:
     """One table's rows for one batch: distinct keys, their values, and their accumulated gradients."""
@@ -28,15 +38,15 @@ class BatchRows:
     def __init__(self, dim: int, on_gradient: Callable[[BatchRows], None]) -> None:
         self.dim = dim
         self._on_gradient = on_gradient  # called at the first gradient
-        self.keys: Keys = np.empty(0, np.uint64)
-        self.values: Floats = np.empty((0, dim), np.float32)
+        self.keys = _NO_KEYS
+        self.values = _no_values(dim)  # (rows, dim)
         self.versions: list[float] = []
-        self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
-        self.expected_index: Index = np.empty(0, np.int32)  # index of a lookup for exactly the predicted ids
-        self._expected: Keys = self.keys  # the keys in their original order, if there is no stamp
+        self._kept_places: npt.NDArray[np.int32] | None = None  # None: not made yet
+        self.expected_index = _NO_INDEX  # index of a lookup for exactly the predicted ids
+        self._expected = _NO_KEYS  # the keys in their original order, if there is no stamp
         self.stamp: Stamp | None = None  # of the predicted ids; None: their keys are compared
         self._grads: Floats | None = None
-        self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._touched: npt.NDArray[np.bool_] | None = None  # rows with a gradient; None: all of them
         self._shows: Floats | None = None  # show, click and slot of each key, if the table keeps them
 
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
@@ -45,17 +55,35 @@ class BatchRows:
         `stamp` identifies a lookup of exactly these ids, in this order, whose index is `expected_index`. Without a
         stamp the keys are compared, and must not change.
         """
-        self.keys, self.expected_index, self._places = unique_places(keys)
+        self.keys, self.expected_index, self._kept_places = unique_places(keys)
         self._expected, self.stamp = (keys if stamp is None else self._expected), stamp
 
     def expect_as(self, others: BatchRows) -> None:
         """Start with the keys of another table's rows, which have just been started."""
-        self.keys, self.expected_index, self._places = others.keys, others.expected_index, others._places
+        self.keys, self.expected_index, self._kept_places = others.keys, others.expected_index, others._kept_places
         self._expected, self.stamp = others._expected, others.stamp
+
+    def expect_part(self, keys: Keys, index: Index, expected: Keys, stamp: Stamp | None) -> None:
+        """As `expect` of the keys `expected`, whose distinct ones and their index are known."""
+        self.keys, self.expected_index = keys, index
+        self._expected, self.stamp = (expected if stamp is None else self._expected), stamp
+
+    @property
+    def _places(self) -> npt.NDArray[np.int32]:
+        """Where a search for a key among `keys` begins."""
+        if self._kept_places is None:
+            self._kept_places = unique_places(self.keys)[2]
+        return self._kept_places
+
+    def is_expected(self, keys: Keys) -> bool:
+        """Whether these are the predicted keys, in their order."""
+        if len(keys) != len(self._expected):
+            return False
+        return keys.tobytes() == self._expected.tobytes() if len(keys) <= _FEW else bool((keys == self._expected).all())
 
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
         """(the position of each key among the rows, the distinct keys without a row here or None if all have one)."""
-        if len(keys) == len(self._expected) and (keys == self._expected).all():
+        if self.is_expected(keys):
             return self.expected_index, None
         index = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, index, SALT):
@@ -65,12 +93,12 @@ class BatchRows:
     def append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
         """Append rows of distinct keys that are new here."""
         num = len(keys)
-        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
+        self.keys, _, self._kept_places = unique_places(np.concatenate([self.keys, keys]))
         self.values = np.concatenate([self.values, values])
         self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
         if self._grads is not None:
             self._grads = np.concatenate([self._grads, np.full((num, self.dim), lookup.NOTHING, np.float32)])
-            self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
+            self._touched = np.concatenate([self._whole_touched(len(self.keys) - num), np.zeros(num, np.bool_)])
         if self._shows is not None:
             self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
@@ -89,14 +117,14 @@ class BatchRows:
         if self._grads is None:
             return None
         grads = self._grads if self._shows is None else np.concatenate([self._grads, self._shows], axis=1)
-        if self._touched.all():
+        if self._touched is None or self._touched.all():
             return self.keys, grads
         return self.keys[self._touched], grads[self._touched]
 
     def whole_gradients(self) -> Floats:
         """The gradients of all rows, (rows, dim), without a copy; zeros for rows without a gradient."""
         assert self._grads is not None
-        if not self._touched.all():
+        if self._touched is not None and not self._touched.all():
             self._grads[~self._touched] = 0
         return self._grads
 
@@ -106,7 +134,16 @@ class BatchRows:
     def take_gradients(self, keys: Keys, grads: Floats, shows: Floats | None, versions: list[float]) -> None:
         """Replace all pending gradients with those of these distinct keys."""
         self.keys, self.versions = keys, versions
-        self._grads, self._shows, self._touched = grads, shows, np.ones(len(keys), np.bool_)
+        self._grads, self._shows, self._touched = grads, shows, None
+
+    def takes_first_sums(self, num: int) -> bool:
+        """Whether it has `num` rows and no gradient yet."""
+        return self._grads is None and len(self.keys) == num
+
+    def take_first_sums(self, sums: Floats) -> None:
+        """Take these as the first gradients: one row for each key."""
+        self._grads, self._touched = sums, None
+        self._on_gradient(self)
 
     def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
         """Record a lookup for training in samples with these shows and clicks."""
@@ -117,29 +154,35 @@ class BatchRows:
     def add(self, index: Index, grads: torch.Tensor) -> None:
         """`grads`: shape (ids, dim)."""
         flat, stride = _by_sample(grads.unsqueeze(1))
-        lookup.add_rows(flat, self.dim, stride, index, self._sums(), self._touched)
+        sums, touched = self._sums()
+        lookup.add_rows(flat, self.dim, stride, index, sums, touched)
 
     def add_pooled(self, index: Index, bags: Bags, grads: torch.Tensor) -> None:
         """`grads`: shape (samples, slots, dim)."""
         flat, stride = _by_sample(grads)
-        is_mean, sums = bags.pooling == "mean", self._sums()
-        lookup.unpool(flat, self.dim, stride, index, bags.offsets, bags.num_slots, is_mean, sums, self._touched)
+        is_mean, (sums, touched) = bags.pooling == "mean", self._sums()
+        lookup.unpool(flat, self.dim, stride, index, bags.offsets, bags.num_slots, is_mean, sums, touched)
 
     def add_weighted(self, index: Index, bags: Bags, weights: Floats, grads: Floats) -> None:
         """`weights`: by id. `grads`: sample by sample, slot by slot."""
-        sums, offsets = self._sums(), bags.offsets
-        pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, self._touched)
+        (sums, touched), offsets = self._sums(), bags.offsets
+        pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, touched)
 
     def add_largest(self, winners: Index, grads: Floats) -> None:
         """`winners`: the row that each number came from, -1 for none."""
-        pooling.unpool_max(grads, self.dim, winners, self._sums(), self._touched)
+        pooling.unpool_max(grads, self.dim, winners, *self._sums())
 
-    def _sums(self) -> Floats:
+    def _sums(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """(the gradients, flat; which rows have one), to be added to."""
         if self._grads is None:
             self._grads = np.full((len(self.keys), self.dim), lookup.NOTHING, np.float32)
             self._touched = np.zeros(len(self.keys), np.bool_)
             self._on_gradient(self)
-        return self._grads.reshape(-1)
+        self._touched = self._whole_touched(len(self.keys))
+        return self._grads.reshape(-1), self._touched
+
+    def _whole_touched(self, num: int) -> npt.NDArray[np.bool_]:
+        return np.ones(num, np.bool_) if self._touched is None else self._touched
 
 
 def merged(batches: Sequence[BatchRows]) -> BatchRows:

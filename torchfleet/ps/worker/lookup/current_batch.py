@@ -17,7 +17,7 @@ import torch
 
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.kernels.merge import sum_by_key
-from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of
+from torchfleet.ps.worker.batch.batch_tensors import Stamp, keys_of, stamp_of
 from torchfleet.ps.worker.batch.foresight import Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder
@@ -25,6 +25,7 @@ from torchfleet.ps.worker.cache.cached_batch import CachedBatch
 from torchfleet.ps.worker.cache.thread_batches import ThreadBatches
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, merged
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, GroupPlace
 from torchfleet.ps.worker.lookup.row_functions import Lookup
 from torchfleet.ps.worker.lookup.sources import PullAhead
 
@@ -47,6 +48,7 @@ class Batch:
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.cached: dict[str, CachedBatch] = {}  # by table, of tables with a cache
+        self.grouped: dict[str, GroupPlace] = {}  # by table that was not looked up yet
         self.is_entered = False  # the model was called with it: another call is another batch
         self.is_open = False  # the model's call with it is running
         self.is_lacking = False  # more ids could be predicted if the form of the model's call were known
@@ -64,6 +66,27 @@ class Batch:
             for guess in self.guesses[table]:
                 guess.compare(own)
 
+    def put_group(self, tables: Sequence[str], group: GroupedRows, guesses: Sequence[list[Guess]]) -> None:
+        """Add the predicted rows of these tables, which are looked up together."""
+        outputs: list[torch.Tensor] = []
+        for number, (table, rows, own) in enumerate(zip(tables, group.rows, guesses, strict=True)):
+            self.foreseen[table], self.grouped[table] = rows, GroupPlace(group, number, outputs)
+            if own:
+                self.guesses[table] = own
+
+    def take_grouped(self, table: str, weight: torch.Tensor, ids: torch.Tensor) -> GroupPlace | None:
+        """The table's place in its group, for the first lookup of exactly the predicted ids; None for any other."""
+        place = self.grouped[table]
+        rows = place.rows
+        if not ids.is_cpu or place.group.weights[place.number] is not weight:
+            return None
+        if not (rows.is_expected(keys_of([ids])) if rows.stamp is None else rows.stamp == stamp_of([ids])):
+            return None
+        for guess in self.guesses.get(table, ()):
+            guess.is_right = True
+        del self.grouped[table]
+        return place
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this is a tensor of the batch, or a view of one."""
         if id(tensor) in self._own:
@@ -80,7 +103,8 @@ class Batch:
 
     def close(self) -> None:
         """End the model's call."""
-        self.rows, self.foreseen, self.under_way, self.cached, self.is_open = {}, {}, [], {}, False
+        self.rows, self.foreseen, self.under_way, self.cached, self.grouped = {}, {}, [], {}, {}
+        self.is_open = False
 
     def receive(self) -> None:
         """Wait for the pulls in flight, and take in their rows."""

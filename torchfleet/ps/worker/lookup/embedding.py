@@ -337,6 +337,8 @@ def _keep_from_compilers() -> None:
 
 def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     uncompiled = torch.compiler.disable(compiled)  # type: ignore[no-untyped-call]
+    # A call around which nothing is compiled needs no such wrapper, which takes as long as a small lookup.
+    callback_of = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
     @functools.wraps(compiled)
     def forward(
@@ -345,7 +347,8 @@ def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[...,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        chosen = uncompiled if self.table_device is None else compiled
+        is_plain = not torch.compiler.is_compiling() and callback_of() is None
+        chosen = compiled if is_plain or self.table_device is not None else uncompiled
         return chosen(self, ids, offsets, per_sample_weights)
 
     return forward

@@ -19,6 +19,7 @@ from torchfleet.ps.worker.cache.cached_batch import pooled as pooled_rows
 from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
+from torchfleet.ps.worker.lookup.current_batch import Batch
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
 from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
 
@@ -32,6 +33,11 @@ class Engine(LookingAhead):
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
+        batch = self._own.batch
+        if create and batch is not None and table in batch.grouped and self._own.recorder is None:
+            out = self._of_group(batch, table, weight, ids)
+            if out is not None:
+                return out
         if create and table in self.caches:
             cached, at = self._find_cached(table, [ids], padding_idx)
             return self._given(cached.lookup(weight, at).view(*ids.shape, cached.dim), weight, ids)
@@ -41,8 +47,19 @@ class Engine(LookingAhead):
         if create and table in self._entries:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
-        out: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
-        return self._given(out.view(*ids.shape, rows.dim), weight, ids)
+        looked_up: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
+        return self._given(looked_up.view(*ids.shape, rows.dim), weight, ids)
+
+    def _of_group(self, batch: Batch, table: str, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        """`lookup` for training of predicted ids, together with those of other tables; None if it is another lookup."""
+        place = batch.take_grouped(table, weight, ids) if ids.dtype in _WHOLE else None
+        if place is None:
+            return None
+        self._begin_lookup(table, (), create=True)
+        self._receive()
+        rows = place.rows
+        self._own.note_lookup(table, rows, rows.expected_index)
+        return place.output().view(*ids.shape, rows.dim)
 
     def pooled(
         self,

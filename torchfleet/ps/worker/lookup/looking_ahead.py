@@ -26,6 +26,7 @@ from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
+from torchfleet.ps.worker.lookup.grouped_rows import groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
@@ -190,7 +191,13 @@ class LookingAhead:
         replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
         begun: dict[Any, BatchRows] = {}  # tables with the same ids share their keys
         cached: dict[str, CachedBatch] = {}
-        for table, expected in self.foresight.keys(replay).items():
+        predicted = self.foresight.keys(replay)
+        batch = Batch(tensors, replay, foreseen, guesses)
+        batch.cached = cached
+        if len(predicted) > 1 and torch.is_grad_enabled():
+            for tables, group in groups_of(predicted, self._embedding_of_group, self._new_rows):
+                batch.put_group(tables, group, [predicted.pop(table).guesses for table in tables])
+        for table, expected in predicted.items():
             if table in self.caches and self._trains(table):
                 cached[table] = self.caches[table].prepare(expected.tensors)
                 guesses |= {table: expected.guesses} if expected.guesses else {}
@@ -206,9 +213,13 @@ class LookingAhead:
             foreseen[table] = rows
             if found:
                 guesses[table] = found
-        batch = Batch(tensors, replay, foreseen, guesses)
-        batch.cached = cached
         return batch
+
+    def _embedding_of_group(self, table: str) -> Embedding | None:
+        """The one layer of a table whose lookups may be grouped with those of others."""
+        layers = self._embeddings[table]
+        is_apart = len(layers) > 1 or table in self._entries or table in self.caches
+        return None if is_apart else layers[0]
 
     def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
         """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
@@ -230,7 +241,7 @@ class LookingAhead:
         keys: dict[bool, dict[str, Keys]] = {}
         has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
         for table, rows in batch.foreseen.items():
-            if table not in batch.guesses:
+            if table not in batch.guesses and table not in batch.grouped:  # those of groups are checked
                 self._check_range(table, rows.keys)
             create = has_grad and any(map(_is_training, self._embeddings[table]))
             keys.setdefault(create, {})[table] = rows.keys

@@ -60,8 +60,11 @@ class Plan:
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if an option other than the learning rate has changed: the tables cannot follow."""
         groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
+        found_options: dict[int, dict[str, Any]] = {}  # by param group, which many tables share
         for group in groups:
-            options = _options(group.group)
+            options = found_options.get(id(group.group))
+            if options is None:
+                options = found_options[id(group.group)] = _options(group.group)
             own = group.own if isinstance(group, SparseGroup) else None
             is_trained = own is not None or bool(group.group.get("params"))
             if not is_trained or self._checked.get(group.spec.name) == options:

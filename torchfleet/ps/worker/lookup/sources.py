@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.client.future import Pulled
 from torchfleet.ps.worker.client.shard import Keys
@@ -20,6 +22,11 @@ class Embedding(Protocol):
     padding_idx: int | None  # reads as zeros and has no row
     path: str  # in its model; empty if it is the model
     training: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty; ties its lookups into the graph."""
+        ...
 
 
 class PullAhead(Protocol):

@@ -5,6 +5,9 @@ import { number } from "./format.js";
 
 const MOST_BARS = 16, MOST_TABLES = 6, MOST_KEYS = 8;
 
+const isNarrow = globalThis.matchMedia?.("(max-width: 700px)") ?? { matches: false }; // a phone: the list is long there
+let areKeysOpen = null; // as the reader has left them; null: not touched
+
 export function showBars(store) {
   const dense = merged(store.servers.map((role) => role.status.staleness_dense));
   const sparse = merged(store.servers.map((role) => role.status.staleness_sparse));
@@ -60,7 +63,10 @@ function hotKeys(servers) {
     const list = element("ol", "", ...top.map(([key, num]) => bar(String(key), num, most, number(num))));
     return [element("div", "", element("h4", "", table), list)];
   });
-  return card("hot_keys", "Hot keys", "samples in which a key was seen", "", element("div", "columns", ...parts));
+  const folded = element("details", "", element("summary", "", `${tables.size} ${tables.size > 1 ? "tables" : "table"}`), element("div", "columns", ...parts));
+  folded.open = areKeysOpen ?? !isNarrow.matches;
+  folded.addEventListener("toggle", () => { if (folded.isConnected) areKeysOpen = folded.open; });
+  return card("hot_keys", "Hot keys", "samples in which a key was seen", "", folded);
 }
 
 function bar(label, num, most, text) {

@@ -72,6 +72,12 @@ export class Chart {
     setText(this._now, shown.now ?? "");
     setAttribute(this._plotArea, "aria-label", `${this._about.title}, ${this._about.unit}: now ${shown.now || "unknown"}`);
     if (this._isSeen) this._draw();
+    else if (!this._drawn) whenIdle(() => this.drawNow()); // once, for pictures of the whole page
+  }
+
+  /** Draw what waits until it is seen. */
+  drawNow() {
+    if (this._wanted) this._draw();
   }
 
   rescale() {
@@ -91,7 +97,7 @@ export class Chart {
     const shown = this._wanted;
     this._wanted = null;
     this._drawn = shown;
-    const names = shown.lines.map((line) => `${line.name}|${line.series}|${line.width}|${line.band ?? ""}`).join("\n");
+    const names = shown.lines.map((line) => `${line.name}|${line.series}|${line.width}|${line.band ?? ""}`).join("\n") + shown.lines.map((line) => (line.isFaint ? "f" : line.isDashed ? "d" : "")).join();
     const data = [shown.times, ...shown.lines.map((line) => line.values)];
     if (!this._plot || names !== this._names) {
       this._plot?.destroy();
@@ -144,7 +150,8 @@ export class Chart {
 
   _series(line) {
     const stroke = line.band ? "transparent" : colour(`series-${line.series}`);
-    return { label: line.name, stroke, width: line.width ?? 1.5, spanGaps: true, points: { show: (u) => u.data[0].length < 3 } };
+    const look = { alpha: line.isFaint ? 0.3 : 1, dash: line.isDashed ? [6, 4] : undefined };
+    return { label: line.name, stroke, width: line.width ?? 1.5, spanGaps: true, ...look, points: { show: (u) => u.data[0].length < 3 } };
   }
 
   _range(min, max) {
@@ -189,9 +196,11 @@ export class Chart {
       const swatch = element("span", line.band ? "swatch band" : `swatch s${line.series}`);
       const label = element("span", "label", line.name);
       label.title = line.name;
-      return element("li", "", swatch, label, value);
+      const item = element("li", "", swatch, label, value);
+      item.hidden = Boolean(line.isFaint);
+      return item;
     }));
-    this._legend.hidden = lines.length === 1 && !lines[0].name;
+    this._legend.hidden = lines.every((line) => line.isFaint || !line.name);
   }
 
   /** Numbers under the cursor, or the last ones. */
@@ -208,6 +217,8 @@ export class Chart {
     setText(this._now, isAt && time !== undefined ? `${duration(time)} · ${clock(time + this._board.begin)}` : shown.now ?? "");
   }
 }
+
+const whenIdle = globalThis.requestIdleCallback ?? ((work) => setTimeout(work, 200));
 
 /** "20.0 k" → "20 k": ticks are round numbers. */
 function short(text) {

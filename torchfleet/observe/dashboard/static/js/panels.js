@@ -1,8 +1,10 @@
 // Which charts a job has, and the lines of each.
 
 import { Chart } from "./chart.js";
+import { otherLine, sharedTimes } from "./comparison.js";
 import { insertByOrder } from "./dom.js";
 import { bytes, metric, milliseconds, number, roleName, share } from "./format.js";
+import { smoothed } from "./smoothing.js";
 import { spread } from "./store.js";
 
 const MOST_LINES = 8; // of single processes: more of them become a band
@@ -30,14 +32,19 @@ const OF_TABLES = [
 
 /** Makes charts when there is something to show in them, and hands them new lines. */
 export class Panels {
-  constructor(board, training, servers) {
+  /** `smoothing`: has the weight with which metrics are smoothed. */
+  constructor(board, training, servers, smoothing) {
     this._board = board;
+    this._smoothing = smoothing;
+    this._compared = null;
     this._places = { training, servers };
     this._charts = new Map();
   }
 
-  update(store, selected) {
-    const times = store.times();
+  /** `compared`: {store, name} of another run that is shown beside this one, or null. */
+  update(store, selected, compared = null) {
+    this._compared = compared;
+    const times = sharedTimes(store, compared?.store);
     this._board.begin = store.grid?.begin ?? 0;
     this._board.first = store.firstTime();
     this._job(store, times);
@@ -50,6 +57,11 @@ export class Panels {
     OF_TABLES.forEach((about, i) => this._tables({ order: 100 + i, ...about }, store, times));
   }
 
+  /** Draw what was off the screen: paper and pictures of the whole page have it all. */
+  drawAll() {
+    for (const chart of this._charts.values()) chart.drawNow();
+  }
+
   repaint() {
     for (const chart of this._charts.values()) chart.repaint();
   }
@@ -59,7 +71,8 @@ export class Panels {
     if (values.every((value) => value === null)) return;
     const about = { order: 0, title: "Throughput", unit: "samples/s, all workers", format: number, from0: true };
     const last = store.isOver ? "" : number(values.findLast((value) => value !== null));
-    this._chart("training", "job", about).update({ times, lines: [{ name: "", values, series: 0, width: 2 }], now: last });
+    const line = { name: this._compared ? "this run" : "", values, series: 0, width: 2 };
+    this._chart("training", "job", about).update({ times, lines: [line, ...this._otherLines("samples_per_s", times)], now: last });
   }
 
   _group(place, id, about, roles, times, selected, isMetric = false) {
@@ -69,10 +82,27 @@ export class Panels {
     const lines = having.length <= MOST_LINES
       ? having.map((role, i) => ({ name: roleName(role.key), values: spread(role.series, field, times.length), series: i, width: 1.5 }))
       : summary(having, field, times.length, selected);
+    const drawn = isMetric ? [...this._smoothed(lines), ...this._otherLines(field, times)] : lines;
     const now = having.map((role) => role.series.values[field].findLast((value) => value !== null));
     const mean = now.reduce((sum, value) => sum + value, 0) / now.length;
     const format = about.legendFormat ?? about.format;
-    this._chart(place, id, about).update({ times, lines, now: having.length > 1 ? `mean ${format(mean)}` : format(mean) });
+    this._chart(place, id, about).update({ times, lines: drawn, now: having.length > 1 ? `mean ${format(mean)}` : format(mean) });
+  }
+
+  /** Smoothed lines in front of the numbers as they are, which are faint then. */
+  _smoothed(lines) {
+    const weight = this._smoothing?.weight ?? 0;
+    if (!weight) return lines;
+    const faint = lines.filter((line) => !line.band).map((line) => ({ ...line, name: "", width: 1, isFaint: true }));
+    return [...lines.map((line) => ({ ...line, values: smoothed(line.values, weight) })), ...faint];
+  }
+
+  /** The line of the run that is compared with this one, dashed. */
+  _otherLines(field, times) {
+    const values = this._compared && otherLine(this._compared.store, field, times);
+    if (!values) return [];
+    const shown = field.startsWith("metrics.") ? smoothed(values, this._smoothing?.weight ?? 0) : values;
+    return [{ name: this._compared.name, values: shown, series: 7, width: 2, isDashed: true }];
   }
 
   _tables(about, store, times) {
