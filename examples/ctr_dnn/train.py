@@ -240,10 +240,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--init_model", help="a saved model to go on from")
     parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     options = parser.parse_args()
-    if options.log_scale and options.reader != "fast":
-        parser.error("--log_scale is done by the fast reader only")
+    check(options, parser)
     if options.log_scale is None:
         options.log_scale = options.reader == "fast"
+    geo = options.mode == "geo"
+    options.lr = options.lr if options.lr is not None else 0.05 if geo else 5e-4
+    options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 2e-4
+    return options
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse options that do not fit together."""
+    if options.log_scale and options.reader != "fast":
+        parser.error("--log_scale is done by the fast reader only")
     if options.send_queue_size is not None and options.mode != "async":
         parser.error("--send_queue_size is for --mode async")
     if options.max_staleness is not None and options.mode != "async":
@@ -263,10 +272,6 @@ def parse() -> argparse.Namespace:
         parser.error("--row_dtype, --row_wire: geo training exchanges differences in float32")
     if options.epochs < 1 or options.batch_size < 1:
         parser.error("--epochs and --batch_size must be at least 1")
-    geo = options.mode == "geo"
-    options.lr = options.lr if options.lr is not None else 0.05 if geo else 5e-4
-    options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 2e-4
-    return options
 
 
 if __name__ == "__main__":
