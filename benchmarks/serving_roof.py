@@ -70,7 +70,10 @@ def main() -> None:
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind(("127.0.0.1", port))
-    config = uvicorn.Config(app, http=DirectProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    plain = {"proxy_headers": False, "server_header": False, "date_header": False}  # as `fleet serve` has it
+    config = uvicorn.Config(
+        app, http=DirectProtocol, ws="none", lifespan="off", log_config=None, access_log=False, **plain
+    )
     gc.collect()
     gc.freeze()
     uvicorn.Server(config).run(sockets=[listening])

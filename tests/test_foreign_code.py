@@ -68,6 +68,7 @@ EXCEPTIONS = {
     ("observe/doctor/machine_facts.py", "ctypes.CDLL"): "adjtimex of the C library",
     ("observe/doctor/software_facts.py", "importlib.metadata.version"): "versions of packages that are installed",
     ("observe/doctor/software_facts.py", "importlib.metadata.requires"): "the package's own requirements",
+    ("observe/plan/model_plan.py", "importlib.import_module"): "the user's own model, by the name on the command line",
     ("launch/cli.py", "importlib.import_module"): "sub-commands, in a table",
     ("launch/clusters/job_options.py", "importlib.util.find_spec"): "whether the user's training module is there",
     ("launch/clusters/k8s/k8s_yaml.py", "yaml.dump"): "manifests, written",

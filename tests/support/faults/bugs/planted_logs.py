@@ -40,10 +40,8 @@ def _(patch: Patch) -> None:
 
 @bug("log: nothing is synced", LOG)
 def _(patch: Patch) -> None:
-    def no_sync(self: LogWriter) -> None:
-        self._is_dirty = False
-
-    patch(LogWriter, "_sync", no_sync)
+    patch(LogFolder, "sync", lambda self: None)
+    patch(LogFolder, "sync_behind", lambda self: None)
 
 
 @bug("log: an entry is confirmed when it is written, before it is synced", LOG, is_unlucky=True)
