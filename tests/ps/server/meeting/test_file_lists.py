@@ -285,6 +285,32 @@ class TestFileLists:
         assert len(at_end) == num
 
 
+def test_a_copy_of_a_request_that_comes_after_the_lease_gives_no_second_file() -> None:
+    """The client has the first answer, and would never say that it has done the file of the second."""
+    first, second = team(2, ["a", "b"])
+    assert [first.take(), second.take()] == [("file", "a"), ("file", "b")]
+    assert second.take() == (WAIT, "")
+    assert first.lists.expire(20.0)  # both files wait again
+    assert second.ask(20.0, take=second.wish) == (WAIT, "")
+    assert {first.take(21.0), first.take(21.0)} == {("file", "a"), ("file", "b")}
+    first.ask(22.0, done=["a", "b"])
+    assert [first.take(22.0), second.take(22.0)] == [(END, ""), (END, "")]
+
+
+@pytest.mark.parametrize("other_has_it", [False, True])
+def test_a_copy_after_the_lease_gets_its_file_again_unless_another_worker_has_it(other_has_it: bool) -> None:
+    first, second = team(2, ABC)
+    assert first.take() == ("file", "a")
+    assert first.lists.expire(20.0)
+    if other_has_it:
+        assert second.take(20.0) == ("file", "a")
+    restored = FileLists()
+    restored.restore(first.lists.export())
+    for lists in (first.lists, restored):
+        body = FilesBody("files", 0, 10.0, take=1)
+        assert lists.ask(first.client, 0, body, 21.0) == ((WAIT, "") if other_has_it else ("file", "a"))
+
+
 @dataclass
 class Process:
     """What a process of a worker believes."""

@@ -28,6 +28,9 @@ class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
     take: int = 0  # > 0: asks for a file; numbers the client's requests, so that a repeat gets the same answer
 
 
+Answer = tuple[int, str, str]  # a client's `take`, "file" or WAIT, the path
+
+
 @dataclass
 class Holder:
     """A worker's process that takes files."""
@@ -36,7 +39,7 @@ class Holder:
     heard: float
     lease: float
     files: set[str] = field(default_factory=set)
-    answered: tuple[int, str, str] = (0, "", "")
+    answered: Answer = (0, "", "")
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Pass:
     wishes: dict[int, int] = field(default_factory=dict)  # by client: its last `take`; a lower one is a late copy
     hold: object = None  # charges the list's memory to its client's budget
     former: set[int] = field(default_factory=set)  # clients of workers that have been restarted since
+    answers: dict[int, Answer] = field(default_factory=dict)  # by client: its holder's last, when that was given up
 
     @property
     def is_over(self) -> bool:
@@ -58,7 +62,7 @@ class Pass:
         holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
         return {
             "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
-            "wishes": self.wishes, "former": sorted(self.former),
+            "wishes": self.wishes, "former": sorted(self.former), "answers": self.answers,
         }  # fmt: skip
 
     @classmethod
@@ -70,11 +74,13 @@ class Pass:
         }
         made = cls(frozenset(kept["files"]), deque(kept["waiting"]), holders, kept["num_done"], dict(kept["wishes"]))
         made.former = set(kept["former"])
+        made.answers = {client: (wish, what, path) for client, (wish, what, path) in kept.get("answers", {}).items()}
         return made
 
     def give_up(self, client: int) -> None:
         """Return the client's files to the front of the queue."""
         holder = self.holders.pop(client)
+        self.answers[client] = holder.answered
         self.waiting.extendleft(sorted(holder.files, reverse=True))
 
 
@@ -168,15 +174,17 @@ class FileLists:
             if holder.worker == worker and other != client:
                 current.give_up(other)  # the worker was restarted: its previous process is gone
                 current.former.add(other)
-        holder = current.holders.setdefault(client, Holder(worker, now, lease))
-        holder.heard = now
-        return holder
+        if client not in current.holders:
+            current.holders[client] = Holder(worker, now, lease, answered=current.answers.pop(client, (0, "", "")))
+        current.holders[client].heard = now
+        return current.holders[client]
 
     @staticmethod
     def _next(current: Pass, holder: Holder, client: int, wish: int) -> tuple[str, str]:
         if wish < current.wishes.get(client, 0):
             return WAIT, ""  # a late copy: the client ignores the answer
         if wish == holder.answered[0]:
+            FileLists._hold_again(current, holder)
             return holder.answered[1:]
         current.wishes[client] = wish
         if current.is_over:
@@ -186,6 +194,22 @@ class FileLists:
             holder.answered = wish, "file", current.waiting.popleft()
             holder.files.add(holder.answered[2])
         return holder.answered[1:]
+
+
+    @staticmethod
+    def _hold_again(current: Pass, holder: Holder) -> None:
+        """A request came again. The client may have the first answer: it is never given another file, which it would
+        not know of and hold to the end. If the lease has ended since, the file is taken out of the queue again; if
+        another worker has it, the client is told to wait.
+        """
+        wish, what, path = holder.answered
+        if what != "file" or path in holder.files:
+            return
+        if path in current.waiting:
+            current.waiting.remove(path)
+            holder.files.add(path)
+        else:
+            holder.answered = wish, WAIT, ""
 
 
 def _digest(files: Iterable[str]) -> int:
