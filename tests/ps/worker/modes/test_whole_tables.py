@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
 from support.fleets import Fleet, ForkedServer, Talk, assert_ok, eighths, in_process, keys_of, refusal
-from support.grids import first_of
 from support.jobs import Part, Servers, one_worker, wait_until
 from support.lossy import Faults, Network
 from support.messages import names, naming
@@ -1425,7 +1424,12 @@ def table_copies(is_shared: bool) -> list[TableCopy]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limit", "num_schedules", "is_shared"), first_of([(24, 15, True), (24, 15, False), (1 << 24, 30, False)])
+    ("limit", "num_schedules", "is_shared"),
+    [
+        (24, 15, True),
+        pytest.param(24, 15, False, marks=pytest.mark.long),
+        pytest.param(1 << 24, 30, False, marks=pytest.mark.long),
+    ],
 )
 def test_whatever_the_network_does_whole_tables_and_servers_agree(
     limit: int, num_schedules: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
