@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Processes of the tests: twice two cores, because many tests wait.
-JOBS ?= 4
+# Processes of the tests: three for each of two cores, because many tests wait.
+JOBS ?= 6
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
