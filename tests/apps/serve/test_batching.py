@@ -108,6 +108,27 @@ def test_requests_that_were_given_up_are_not_computed() -> None:
     assert compute.batches == [[2]]
 
 
+def test_a_receiver_that_fails_keeps_no_other_waiting() -> None:
+    class Failing:
+        def is_waiting(self) -> bool:
+            return True
+
+        def receive(self, result: Any) -> None:
+            raise OSError("no space left")
+
+    async def run() -> Any:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+        made = batcher(Doubled())
+        made.submit_for(Samples(1, {}), Failing())
+        answer = await made.submit(Samples(2, {}))
+        return answer, told, await made.submit(Samples(3, {}))
+
+    answer, told, later = asyncio.run(run())
+    assert [type(error) for error in told] == [OSError]
+    assert (answer, later) == (4, 6)
+
+
 def test_metrics_of_all_processes_are_summed(tmp_path: Any) -> None:
     path = str(tmp_path / "metrics")
     ServingMetrics.create(path, 2)

@@ -14,7 +14,7 @@ from support.inference_requests import tensor
 from torchfleet.api.serving.description import ServingDescription
 from torchfleet.apps.serve.inference_protocol import InferenceProtocol, InferRequest
 from torchfleet.apps.serve.request_templates import MAX_TEMPLATES, RequestTemplates
-from torchfleet.apps.serve.samples import Packing, Samples
+from torchfleet.apps.serve.samples import Joiner, Packing, Samples
 from torchfleet.base.errors import DataError
 from torchfleet.data.features import Feature
 
@@ -146,3 +146,30 @@ def test_blocks_of_a_request_are_its_own() -> None:
     assert first.packed is not None
     np.testing.assert_array_equal(first.packed["int64"], [[2, 3, 1]])
     np.testing.assert_array_equal(first.packed["float32"], [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("some", "others"),
+    [
+        (["9223372036854775807", "-1234567890123456789", "1000000000000000000"], ["1", "2"]),
+        (["1", "2", "3"], ["0.0033333333333333335", "0.0010000000474974513"]),
+    ],
+)
+def test_long_ids_and_small_fractions_are_read_by_the_kernel(some: list[str], others: list[str]) -> None:
+    made, body = learned(), body_of(some, others)
+    assert made._templates.read(body) is not None
+    assert outcome(made, body) == outcome(protocol(), body)
+
+
+def test_a_request_that_the_kernel_cannot_read_takes_one_place() -> None:
+    made, body = protocol(), body_of(["1", "2", "3"], ["1.00000000000000000001", "2"])
+    for _ in range(3):
+        made.decode(body, None)
+    assert len(made._templates._templates) == 1
+
+
+def test_features_of_several_values_can_be_viewed_as_one_dimension() -> None:
+    samples = learned(2).decode(body_of(["1", "2", "3", "4", "5", "6"], ["1", "2", "3", "4"]), None).samples
+    joined = Joiner(FEATURES).joined([samples])
+    assert joined.values["a"].view(-1).tolist() == [3, 4, 5, 6]
+    assert joined.values["b"].tolist() == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -30,5 +31,6 @@ class AccessLog:
             "bytes": num_bytes,
             "process": self._worker,
         }
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader: the answer has been sent
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()

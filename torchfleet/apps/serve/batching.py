@@ -140,7 +140,7 @@ class Batcher:
             if not waiting.receiver.is_waiting():
                 continue
             if waiting.arrived < oldest:
-                waiting.receiver.receive(TookTooLong())
+                _deliver(waiting.receiver, TookTooLong())
             else:
                 taken.append(waiting)
                 num += waiting.samples.num
@@ -153,7 +153,16 @@ class Batcher:
         self._is_busy = False
         for waiting, result in zip(batch, results, strict=True):
             if waiting.receiver.is_waiting():
-                waiting.receiver.receive(result)
+                _deliver(waiting.receiver, result)
         if self._queue and self._timer is None:
             age = time.monotonic() - self._queue[0].arrived
             self._timer = asyncio.get_running_loop().call_later(max(0.0, self._wait - age), self._begin)
+
+
+def _deliver(receiver: Receiver, result: Any) -> None:
+    """One receiver that fails must not keep the others from their answers."""
+    try:
+        receiver.receive(result)
+    except Exception as error:
+        context = {"message": "an answer could not be sent", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)

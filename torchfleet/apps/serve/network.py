@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -51,7 +52,9 @@ class GraphNetwork:
         read = {number for step in steps if step.number not in by_block for number in step.sources()}
         read |= {output.value for output in graph.outputs}
         self._read = [(number, source) for number, source in enumerate(graph.inputs) if number in read]
-        self._weights = {step.args[1] for step in steps if step.op == _LINEAR and type(step.args[1]) is Value}
+        uses = Counter(number for step in steps for number in step.sources())
+        linear = [step.args[1] for step in steps if step.op == _LINEAR and type(step.args[1]) is Value]
+        self._weights = {number for number, num in Counter(linear).items() if uses[number] == num}  # no other use
         self._bound: tuple[ModelVersion | None, list[Any]] = None, []
 
     @torch.inference_mode()

@@ -37,11 +37,11 @@ class Predictor:
         version = self.source.current()
         try:
             outputs = self._network.run(self._joiner.joined(requests), version)
+            return [(version, part) for part in split_outputs(outputs, requests)]
         except Exception as error:  # the network may raise anything, and the other requests must be answered
             if len(requests) > 1:
                 return [result for request in requests for result in self.predict([request])]
             return [WrongRequest(str(error)) if isinstance(error, _REQUEST_ERRORS) else error]
-        return [(version, part) for part in split_outputs(outputs, requests)]
 
 
 def network_of(settings: ServeSettings, described: ServingDescription, version: ModelVersion) -> Network:

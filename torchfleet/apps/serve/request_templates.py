@@ -31,6 +31,7 @@ class Template:
         else the request has.
         """
         self.head, self.num, self.rest = literals[0], num, rest
+        self.key = tuple(literals), num
         ends = np.cumsum([len(literal) for literal in literals])
         self._known = (
             np.frombuffer(b"".join([*literals, _PAD]), np.uint8),
@@ -60,9 +61,13 @@ class RequestTemplates:
 
     def read(self, body: bytes) -> tuple[Samples, Any] | None:
         """(samples, what `learn` was given) of a request that is like one that was learned."""
+        if len(body) > MAX_BODY:
+            return None
+        text: npt.NDArray[np.uint8] | None = None
         for place, template in enumerate(self._templates):
             if body.startswith(template.head):
-                blocks = template.read(_padded(body), self._widths)
+                text = _padded(body) if text is None else text
+                blocks = template.read(text, self._widths)
                 if blocks is not None:
                     if place:
                         self._templates.insert(0, self._templates.pop(place))
@@ -85,8 +90,9 @@ class RequestTemplates:
             literals.append(body[at:place])
             columns.append((feature.dtype == "float32", first, last))
             at = place + len(bytes(raw))
-        self._templates.insert(0, Template([*literals, body[at:]], columns, num, rest))
-        del self._templates[MAX_TEMPLATES:]
+        made = Template([*literals, body[at:]], columns, num, rest)
+        known = [template for template in self._templates if template.key != made.key]  # of numbers it could not read
+        self._templates = [made, *known][:MAX_TEMPLATES]
 
 
 def _padded(body: bytes) -> npt.NDArray[np.uint8]:

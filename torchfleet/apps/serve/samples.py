@@ -92,6 +92,8 @@ class BlockValues(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         feature, start, end = self._packing.places[name]
         part = torch.from_numpy(self._blocks[feature.dtype][:, start:end])
+        if feature.num_values > 1:
+            part = part.contiguous()  # a network may view samples as one dimension
         return part if len(feature.shape or ()) == 1 else part.reshape(-1, *(feature.shape or ()))
 
     def __iter__(self) -> Iterator[str]:

@@ -9,7 +9,8 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.numerals import GOOD, MAX_FLOAT32, digit_of, read_digits, read_exponent, scaled
 
 _U0, _U1, _U8 = np.uint64(0), np.uint64(1), np.uint64(8)
-_BLANK, _COMMA, _MINUS, _POINT, _OPEN, _CLOSE = (np.uint8(ord(sign)) for sign in " ,-.[]")
+_BLANK, _COMMA, _MINUS, _POINT, _OPEN, _CLOSE, _ZERO = (np.uint8(ord(sign)) for sign in " ,-.[]0")
+_MAX_INT = np.uint64((1 << 63) - 1)
 _E, _LOWER = np.uint8(ord("e")), np.uint8(32)
 _EXACT = np.uint64(1 << 53)
 
@@ -98,11 +99,12 @@ def _has_zeros_first(text_B: np.ndarray, first: np.uint64, at: np.uint64) -> boo
 
 @inlined
 def _int(text_B: np.ndarray, at: np.uint64) -> tuple[np.int64, np.uint64, bool]:
-    """(number, place behind it, whether it is one of at most 18 digits)."""
+    """(number, place behind it, whether it is one of int64; its lowest one is left to others)."""
     is_negative = text_B[at] == _MINUS
     first = at + np.uint64(is_negative)
     value, at = read_digits(text_B, first, _U0)
-    is_good = at > first and at - first <= np.uint64(18) and not _has_zeros_first(text_B, first, at)
+    is_good = at > first and at - first <= np.uint64(19) and value <= _MAX_INT
+    is_good = is_good and not _has_zeros_first(text_B, first, at)
     return -np.int64(value) if is_negative else np.int64(value), at, is_good
 
 
@@ -119,12 +121,16 @@ def _float(
     is_negative = text_B[at] == _MINUS
     first = at + np.uint64(is_negative)
     mantissa, at = read_digits(text_B, first, _U0)
-    num_digits, power = at - first, np.int64(0)
+    num_digits, num_zeros, power = at - first, _U0, np.int64(0)
     is_good = num_digits > _U0 and not _has_zeros_first(text_B, first, at)
     if text_B[at] == _POINT:
         point = at + _U1
+        if mantissa == _U0:  # zeros in front do not count as digits
+            num_digits = _U0
+            while text_B[point + num_zeros] == _ZERO:
+                num_zeros += _U1
         mantissa, at = read_digits(text_B, point, mantissa)
-        num_digits += at - point
+        num_digits += at - point - num_zeros
         power = -np.int64(at - point)
         is_good = is_good and at > point
     if (text_B[at] | _LOWER) == _E:

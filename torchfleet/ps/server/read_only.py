@@ -72,7 +72,8 @@ def served_spec(saved: Table) -> TableSpec:
 
 def _described(manifest: Manifest, shard: int, num_shards: int) -> dict[str, Any]:
     """What STATS tells of the served model: clients compare it with the model that their network is of."""
-    return {"save": manifest.save, "token": manifest.token, "shard": shard, "num_shards": num_shards}
+    place = {"shard": shard, "num_shards": num_shards}
+    return {"save": manifest.save, "token": manifest.token, "time": manifest.links()[-1].time, **place}
 
 
 def shard_of(text: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from support.jobs import TABLES, Net, Part, fleet_optimizer, make_batch, one_wor
 
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_followed_shards
+from torchfleet.apps.serve.versions.saved_chain import SavedChain
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.ps.worker.model_saving import Kind
 
@@ -89,6 +90,15 @@ def test_saves_since_that_of_the_servers_are_over_their_rows(job: Job, tmp_path:
     again.mkdir()
     with pytest.raises(CheckpointError):
         open_followed_shards(job.settings(again))
+
+
+def test_a_save_of_the_same_name_by_another_run_is_refused(job: Job) -> None:
+    news = SavedChain(job.folder).news()
+    assert news is not None
+    (link,) = news.links
+    assert SavedChain(job.folder, link.save, link.time).news() is not None
+    with pytest.raises(CheckpointError):
+        SavedChain(job.folder, link.save, link.time - 1).news()
 
 
 def test_beside_shards_saves_alone_are_followed(tmp_path: Path) -> None:

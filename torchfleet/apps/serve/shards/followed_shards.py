@@ -83,7 +83,7 @@ def open_followed_shards(settings: ServeSettings) -> FollowedShards:
     held = served_save(first, KeyFolder(key_dir) if key_dir else None, TIMEOUT)
     base = open_sharded(settings, held)
     try:
-        follow = FollowSettings(settings.model, base=held.save)
+        follow = FollowSettings(settings.model, base=held.save, base_time=held.time)
         return FollowedShards(base, open_mapped(settings.model, True, settings.workdir or None, settings=follow))
     except BaseException:
         base.close()

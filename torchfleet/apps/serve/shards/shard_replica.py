@@ -45,6 +45,7 @@ class ServedSave:
 
     save: str
     token: int
+    time: float = 0.0  # of its link in the chain
 
 
 def served_save(endpoints: Sequence[str], keys: KeyFolder | None, timeout: float) -> ServedSave:

@@ -37,6 +37,7 @@ class FollowSettings(msgspec.Struct, frozen=True):
     servers: list[str] = []  # addresses of the servers to follow; none: files alone
     key_dir: str | None = None
     base: str = ""  # a save whose rows are elsewhere: what changed since is taken over; "": all rows are
+    base_time: float = 0.0  # of that save's link: another run may have saved under the same name
     every: float = 0.2  # seconds between two looks
     keep: int = 8  # versions that one can go back to
     spacing: float = 60.0  # seconds between two of these
@@ -49,7 +50,7 @@ class Follower:
     def __init__(self, folder: Path, settings: FollowSettings, say: Callable[[str], None] = tell) -> None:
         self._settings, self._say = settings, say
         self.maker = VersionMaker(folder, settings.keep, settings.spacing, say, bool(settings.base))
-        self._chain = SavedChain(settings.model, settings.base)
+        self._chain = SavedChain(settings.model, settings.base, settings.base_time)
         self._retry_at, self._last_gap = 0.0, ""
         self._pushed: PushedRows | None = None
         self._client: Subscriber | None = None

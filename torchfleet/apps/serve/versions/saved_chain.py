@@ -37,9 +37,9 @@ class News:
 class SavedChain:
     """Follows the manifest of a folder. `taken` is the last save that was applied."""
 
-    def __init__(self, folder: str, base: str = "") -> None:
-        """`base`: a save whose rows are elsewhere, and not read; the chain must contain it."""
-        self._base = base
+    def __init__(self, folder: str, base: str = "", base_time: float = 0.0) -> None:
+        """`base`: a save whose rows are elsewhere, and not read; the chain must contain it, with this time."""
+        self._base, self._base_time = base, base_time
         self.storage = Storage(folder)
         self.taken: Link | None = None
         self._seen: object = None  # by which a new manifest is noticed
@@ -100,11 +100,13 @@ class SavedChain:
         """The place of the first save to apply. Raises CheckpointError if the one that is elsewhere is not there."""
         if not self._base:
             return 0
-        found = next((i for i, link in enumerate(links) if link.save == self._base), None)
+        wanted = self._base, self._base_time
+        found = next((i for i, link in enumerate(links) if (link.save, link.time) == wanted), None)
         if found is None:
             raise CheckpointError(
                 f"the read-only servers hold {self._base}, and the chain in {self.storage.path} does not contain it: "
-                f"it begins with {links[0].save}. Start the servers from the newest save, then `fleet serve`"
+                f"it begins with {links[0].save} of time {links[0].time:.3f}, theirs is of {self._base_time:.3f}. "
+                "Start the servers from the newest save, then `fleet serve`"
             )
         return found
 

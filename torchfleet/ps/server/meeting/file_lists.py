@@ -195,7 +195,6 @@ class FileLists:
             holder.files.add(holder.answered[2])
         return holder.answered[1:]
 
-
     @staticmethod
     def _hold_again(current: Pass, holder: Holder) -> None:
         """A request came again. The client may have the first answer: it is never given another file, which it would
