@@ -139,11 +139,39 @@ class TestRounds:
         assert job.counts == {"on_time": 4, "late": 1, "dropped": 0, "waiting": 0}
 
     @pytest.mark.parametrize(
-        "fields", [{"quorum": -1}, {"quorum": 1 << 20}, {"max_age": -1}, {"bucket": 1, "decides": True}]
+        "fields",
+        [{"quorum": -1}, {"quorum": 1 << 20}, {"max_age": -1}, {"bucket": 1, "decides": True}, {"round": 2**64 - 1}],
     )
     def test_numbers_out_of_range_are_refused(self, job: Job, fields: dict[str, Any]) -> None:
         (reply,) = job.give(0, FIRST, **fields)
         assert refusal(reply)[0] == "WireError"
+
+    def test_a_worker_whose_answer_was_lost_while_others_went_on_enters_again(self, job: Job) -> None:
+        job.give(2, FIRST, 1.0), job.give(0, FIRST, 1.0)  # made; the answer to worker 2 is lost
+        job.give(0, FIRST + 1, 1.0), job.give(1, FIRST + 1, 1.0)
+        counts = job.counts
+        (reply,) = job.give(2, FIRST, 1.0)
+        assert told(reply) == {"parts": [], "is_over": True}
+        assert job.counts == counts
+        assert job.enter(2, 2) == []
+        job.give(0, FIRST + 2, 1.0)
+        replies = job.give(1, FIRST + 2, 1.0)
+        assert [reply.worker for reply in replies if reply.command == Command.ENTER] == [2]
+
+    def test_the_mean_of_an_open_round_cannot_be_asked_for(self, job: Job) -> None:
+        assert job.give(1, FIRST, 4.0) == []
+        assert refusal(job.ask(0, FIRST, [(1, FIRST)], bucket=0)[0])[0] == "WireError"
+        assert means(job.give(0, FIRST, 2.0))[1] == ([[0, FIRST], [1, FIRST]], 3.0)
+
+    def test_gradients_of_another_size_change_nothing(self, job: Job) -> None:
+        assert job.give(1, FIRST, 4.0) == []
+        meetings, talk = job.server.state.meetings, job.workers[0]
+        before = meetings.quorum.export(), meetings.rounds.newest
+        body = {"round": FIRST + 1, "bucket": 0, "workers": [0], "quorum": 2, "max_age": 2, "decides": True}
+        wrong = talk.message(Command.EXCHANGE, pack(body), Array(0, np.zeros(4, np.float32)))
+        assert refusal(talk.send(wrong)[0])[0] == "TableError"
+        assert (meetings.quorum.export(), meetings.rounds.newest) == before
+        assert means(job.give(0, FIRST, 2.0))[1] == ([[0, FIRST], [1, FIRST]], 3.0)
 
 
 PARTS = [(0, FIRST), (1, FIRST)]

@@ -13,7 +13,7 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_BODY, pack, unpack
 from torchfleet.ps.server.arrays import check_worker, floats
 from torchfleet.ps.server.layers import Answer
-from torchfleet.ps.server.meeting.rounds import MAX_BUCKETS, MAX_RATES, MAX_SAMPLES, ExchangeBody
+from torchfleet.ps.server.meeting.rounds import MAX_BUCKETS, MAX_RATES, MAX_ROUND, MAX_SAMPLES, ExchangeBody
 from torchfleet.ps.server.quorum_exchange import check_quorum, close_with_quorum, give_or_ask, missing_in_quorum
 from torchfleet.ps.server.state.state import State
 
@@ -175,13 +175,13 @@ def _missing_at_entrance(state: State) -> set[int]:
 def _check(body: ExchangeBody, request: Request) -> None:
     """Raise WireError if a number is out of its range, or the arrays do not fit."""
     check_quorum(body)
-    is_known = body.round >= 1 and 0 <= body.bucket < MAX_BUCKETS
+    is_known = 1 <= body.round <= MAX_ROUND and 0 <= body.bucket < MAX_BUCKETS
     are_numbers = all(math.isfinite(rate) for rate in body.rates) and len(body.rates) <= MAX_RATES
     samples = 0.0 if body.samples is None else body.samples
     if not (is_known and are_numbers and 0 <= samples <= MAX_SAMPLES and 0 <= body.seconds < math.inf):
         raise WireError(
-            f"a part of a round has a number from 1 on, a bucket below {MAX_BUCKETS}, samples up to {MAX_SAMPLES:g}, "
-            f"seconds and at most {MAX_RATES} finite rates; found {body!r:.300}"
+            f"a part of a round has a number from 1 to {MAX_ROUND}, a bucket below {MAX_BUCKETS}, samples up to "
+            f"{MAX_SAMPLES:g}, seconds and at most {MAX_RATES} finite rates; found {body!r:.300}"
         )
     if len(request.message.arrays) != (1 if body.again else 2):
         raise WireError("a part of a round brings gradients, and asking again for a round brings none")

@@ -32,9 +32,12 @@ def give_or_ask(state: State, body: ExchangeBody, request: Request) -> Answer | 
         kept = quorum.buckets.get(body.bucket)
         if kept is None:
             raise WireError(f"a worker asks for a mean of bucket {body.bucket}, of which no gradients were given")
+        if body.bucket == 0 and 0 < quorum.number <= body.round:
+            raise WireError(f"a worker asks for the mean of round {body.round}, which is not made yet")
         if body.decides:
             quorum.take_out(body.round, body.parts)
         return kept.ask(body, request)
+    quorum.check(body, request)
     state.budgets.hold(request, waits=False)  # gradients are kept until a round has them, or they are too old
     state.meetings.presence.hear(request.message.worker, request.arrived)
     state.meetings.members.come(request.message.worker)

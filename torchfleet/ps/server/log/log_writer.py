@@ -168,12 +168,16 @@ class LogWriter:
         """Sync what was written, at most every `fsync_ms` milliseconds. An error ends the thread: it is then unknown
         which writes the kernel has dropped."""
         while self._is_syncing:
+            with self._due:
+                if self._is_syncing and not self._is_dirty:
+                    self._due.wait()
             if self._is_dirty:
                 self._is_dirty = False
                 self._folder.sync_behind()
+            next_sync = time.monotonic() + self._fsync_seconds
             with self._due:
-                if self._is_syncing:
-                    self._due.wait(self._fsync_seconds if self._is_dirty else None)
+                while self._is_syncing and (rest := next_sync - time.monotonic()) > 0:
+                    self._due.wait(rest)
 
     def _next(self) -> list[Waiting]:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""

@@ -174,6 +174,7 @@ class FileLists:
             if holder.worker == worker and other != client:
                 current.give_up(other)  # the worker was restarted: its previous process is gone
                 current.former.add(other)
+                current.answers.pop(other, None)
         if client not in current.holders:
             current.holders[client] = Holder(worker, now, lease, answered=current.answers.pop(client, (0, "", "")))
         current.holders[client].heard = now

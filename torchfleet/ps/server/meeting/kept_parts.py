@@ -52,8 +52,12 @@ class KeptParts:
 
     def keep(self, part: Part, request: Request) -> None:
         """Keep gradients until a round has them. A repeat replaces the first copy, or comes too late."""
-        if self.made is not None and part in self.made.given:
-            return
+        if self.made is None or part not in self.made.given:
+            self.check(part, request)
+            self.given[part] = request
+
+    def check(self, part: Part, request: Request) -> None:
+        """Raise TableError if the gradients are not as many as those of other workers."""
         size = request.message.arrays[1].data.shape
         other = next((given.message.arrays[1].data.shape for given in self.given.values()), size)
         if size != other:
@@ -61,7 +65,6 @@ class KeptParts:
                 f"worker {part[0]} gave {size[0]:,} gradients, and others {other[0]:,} for the same part of the "
                 "network: all workers must run the same model"
             )
-        self.given[part] = request
 
     def ask(self, body: ExchangeBody, request: Request) -> list[Array] | None:
         """A worker asks for the mean of `body.parts` in a round. Returns None if it waits until that is made."""

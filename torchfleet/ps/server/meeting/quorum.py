@@ -62,6 +62,14 @@ class Quorum:
         self.least, self.max_age = body.quorum, body.max_age
         self.buckets.setdefault(body.bucket, KeptParts()).keep((request.message.worker, body.round), request)
 
+    def check(self, body: ExchangeBody, request: Request) -> None:
+        """Raise FleetError for gradients that are not taken. Nothing was changed then."""
+        worker = request.message.worker
+        if body.bucket in self.buckets:
+            self.buckets[body.bucket].check((worker, body.round), request)
+        if body.decides and body.round < self.number and self._given.get(worker, -1) > body.round:
+            raise FleetError(f"round {body.round} is over, and worker {worker} has given gradients for a later one")
+
     def arrive(self, body: ExchangeBody, request: Request, members: set[int]) -> list[Array] | None:
         """A worker gives the first bucket to the server that decides. Returns the answer if it is late; else None.
 
@@ -71,6 +79,9 @@ class Quorum:
         known = self._known(worker, number)
         if known is not None:
             return known
+        if number < self.number and self._given.get(worker, -1) == number:
+            members.discard(worker)  # its answer was lost, and the others are a round ahead: it enters again
+            return [pack({"parts": [], "is_over": True})]
         if number > self.number:
             self._begin(number)
         self._given[worker] = number
@@ -88,11 +99,7 @@ class Quorum:
         if last is not None and (worker, number) in last.given and number == last.number:
             return last.answer
         before = self._answers.get(worker)
-        if before is not None and before[0] == number:
-            return before[1]
-        if number < self.number and self._given.get(worker, -1) >= number:
-            raise FleetError(f"round {number} is over, and worker {worker} has given gradients for a later one")
-        return None
+        return before[1] if before is not None and before[0] == number else None
 
     def _late_answer(self, body: ExchangeBody, request: Request, members: set[int]) -> list[Array]:
         worker, number = request.message.worker, body.round
@@ -101,7 +108,8 @@ class Quorum:
             self.counts.add(DROPPED, body.samples)
         else:
             self.keep(body, request)
-            self.late.append((worker, number))
+            if (worker, number) in self.buckets[0].given:
+                self.late.append((worker, number))
         last = self.buckets[0].made if 0 in self.buckets else None
         told: dict[str, Any] = {"is_late": True, "is_dropped": is_dropped}
         if last is None or last.number != number or worker not in members:

@@ -23,6 +23,7 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import MAX_BODY, Array, pack, unpack
 
 MAX_BUCKETS = 1024
+MAX_ROUND = 1 << 53
 MAX_SAMPLES = 1e15  # of one part: float64 adds such numbers exactly
 MAX_RATES = 1024  # learning rates that a worker tells
 

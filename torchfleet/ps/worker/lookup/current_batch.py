@@ -78,7 +78,7 @@ class Batch:
         """The table's place in its group, for the first lookup of exactly the predicted ids; None for any other."""
         place = self.grouped[table]
         rows = place.rows
-        if not ids.is_cpu or place.group.weights[place.number] is not weight:
+        if not ids.is_cpu or place.group.weights[place.number] is not weight or not weight.requires_grad:
             return None
         if not (rows.is_expected(keys_of([ids])) if rows.stamp is None else rows.stamp == stamp_of([ids])):
             return None
