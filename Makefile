@@ -7,7 +7,7 @@ JOBS ?= 6
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
+.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-bounds test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
 
 # One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
 # pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
@@ -75,6 +75,12 @@ test-browser: $(VENV)/.browser
 # What takes most of a minute or more each; a workflow runs them every week.
 test-long: setup
 	$(RUN) -m pytest -m long -n 2 --dist loadgroup
+
+# Kernels, tables and what serves them with every array index checked, which numba leaves out otherwise: kernels are
+# compiled anew, into a folder of their own.
+test-bounds: setup
+	mkdir -p -m 700 build/bounds
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds $(RUN) -m pytest -n $(JOBS) --dist loadgroup --timeout 600 tests/ps/kernels tests/ps/tables tests/ps/worker tests/apps
 
 # The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
 test-install: setup

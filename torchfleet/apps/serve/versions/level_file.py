@@ -79,7 +79,7 @@ class TableMap:
         """The row of each key, -1 for a key that is not in this level."""
         at = np.empty(len(keys), np.int64)
         for start in range(0, len(keys), CHUNK):
-            key_search.find(*self.arrays, keys[start : start + CHUNK], at[start : start + CHUNK], 0)
+            key_search.find(*self.arrays, keys[start : start + CHUNK], at[start : start + CHUNK], KEY_WORDS)
         return at
 
     def read(self, keys: Keys, is_open: npt.NDArray[np.uint8], at: Places, out: Floats) -> int:
