@@ -7,7 +7,7 @@ JOBS ?= 6
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo demo-online test test-gpu test-clusters test-browser test-long test-bounds test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
+.PHONY: setup demo demo-online test test-gpu test-triton test-clusters test-browser test-long test-bounds test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
 
 # One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
 # pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
@@ -60,6 +60,14 @@ test: setup
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
 test-gpu: setup
 	$(RUN) -m pytest -m gpu -n 0
+
+# The kernels in Triton without a GPU, in its interpreter: their results, and no races.
+test-triton: $(VENV)/.triton
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/ps/gpu -k triton -n 2
+
+$(VENV)/.triton: $(VENV)/.done
+	$(PIP) triton
+	@touch $@
 
 # Installs Ray and, on a Debian machine, Slurm, which pip cannot; then runs what starts clusters of Ray and of Slurm.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)

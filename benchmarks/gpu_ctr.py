@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +159,8 @@ def measure_ctr(sizes: list[int], num_rows: int, variants: list[str]) -> dict[st
                 found[f"{variant}_{size}"] = size / milliseconds(call) * 1e3
                 log(f"batch {size}, {variant}: {found[f'{variant}_{size}'] / 1e6:.2f} M samples/s")
             except Exception as error:  # a variant that fails must not hide the others
-                log(f"batch {size}, {variant}: {type(error).__name__}: {str(error)[:2000]}")
+                log(f"batch {size}, {variant}: failed")
+                traceback.print_exception(error)  # with the errors before it: that of a capture hides the first one
             call = step = None  # type: ignore[assignment]
             free_memory()
     return found

@@ -44,8 +44,13 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    gc.collect()  # torch no longer does: what is freed in a capture may end it
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    finally:
+        gc.enable()
     return graph.replay
 
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from torchfleet.ps.gpu import plain_kernels
 from torchfleet.ps.gpu.device_table import DeviceTable
 from torchfleet.ps.gpu.kernel_choice import Kernels
+from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_tables
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 
@@ -24,6 +27,17 @@ RULES = {
     "adam": Rule("adam", 0.1, eps=1e-8),
     "adam decayed": Rule("adam", 0.1, eps=1e-8, weight_decay=0.1),
     "adamw": Rule("adam", 0.1, eps=1e-8, weight_decay=0.1, decoupled_decay=True),
+    "momentum": Rule("sgd", 0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": Rule("sgd", 0.1, momentum=0.9, nesterov=True),
+    "dampened": Rule("sgd", 0.1, momentum=0.9, options=(("dampening", 0.5),)),
+    "rowwise_adagrad momentum": Rule("rowwise_adagrad", 0.1, eps=1e-8, momentum=0.9),
+    "rmsprop": Rule("rmsprop", 0.01, eps=1e-2, low=-0.05, high=0.05),
+    "rmsprop centered": Rule("rmsprop", 0.1, eps=1e-2, options=(("centered", 1.0),)),
+    "rmsprop momentum": Rule("rmsprop", 0.1, eps=1e-2, momentum=0.9, options=(("alpha", 0.9),)),
+    "rmsprop both": Rule("rmsprop", 0.1, eps=1e-2, momentum=0.9, options=(("centered", 1.0),)),
+    "lion": Rule("lion", 0.01, beta2=0.99, weight_decay=0.1, decoupled_decay=True),
+    "ftrl": Rule("ftrl", 0.1, options=(("l1", 0.02), ("l2", 0.1))),
+    "ftrl power": Rule("ftrl", 0.1, options=(("l1", 0.01), ("lr_power", -0.7))),
 }
 
 
@@ -53,8 +67,26 @@ def device_table(described: TableSpec, kernels: str, capacity: int = 256, determ
     found, device = kernels_under_test(kernels)
     table = DeviceTable(described, device, capacity, deterministic)
     table.kernels = found
+    if table.admission is not None and isinstance(table.admission.candidates, DeviceTable):
+        table.admission.candidates.kernels = found
     return table
 
 
 def ids_of(table: DeviceTable, ids: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(table.device)
+
+
+def saved(storage: Storage, saves: TableSaves, number: int, mode: Any) -> Manifest:
+    """Save, and complete the manifest; a delta continues the save before."""
+    before = read_manifest(storage) if mode == "delta" else None
+    saves.begin(number, 0 if before is None else before.token, mode)
+    parts = write_tables(storage, f"save-{number:06}", 0, {"ads": saves}, mode)
+    links = [] if before is None else before.links()
+    tables = described_tables({"ads": saves}, mode != "inference")
+    kind = "inference" if mode == "inference" else "full"
+    made = Manifest(
+        f"save-{number:06}", number, kind, 1, tables, parts, token=number, parent=len(links), base=links,
+        num_files=len(parts),
+    )  # fmt: skip
+    write_manifest(storage, made)
+    return read_manifest(storage)

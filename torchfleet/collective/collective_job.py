@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchfleet.base.backward_loss import LossWatch
+from torchfleet.base.cuda_capture import is_capturing
 from torchfleet.base.errors import FleetError
 from torchfleet.base.fetch import numbers
 from torchfleet.base.monitor.epochs import Epochs, length
@@ -74,6 +75,8 @@ class CollectiveJob(ModelAndOptimizer):
     def _step_made(self) -> None:
         if self._losses is not None and (loss := self._losses.take()) is not None:
             self._loss = {"loss": loss}
+        if is_capturing(self.world.device):  # a loss in a capture cannot be read
+            return
         self._status.step_made()
         if self._tracing is not None:
             self._tracing.step_made()

@@ -49,9 +49,17 @@ class CollectiveModel(torch.nn.Module):
         self.clear: Callable[[bool], None] | None = None  # the optimizer's zero_grad, once there is one
         self._share_buffers = share_buffers
         self._is_trained = False  # since the buffers were last equal on all ranks
-        # Keeps the signature of the user's forward: trainers inspect it to learn the model's arguments.
-        self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
+        self.forward = self._own_forward()  # type: ignore[method-assign]
         self.train(self.module.training)
+
+    def _own_forward(self) -> Callable[..., Any]:
+        """`forward` with the signature of the user's: trainers inspect it to learn the model's arguments.
+
+        torch.compile compiles what it calls, and not itself: for the counts in it, it would compile anew in every step,
+        also in one that a CUDA graph captures.
+        """
+        own = torch.compiler.disable(type(self).forward, recursive=False)  # type: ignore[no-untyped-call]
+        return update_wrapper(partial(own, self), self.module.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is not None:
@@ -162,7 +170,7 @@ class CollectiveModel(torch.nn.Module):
         self.__dict__.update(vars(made))
         self.__dict__["_modules"] = own
         own["module"] = made.module
-        self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
+        self.forward = self._own_forward()  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         self._is_trained = True

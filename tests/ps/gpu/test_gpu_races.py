@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.device_tables import RULES, spec
@@ -13,6 +15,8 @@ from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Rule
 
 pytestmark = pytest.mark.gpu
+
+COMMON = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
 def drawn(num: int, distinct: int, seed: int) -> torch.Tensor:
@@ -54,8 +58,7 @@ def test_rows_survive_growth_and_removal_under_load() -> None:
         assert bool((table.find(gone) == -1).all())
 
 
-@pytest.mark.parametrize("dim", [10, 128])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "dim"), [*itertools.product(COMMON, (10, 128)), *((rule, 6) for rule in RULES)])
 def test_updates_equal_those_in_plain_torch(rule: str, dim: int) -> None:
     tables = [DeviceTable(spec(dim=dim, rule=RULES[rule]), device, 1 << 16) for device in ("cuda", "cpu")]
     for seed in range(3):

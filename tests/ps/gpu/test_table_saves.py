@@ -9,34 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.device_tables import ANY_IDS, RULES, ids_of, on_server, spec
+from support.device_tables import ANY_IDS, RULES, ids_of, on_server, saved, spec
 from support.messages import naming
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
-from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.part_reader import load_sparse
 from torchfleet.ps.gpu import table_saves
 from torchfleet.ps.gpu.device_table import DeviceTable
-from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_tables
+from torchfleet.ps.gpu.table_saves import TableSaves
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def saved(storage: Storage, saves: TableSaves, number: int, mode: Any) -> Manifest:
-    """Save, and complete the manifest; a delta continues the save before."""
-    before = read_manifest(storage) if mode == "delta" else None
-    saves.begin(number, 0 if before is None else before.token, mode)
-    parts = write_tables(storage, f"save-{number:06}", 0, {"ads": saves}, mode)
-    links = [] if before is None else before.links()
-    tables = described_tables({"ads": saves}, mode != "inference")
-    kind = "inference" if mode == "inference" else "full"
-    made = Manifest(
-        f"save-{number:06}", number, kind, 1, tables, parts, token=number, parent=len(links), base=links,
-        num_files=len(parts),
-    )  # fmt: skip
-    write_manifest(storage, made)
-    return read_manifest(storage)
 
 
 def push(table: DeviceTable, ids: np.ndarray[Any, Any], seed: int) -> None:

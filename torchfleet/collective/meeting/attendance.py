@@ -18,12 +18,14 @@ from torch._C._distributed_c10d import Store
 
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import WorkerMissing
+from torchfleet.collective.meeting.gpu_progress import GpuProgress
 
 _PATIENCE = 3.0  # seconds in a step before a rank reports that it waits
 _LOOK = 1.0  # seconds between two checks of the other ranks
 _SILENCE = 20.0  # seconds without a heartbeat after which a rank counts as lost
 _FAREWELL = 30.0  # seconds that rank 0 waits for ranks that may be lost
 _PAUSE = 0.01  # at most, seconds between two checks whether all ranks have come
+_HOST = torch.device("cpu")
 
 
 class Attendance:
@@ -47,7 +49,7 @@ class Attendance:
         self._lock = threading.Lock()  # only one thread at a time may use the store
         self._num_steps = self._num_meetings = 0
         self._since: float | None = None  # when the present step began
-        self._computed: torch.cuda.Event | None = None  # end of the last step's GPU work, which the host runs ahead of
+        self._progress: GpuProgress | None = None  # of the GPU, which the host runs ahead of
         self._ended = 0.0
         self._over = threading.Event()
         self._thread = BackgroundThreads([self._watch], "the attendance of ranks")
@@ -58,11 +60,12 @@ class Attendance:
         if self._since is None:
             self._since = time.monotonic()
 
-    def end_step(self, is_on_gpu: bool = False) -> None:
-        if is_on_gpu:
-            self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._computed.record()
+    def end_step(self, device: torch.device = _HOST) -> None:
+        """Note that a step was issued to a device."""
+        if device.type == "cuda":
             self._ended = time.monotonic()
+            self._progress = self._progress or GpuProgress(device)
+            self._progress.note()
         self._since = None
         self._num_steps += 1
 
@@ -144,10 +147,10 @@ class Attendance:
 
     def _held_up_in(self) -> int:
         """The step in which this rank has been held up for longer than _PATIENCE; 0 if none."""
-        since, computed, now = self._since, self._computed, time.monotonic()
+        since, progress, now = self._since, self._progress, time.monotonic()
         if since is not None and now - since > _PATIENCE:
             return self._num_steps + 1
-        is_computing = computed is not None and now - self._ended > _PATIENCE and not computed.query()  # type: ignore[no-untyped-call]
+        is_computing = progress is not None and now - self._ended > _PATIENCE and progress.is_computing
         return self._num_steps if is_computing else 0
 
     def _is_one_silent(self) -> bool:

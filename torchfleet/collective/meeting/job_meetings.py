@@ -26,7 +26,7 @@ class JobMeetings:
         if store is None:
             return _nothing, _nothing
         attendance = self._attendance = Attendance(store, world.rank, world.size, timeout)
-        return attendance.begin_step, partial(attendance.end_step, world.device.type == "cuda")
+        return attendance.begin_step, partial(attendance.end_step, world.device)
 
     def meet(self, what: str) -> None:
         """Wait until all ranks come here. Raises WorkerMissing if one waits for this rank in a step."""

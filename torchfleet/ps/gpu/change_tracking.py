@@ -34,7 +34,7 @@ class ChangeTracking:
             marks = self._marks[1]
             if len(marks) <= self._table.capacity:
                 marks = self._marks[1] = self._grown(marks)
-            marks[slots.long()] = True  # -1 marks the last place, which belongs to no row
+            marks.index_fill_(0, slots.long(), True)  # -1 marks the last place, which belongs to no row
 
     def note_gone(self, keys: torch.Tensor) -> None:
         """Record that these keys lost their rows."""

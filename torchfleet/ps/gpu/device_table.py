@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from torchfleet.base.cuda_capture import is_capturing
 from torchfleet.base.errors import TableError, WrongIds
 from torchfleet.ps.gpu import device_errors, eviction, free_rows
+from torchfleet.ps.gpu.admission import Admission, candidate_spec, check_entry
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
+from torchfleet.ps.gpu.graph_capture import check_capture
 from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
 from torchfleet.ps.gpu.occupancy import Occupancy
 from torchfleet.ps.gpu.plain_kernels import positions
@@ -17,6 +20,7 @@ from torchfleet.ps.gpu.plain_rules import check_rule
 from torchfleet.ps.gpu.row_blocks import Columns, RowBlock, joined, last_of_each, split
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import (
+    ABSENT,
     EMPTY,
     LIMIT,
     MAX_SLOTS,
@@ -58,6 +62,7 @@ class DeviceTable:
         self.device = device_errors.checked_device(device, spec.name)
         check_rule(spec.rule, spec.name)
         eviction.check_policies(spec)
+        check_entry(spec)
         self.spec, self.deterministic = spec, deterministic
         self.layout = RowLayout.of(spec)
         self.max_rows = eviction.row_limit(spec, self.layout.width)
@@ -69,10 +74,14 @@ class DeviceTable:
         self.kernels: Kernels = kernels_for(self.device)
         self.occupancy = Occupancy(self.memory)
         self.num_evicted = 0
-        self._has_capacity = capacity is not None
+        self.has_capacity = capacity is not None
         self.is_captured = False  # a CUDA graph holds the addresses of the memory: it must not be replaced
         self.tracking: ChangeTracking | None = None  # from the first save on
         self._num_removed = 0  # entries of the directory marked REMOVED
+        self.admission: Admission | None = None  # every id gets a row
+        if not spec.entry.is_open:
+            counted = candidate_spec(spec)
+            self.admission = Admission(spec, None if counted is None else DeviceTable(counted, self.device))
 
     @property
     def name(self) -> str:
@@ -95,7 +104,13 @@ class DeviceTable:
     @property
     def num_bytes(self) -> int:
         """Device memory that the table holds."""
-        return self.memory.num_bytes
+        counted = None if self.admission is None else self.admission.candidates
+        return self.memory.num_bytes + (counted.memory.num_bytes if counted is not None else 0)
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether an id may get its row later than at its first appearance, or never."""
+        return self.admission is not None
 
     @property
     def step(self) -> int:
@@ -109,11 +124,11 @@ class DeviceTable:
     def find(self, keys: torch.Tensor, insert: bool = False, padding: int | None = None) -> torch.Tensor:
         """Slots of keys of any shape, flattened; negative for a key without a row, -1 for `padding`. Keys may repeat.
 
-        `insert`: missing keys get a row with its first values, and the rows count as used. Raises TableError if there
-        is no memory for them.
+        `insert`: missing keys get a row with its first values if the entry of the table admits them, and the rows count
+        as used. Raises TableError if there is no memory for them. Waits for the device if the table has an entry.
         """
-        keys = self._begin(keys, insert)
-        slots = self.kernels.find(self.memory, self.layout, keys, insert, padding, self.deterministic)
+        keys, inserts = self._begin(keys, insert, padding)
+        slots = self.kernels.find(self.memory, self.layout, keys, inserts, padding, self.deterministic)
         self._end(slots, insert)
         return slots
 
@@ -129,8 +144,8 @@ class DeviceTable:
         padding: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots, values), as `find` and `gather` together, with one kernel less."""
-        keys = self._begin(keys, insert)
-        how = insert, dtype, padding, self.deterministic
+        keys, inserts = self._begin(keys, insert, padding)
+        how = inserts, dtype, padding, self.deterministic
         slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, *how)
         self._end(slots, insert)
         return slots, values
@@ -146,7 +161,7 @@ class DeviceTable:
                 f"table '{self.name}': expected gradients of shape {(len(slots), self.dim)}, found {tuple(grads.shape)}"
             )
         self.kernels.push(self.memory, self.layout, slots, grads, self.spec.rule.lr if lr is None else lr)
-        self._mark(slots)
+        self.mark(slots)
 
     def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
         """All rows in blocks, in the order of their slots. Waits for the device."""
@@ -160,7 +175,8 @@ class DeviceTable:
 
     def put(self, keys: torch.Tensor, words: torch.Tensor, columns: Columns | None = None) -> None:
         """Overwrite or create rows: `words` are values, or values and optimizer state. Statistics that are not given
-        become those of a new row. Among equal keys the last one wins. Raises TableError if they do not fit.
+        become those of a new row. Among equal keys the last one wins. The entry is not asked.
+        Raises TableError if they do not fit.
         """
         keys = device_errors.checked_keys(keys, self.name, self.device)
         if words.shape not in ((len(keys), self.dim), (len(keys), self.layout.num_words)):
@@ -168,7 +184,7 @@ class DeviceTable:
                 f"table '{self.name}': expected rows of {self.dim} values or {self.layout.num_words} with state, found "
                 f"{tuple(words.shape)} for {len(keys)} keys"
             )
-        slots = self.find(keys, insert=True)
+        slots = self._insert(keys)
         kept = last_of_each(slots)
         slots, words = slots[kept].long(), words.to(self.device, torch.float32)[kept]
         self.memory.rows.write(slots, 0, words)
@@ -221,45 +237,59 @@ class DeviceTable:
         if known[REFUSED]:
             raise device_errors.full(self, known[REFUSED])
 
-    def _begin(self, keys: torch.Tensor, insert: bool) -> torch.Tensor:
-        """Check the keys of a lookup, and make room for those that it inserts."""
+    def _begin(self, keys: torch.Tensor, insert: bool, padding: int | None) -> tuple[torch.Tensor, bool]:
+        """Check the keys of a lookup, and make room for those that it inserts. Returns (keys, whether the kernel is to
+        insert those that are missing).
+        """
         keys = device_errors.checked_keys(keys, self.name, self.device)
         if insert and self._is_capturing:
-            self._check_capture()
+            check_capture(self)
             self.is_captured = True
+        elif insert and self.admission is not None:
+            self._admit(self.admission, keys, padding)
+            return keys, False
         elif insert:
-            self.check()
-            if not self.occupancy.is_enough_for(len(keys)):
-                self._make_room(keys)
-        return keys
+            self._prepare(keys)
+        return keys, insert
 
-    def _check_capture(self) -> None:
-        """Raise TableError if the table can come to a state in a graph that only the host can resolve."""
-        if self.max_rows is not None:
-            raise TableError(
-                f"table '{self.name}' has a limit (shrink=) and evicts rows, which a CUDA graph cannot: train it "
-                "without a graph, or give capacity= for all rows that are to come instead of the limit"
-            )
-        if not self._has_capacity:
-            raise TableError(
-                f"table '{self.name}' grows, and a CUDA graph holds the addresses of its memory: give its "
-                "SparseEmbedding capacity=, for all rows that are to come"
-            )
+    def _admit(self, admission: Admission, keys: torch.Tensor, padding: int | None) -> None:
+        """Give rows to those of the keys that the entry admits now."""
+        slots = self.kernels.find(self.memory, self.layout, keys, False, padding)
+        self._stamp(slots)  # rows of this lookup are not evicted for others of it
+        is_missing = slots == ABSENT if padding is None else (slots == ABSENT) & (keys != padding)
+        self._insert(admission.admit(torch.unique(keys[is_missing]), int(time.time())))
+
+    def _insert(self, keys: torch.Tensor) -> torch.Tensor:
+        """Slots of these keys; those without a row get one."""
+        self._prepare(keys)
+        slots = self.kernels.find(self.memory, self.layout, keys, True, None, self.deterministic)
+        self._end(slots, insert=True)
+        return slots
+
+    def _prepare(self, keys: torch.Tensor) -> None:
+        """Make room for the new ones of these keys."""
+        self.check()
+        if not self.occupancy.is_enough_for(len(keys)):
+            self._make_room(keys)
 
     def _end(self, slots: torch.Tensor, insert: bool) -> None:
         """Note that a lookup was issued."""
         if insert:
-            self._mark(slots)
-        if insert and self.layout.columns:
-            self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
+            self.mark(slots)
+            self._stamp(slots)
         if (insert or self.layout.size) and not self._is_capturing:
             self.occupancy.note(len(slots) if insert else 0)
             if self.device.type == "cpu":
                 self.check()
 
+    def _stamp(self, slots: torch.Tensor) -> None:
+        """Note in the statistics of these rows, if the table keeps any, that they are used."""
+        if self.layout.columns:
+            self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
+
     @property
     def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
     def _make_room(self, keys: torch.Tensor) -> None:
         if self.max_rows is not None:
@@ -294,9 +324,9 @@ class DeviceTable:
         free_rows.rebuild(self.memory, self.kernels, self.slot_of_empty())
         self._num_removed = 0
 
-    def _mark(self, slots: torch.Tensor) -> None:
-        """Note for the next delta that these rows change."""
-        if self.tracking is not None:
+    def mark(self, slots: torch.Tensor) -> None:
+        """Note for the next delta that these rows change. A table that a CUDA graph updates has no deltas."""
+        if self.tracking is not None and not self._is_capturing:
             self.tracking.mark(slots)
 
     @property

@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 
 from torchfleet.base.errors import TableError
+from torchfleet.ps.gpu.admission import Admission
 from torchfleet.ps.gpu.kernel_choice import Kernels
 from torchfleet.ps.gpu.row_blocks import RowBlock
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import TableMemory
 from torchfleet.ps.tables.settings.clock import DAY
-from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
 
@@ -31,6 +32,7 @@ class EvictableTable(Protocol):
     memory: TableMemory
     kernels: Kernels
     max_rows: int | None
+    admission: Admission | None
 
     @property
     def name(self) -> str: ...
@@ -53,8 +55,6 @@ class EvictableTable(Protocol):
 
 def check_policies(spec: TableSpec) -> None:
     """Raise TableError for what tables on devices do not have."""
-    if spec.entry != AdmissionEntry():
-        raise TableError(f"table '{spec.name}': entry= is for tables on servers; a table on a device admits every id")
     unknown = sorted(spec.shrink.names - _ON_DEVICES) or (["where"] if spec.shrink.where is not None else [])
     if unknown:
         raise TableError(
@@ -127,6 +127,8 @@ def shrink(table: EvictableTable, policy: Shrink) -> int:
             f"max_share={policy.max_share:g} of them; nothing was dropped. Say what may go: max_share=1.0"
         )
     dropped = table.remove(torch.cat(victims)) if victims else 0
+    if table.admission is not None:
+        table.admission.forget(policy, int(time.time()))
     limit = policy.max_rows
     if limit is not None and table.num_rows > limit:
         excess = table.num_rows - limit

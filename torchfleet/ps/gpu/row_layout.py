@@ -22,6 +22,7 @@ class RowLayout:
 
     dim: int
     num_words: int
+    num_states: int  # per value
     columns: tuple[str, ...]
     width: int
     rule: Rule
@@ -38,6 +39,7 @@ class RowLayout:
         return cls(
             dim=spec.dim,
             num_words=spec.num_words,
+            num_states=spec.num_states,
             columns=columns,
             width=-(-num // unit) * unit,
             rule=spec.rule,

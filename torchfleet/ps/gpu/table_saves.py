@@ -28,7 +28,7 @@ from torchfleet.ps.gpu.table_memory import EMPTY
 from torchfleet.ps.server.state.saves import Chain
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.settings.spec import Floats
-from torchfleet.ps.tables.table import SavedSlice, SaveMode
+from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode
 from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
 FILES_OF_RANK = 1_000_000
@@ -56,6 +56,8 @@ class TableSaves:
 
     def __init__(self, table: DeviceTable) -> None:
         self.table, self.spec = table, table.spec
+        counted = None if table.admission is None else table.admission.candidates
+        self.counted = TableSaves(counted) if isinstance(counted, DeviceTable) else None  # ids that have no row yet
         self._chain = Chain()
         self._has_pinned = False
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -88,10 +90,14 @@ class TableSaves:
                 "save (mode=0)"
             )
         is_committed = self._chain.begin(token, parent, mode == "delta")
-        if self.table.tracking is None:
-            self.table.tracking = ChangeTracking(self.table)
-        assert isinstance(self.table.tracking, ChangeTracking)
+        self._begin_tracking(is_committed)
+
+    def _begin_tracking(self, is_committed: bool) -> None:
+        """Begin a generation of changes, of rows and of the ids that are counted."""
+        self.table.tracking = self.table.tracking or ChangeTracking(self.table)
         self.table.tracking.begin(is_committed)
+        if self.counted is not None:
+            self.counted._begin_tracking(is_committed)
 
     def gone(self) -> Iterator[tuple[Keys, Arrays]]:
         """Keys that a delta deletes."""
@@ -112,6 +118,13 @@ class TableSaves:
             keys = arrays.pop("keys")
             arrays.pop("delta", None)  # accumulated since the last save
             yield keys, arrays
+
+    def candidates(self, mode: SaveMode) -> Iterator[tuple[Keys, Arrays]]:
+        """As `live`, of the ids that the entry counts and that have no row: their statistics."""
+        assert self.counted is not None
+        assert self.table.admission is not None
+        for block in self.counted._blocks(mode == "delta"):
+            yield block.keys.cpu().numpy().view(np.uint64), self.table.admission.arrays_of(block)
 
     def _blocks(self, only_changed: bool) -> Iterator[RowBlock]:
         table, tracking = self.table, self.table.tracking
@@ -191,13 +204,13 @@ class TableSaves:
             check_squares(self.spec, keys, values)
 
     def load_slice(self, saved: SavedSlice) -> None:
-        """As RowTable.load_slice. Statistics of keys without a row are for tables on servers, which count them."""
-        if saved.kind not in ("rows", "gone"):
-            return
+        """As RowTable.load_slice. Of keys without a row, loads only what this table's entry counts."""
+        if saved.kind == "sketch":
+            return  # of an entry that tables on devices do not have
         columns = dict(saved.arrays)
         keys = torch.from_numpy(np.require(columns.pop("keys"), requirements=_OWN).view(np.int64)).to(self.table.device)
-        if saved.kind == "gone":
-            self.table.remove(keys)
+        if saved.kind != "rows":
+            self._load_keys(saved.kind, keys, columns)
             return
         if "rows" not in columns:
             raise TableError(
@@ -208,6 +221,17 @@ class TableSaves:
             name: torch.from_numpy(np.require(_signed(column), requirements=_OWN)) for name, column in columns.items()
         }
         self.table.put(keys, rows, {name: known[name] for name in self.table.layout.columns if name in known})
+        if self.table.admission is not None:
+            self.table.admission.forget_keys(keys)
+
+    def _load_keys(self, kind: PartKind, keys: torch.Tensor, columns: Arrays) -> None:
+        admission = self.table.admission
+        if kind == "gone":
+            self.table.remove(keys)
+        elif admission is not None and kind == "candidates_gone":
+            admission.forget_keys(keys)
+        elif admission is not None:
+            admission.load(keys, columns, int(time.time()))
 
     def note_loaded(self) -> int:
         return self.num_rows
@@ -215,8 +239,7 @@ class TableSaves:
     def continue_from(self, token: int) -> None:
         """Note that the table has the rows of this save: the next one may be a delta."""
         self._chain.attempt = token
-        self.table.tracking = self.table.tracking or ChangeTracking(self.table)
-        self.table.tracking.begin(is_committed=True)  # forget what the load has changed
+        self._begin_tracking(is_committed=True)  # forget what the load has changed
 
 
 def _signed(column: Any) -> Any:
@@ -235,6 +258,11 @@ def write_tables(
             if mode == "delta":
                 files.put(saves.spec, "gone", saves.gone(), {})
             files.put(saves.spec, "rows", saves.live(mode), {"rows": np.empty((0, width), np.float32)})
+            if saves.counted is None or mode == "inference":
+                continue
+            if mode == "delta":
+                files.put(saves.spec, "candidates_gone", saves.counted.gone(), {})
+            files.put(saves.spec, "candidates", saves.candidates(mode), {})
         return files.written()
 
 

@@ -13,6 +13,7 @@ from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import TableMemory
 from torchfleet.ps.kernels import random
 from torchfleet.ps.tables.settings.rule import Rule
+from torchfleet.ps.tables.settings.spec import Initializer
 
 # Tile sizes, the fastest on an H200 (benchmarks/log.md)
 FIND_BLOCK, FIND_WARPS = 64, 2
@@ -24,7 +25,8 @@ MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
 
 _KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
-_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "rmsprop": 4, "lion": 5, "ftrl": 6}
+_VELOCITY, _NESTEROV, _CENTERED, _POWER = 1, 2, 4, 8  # as in triton_rules.py
 
 
 def find(
@@ -77,7 +79,7 @@ def locate(
         block = max(1, 512 // padded)
         triton_rows.initialise[(min(MOST_PROGRAMS, triton.cdiv(num, block)),)](
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.row_keys, memory.free,
-            _first_settings(layout, keys.device), layout.stream, layout.first_state,
+            _first_settings(layout.initializer, keys.device), layout.stream, layout.first_state,
             KIND=_KINDS[layout.initializer.name], D=layout.dim, NUM_WORDS=layout.num_words, PADDED=padded,
             WIDTH=layout.width, SHIFT=_shift(memory), BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -119,19 +121,19 @@ def push(
         num_groups = num_tiles // block
         parts = torch.empty(2 * num_tiles + num_groups, layout.dim, dtype=torch.float32, device=device)
         part_slots = torch.empty(2 * num_tiles + num_groups, dtype=torch.int32, device=device)
+        how, numbers = _rule_arguments(rule)
         decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
         shared = (
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
-            part_slots if failed is None else failed, 1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, rule.weight_decay,
-            rule.low, rule.high,
+            part_slots if failed is None else failed, *numbers, rule.weight_decay, rule.low, rule.high,
         )  # fmt: skip
         shape = {
-            "RULE": _RULES[rule.name], "DECAY": decay, "BOUNDED": rule.has_bounds,
-            "CHECKED": failed is not None, "D": layout.dim, "PADDED": padded, "WIDTH": layout.width,
-            "SHIFT": _shift(memory),
+            "RULE": _RULES[rule.name], "HOW": how, "STATES": layout.num_states, "DECAY": decay,
+            "BOUNDED": rule.has_bounds, "CHECKED": failed is not None, "D": layout.dim, "PADDED": padded,
+            "WIDTH": layout.width, "SHIFT": _shift(memory),
         }  # fmt: skip
         triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
-            *shared, order, perm, grads.contiguous(), num, lr, _rule_settings(rule, device), **shape,
+            *shared, order, perm, grads.contiguous(), num, lr, _rate_settings(rule, device), **shape,
             LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles,
             num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
         )  # fmt: skip
@@ -166,10 +168,9 @@ def _shift(memory: TableMemory) -> int:
     return memory.rows.shift if len(memory.rows.segments) > 1 else 0
 
 
-@functools.lru_cache(maxsize=256)
-def _first_settings(layout: RowLayout, device: torch.device) -> torch.Tensor:
-    """As triton_rows.initialise takes them."""
-    first = layout.initializer
+@functools.cache
+def _first_settings(first: Initializer, device: torch.device) -> torch.Tensor:
+    """As triton_rows.initialise takes them. A CUDA graph holds the address: they are never dropped."""
     scale = first.b - first.a if first.name == "uniform" else first.b
     numbers = [first.a, scale, 1.1102230246251565e-16, 0.9999999999999999, random._CUT, 1.0 - 2.0 * random._CUT]
     numbers += [0.425, 0.180625, 1.6, random._LN2, 0.7071067811865476, *(1.0 / k for k in range(23, 0, -2))]
@@ -178,8 +179,29 @@ def _first_settings(layout: RowLayout, device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-@functools.lru_cache(maxsize=256)
-def _rule_settings(rule: Rule, device: torch.device) -> torch.Tensor:
-    """As triton_update.advance takes them."""
+@functools.cache
+def _rate_settings(rule: Rule, device: torch.device) -> torch.Tensor:
+    """As triton_rules.step_rates takes them. A CUDA graph holds the address: they are never dropped."""
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in (rule.beta1, rule.beta2)]
     return torch.tensor([*logs, rule.lr_decay, rule.weight_decay], dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _rule_arguments(rule: Rule) -> tuple[int, tuple[float, float, float, float]]:
+    """HOW, and s0 to s3, of triton_rules.py."""
+    how = (_VELOCITY if rule.momentum else 0) + (_NESTEROV if rule.nesterov else 0)
+    match rule.name:
+        case "sgd":
+            return how, (rule.momentum, 1.0 - rule.option("dampening"), 0.0, 0.0)
+        case "adam":
+            return how, (1.0 - rule.beta1, 1.0 - rule.beta2, rule.eps, 0.0)
+        case "rmsprop":
+            alpha, centered = rule.option("alpha"), _CENTERED if rule.option("centered") else 0
+            return how + centered, (alpha, 1.0 - alpha, rule.eps, rule.momentum)
+        case "lion":
+            return how, (rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2)
+        case "ftrl":
+            power = -rule.option("lr_power")
+            return 0 if power == 0.5 else _POWER, (rule.option("l1"), rule.option("l2"), rule.option("beta"), power)
+        case _:
+            return how, (rule.momentum, 0.0, rule.eps, 0.0)

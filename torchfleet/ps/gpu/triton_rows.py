@@ -148,6 +148,8 @@ def initialise(
         for behind in tl.static_range(D, WIDTH, PADDED):
             other = behind + d
             inside = is_new[:, None] & (other < WIDTH)[None, :]
-            rest = tl.zeros([BLOCK, PADDED], tl.float32) + tl.where(other < NUM_WORDS, first_state, 0.0)[None, :]
+            rest = tl.broadcast_to(
+                tl.where(other < NUM_WORDS, first_state, 0.0)[None, :], [BLOCK, PADDED]
+            )  # keeps -0.0
             tl.store(words + start[:, None] + other[None, :], rest, mask=inside)
         begin += tl.num_programs(0) * BLOCK

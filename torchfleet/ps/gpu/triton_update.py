@@ -16,33 +16,15 @@ import triton
 import triton.language as tl
 
 from torchfleet.ps.gpu import table_memory as memory
-from torchfleet.ps.gpu.triton_rows import row_start
+from torchfleet.ps.gpu.triton_rules import read_row, step_rates, write_row
 
 STEP = tl.constexpr(memory.STEP)
-SGD, ADAGRAD, ROWWISE, ADAM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-NO_DECAY, COUPLED, DECOUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def count(counters):
     """An update was made."""
     tl.store(counters + STEP, tl.load(counters + STEP) + 1)
-
-
-@triton.jit
-def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr):
-    """(step_rate, factor of the values by decoupled decay) of the next update, as plain_kernels.rates. `settings`, in
-    float64: ln β1, ln β2, decay of the rate, weight decay.
-    """
-    t = (tl.load(counters + STEP) + 1).to(tl.float64)
-    rate = tl.load(lr).to(tl.float64) if LR_IN_MEMORY else 0.0 * t + lr  # lr in float64
-    if RULE == ADAGRAD:
-        rate = rate / (1.0 + (t - 1.0) * tl.load(settings + 2))
-    factor = (1.0 - rate * tl.load(settings + 3)).to(tl.float32)
-    if RULE == ADAM:
-        below = 1.0 - tl.exp(t * tl.load(settings))
-        rate = rate * tl.sqrt(1.0 - tl.exp(t * tl.load(settings + 1))) / below
-    return rate.to(tl.float32), factor
 
 
 @triton.jit
@@ -57,69 +39,12 @@ def read_position(order, perm, grads, at, n, d, D: tl.constexpr):
     return slot, here & (slot != behind), grad
 
 
-@triton.jit
-def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-             RULE: tl.constexpr):  # fmt: skip
-    """(start, value, first state, second state) of the rows in the mask; a state that the rule has not is the value."""
-    start = row_start(offsets, slot, mask, WIDTH, SHIFT)
-    at = words + start[:, None] + d[None, :]
-    inside = mask[:, None] & (d < D)[None, :]
-    value = tl.load(at, mask=inside, other=0.0)
-    first, second = value, value
-    if RULE == ROWWISE:
-        first = tl.load(words + start + D, mask=mask, other=0.0)[:, None] + tl.zeros_like(value)
-    elif RULE != SGD:
-        first = tl.load(at + D, mask=inside, other=0.0)
-        if RULE == ADAM:
-            second = tl.load(at + 2 * D, mask=inside, other=0.0)
-    return start, value, first, second
-
-
-@triton.jit
-def write_row(
-    words, start, value, first, second, grad, mask, d, rate, factor, failed, rest1, rest2, eps, decay, low, high,
-    D: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
-):  # fmt: skip
-    """The rows after one gradient each, by the formulas of plain_rules.updated. CHECKED: a row whose gradient is not
-    finite stays as it is, and `failed` becomes 1.
-    """
-    if CHECKED:
-        is_finite = tl.sum(grad - grad, 1) == 0.0
-        if tl.max((mask & (is_finite == 0)).to(tl.int32), 0) > 0:
-            tl.store(failed, 1)
-        mask = mask & is_finite
-    if DECAY == COUPLED:
-        grad += value * decay
-    elif DECAY == DECOUPLED:
-        value = value * factor
-    at = words + start[:, None] + d[None, :]
-    inside = mask[:, None] & (d < D)[None, :]
-    if RULE == SGD:
-        value -= rate * grad
-    elif RULE == ADAGRAD:
-        first += grad * grad
-        value -= rate * (grad / (tl.sqrt(first) + eps))
-        tl.store(at + D, first, mask=inside)
-    elif RULE == ROWWISE:
-        first += (tl.sum(grad * grad, 1) / D)[:, None]
-        value -= (rate / (tl.sqrt(first) + eps)) * grad
-        tl.store(words + start + D, tl.max(first, 1), mask=mask)
-    else:
-        first += (grad - first) * rest1
-        second += (grad * grad - second) * rest2
-        value -= rate * (first / (tl.sqrt(second) + eps))
-        tl.store(at + D, first, mask=inside)
-        tl.store(at + 2 * D, second, mask=inside)
-    if BOUNDED:
-        value = tl.minimum(tl.maximum(value, low), high)
-    tl.store(at, value, mask=inside)
-
-
 @triton.jit(do_not_specialize=["n", "num_tiles"])
 def sum_and_update(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
     order, perm, grads, n, lr, settings,
-    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -151,10 +76,10 @@ def sum_and_update(
         ours1 = ends1 & (is_left1 == 0) & (slot1 >= 0)
         ours2 = ends2 & (is_left2 == 0) & (slot2 >= 0)
         ours3 = ends3 & (is_left3 == 0) & (slot3 >= 0)
-        start0, value0, first0, second0 = read_row(words, offsets, slot0, ours0, d, D, WIDTH, SHIFT, RULE)
-        start1, value1, first1, second1 = read_row(words, offsets, slot1, ours1, d, D, WIDTH, SHIFT, RULE)
-        start2, value2, first2, second2 = read_row(words, offsets, slot2, ours2, d, D, WIDTH, SHIFT, RULE)
-        start3, value3, first3, second3 = read_row(words, offsets, slot3, ours3, d, D, WIDTH, SHIFT, RULE)
+        start0, value0, first0, second0 = read_row(words, offsets, slot0, ours0, d, D, WIDTH, SHIFT, RULE, STATES)
+        start1, value1, first1, second1 = read_row(words, offsets, slot1, ours1, d, D, WIDTH, SHIFT, RULE, STATES)
+        start2, value2, first2, second2 = read_row(words, offsets, slot2, ours2, d, D, WIDTH, SHIFT, RULE, STATES)
+        start3, value3, first3, second3 = read_row(words, offsets, slot3, ours3, d, D, WIDTH, SHIFT, RULE, STATES)
         grad0 += total
         grad1 += tl.where(ends0[:, None], 0.0, grad0)
         grad2 += tl.where(ends1[:, None], 0.0, grad1)
@@ -167,13 +92,13 @@ def sum_and_update(
         is_left = is_left3 & (ends3 == 0)
         # fmt: off
         write_row(words, start0, value0, first0, second0, grad0, ours0, d, rate, factor, failed,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+                  s0, s1, s2, s3, decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)
         write_row(words, start1, value1, first1, second1, grad1, ours1, d, rate, factor, failed,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+                  s0, s1, s2, s3, decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)
         write_row(words, start2, value2, first2, second2, grad2, ours2, d, rate, factor, failed,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+                  s0, s1, s2, s3, decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)
         write_row(words, start3, value3, first3, second3, grad3, ours3, d, rate, factor, failed,
-                  rest1, rest2, eps, decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)
+                  s0, s1, s2, s3, decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)
         # fmt: on
     to_right = (begin + TILE < n) & (ends3 == 0) & (slot3 >= 0)
     left = tl.where(is_left[:, None], total, left)  # the run goes on over the right edge
@@ -215,8 +140,9 @@ def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def finish(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, rest1, rest2, eps, decay, low, high,
-    RULE: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr, CHECKED: tl.constexpr, D: tl.constexpr,
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
+    RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
+    CHECKED: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
@@ -244,9 +170,9 @@ def finish(
             total += more
         rate, factor = tl.load(rates), tl.load(rates + 1)
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
-        start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE)
-        write_row(words, start, value, first, second, total[None, :], one, d, rate, factor, failed, rest1, rest2, eps,
-                  decay, low, high, D, RULE, DECAY, BOUNDED, CHECKED)  # fmt: skip
+        start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE, STATES)
+        write_row(words, start, value, first, second, total[None, :], one, d, rate, factor, failed, s0, s1, s2, s3,
+                  decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)  # fmt: skip
 
 
 @triton.jit

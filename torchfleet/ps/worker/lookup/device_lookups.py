@@ -138,7 +138,7 @@ def _(anchor: Any, ids: Any, number: int, dim: int, padding: int | None, create:
 @torch.library.custom_op("torchfleet::keep_gradients", mutates_args=())
 def keep_gradients(grads: torch.Tensor, slots: torch.Tensor, number: int) -> torch.Tensor:
     """Keep the gradients of a lookup for the step. Returns the gradient of the anchor."""
-    _open[number].add(slots, grads.clone())  # compiled code reuses the memory of its own tensors
+    _open[number].add(slots.clone(), grads.clone())  # compiled code reuses the memory of its own tensors
     return torch.zeros((), device=grads.device)
 
 
