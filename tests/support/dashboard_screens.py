@@ -1,7 +1,7 @@
 """Pictures of the dashboard for the documents: `make screens`.
 
 A real job of about half a minute is looked at while it runs, in light and dark and on a narrow screen. The picture of a
-hundred processes is that of a made record (made_history.py): few machines have room for so many.
+hundred processes is that of a made record (made_history.py): few machines have room for that many.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(browser: Browser, url: str, complaints: int = 0, **options: Any) -> Iterator[Page]:
-    """A page that has drawn the job once. It asks nobody but its server, and complains of nothing."""
+    """A page that has drawn the job once. It sends requests to its server alone, and logs no error."""
     context = browser.new_context(**options)
     page = context.new_page()
     page.set_default_timeout(PATIENCE)

@@ -123,7 +123,7 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--name", help="of the job and all its objects (default: that of the script)")
-    group.add_argument("--namespace", metavar="NAME", help="(default: that of whoever applies the manifests)")
+    group.add_argument("--namespace", metavar="NAME", help="(default: that of the user who applies the manifests)")
     group.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
     group.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder for the manifests")
     group.add_argument("--in_image", action="store_true", help="the script is a path in the image")
