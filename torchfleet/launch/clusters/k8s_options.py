@@ -55,7 +55,7 @@ def k8s_parser() -> argparse.ArgumentParser:
 
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max_restart", type=int, default=0, metavar="N", help="replace a failed pod so often")
+    group.add_argument("--max_restart", type=int, default=0, metavar="N", help="how often a failed pod is replaced")
     group.add_argument("--max_job_restart", type=int, default=0, metavar="N", help="with --format jobset: of all pods")
     group.add_argument("--durability", choices=("none", "log"), default="none", help="log: each server has a volume")
     group.add_argument("--log_size", metavar="SIZE", help="of such a volume, as Kubernetes writes it (default: 10Gi)")
