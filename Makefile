@@ -98,11 +98,18 @@ test-install: setup
 test-image:
 	deploy/test_image.sh build/image
 
-# Without whole fleets and ranks, applications, tests that start processes, and those of more than a second: seven of ten tests.
-FLEETS := integration examples launch benchmarks collective ecosystem apps
+# Every second test of each file, without those marked slow: a quarter of all tests. Of the wings whose tests start fleets,
+# ranks and other processes, files that do without. Every process of pytest reads all files, and few tests wait: three.
+QUICK := $(wildcard tests/test_*.py) $(addprefix tests/,api base data extensions observe ps \
+	apps/online/test_folders.py apps/serve/test_batching.py apps/serve/test_inference_protocol.py \
+	apps/serve/test_request_templates.py apps/test_nearest_items.py apps/word2vec/test_vectors.py \
+	collective/checkpoint/test_tensor_files.py collective/pipeline/test_bubble.py \
+	collective/strategies/mixed_precision/test_bfloat16_cpu.py collective/strategies/recomputation/test_slices.py \
+	launch/clusters/k8s/test_adopt.py launch/clusters/test_k8s_production.py launch/endurance/test_placement.py \
+	launch/test_cli.py launch/test_roles.py launch/test_server_branch.py)
 quick: setup
 	$(COMPILED)
-	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
+	$(RUN) -m pytest -n 3 --dist loadgroup -m "not slow" --one_of 2 $(QUICK)
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -53,7 +53,7 @@ class Attacker:
             made.curve_publickey, made.curve_secretkey = pair or self.keys.client_pair(Role.WORKER)
             made.curve_serverkey = self.keys.server_public()
         made.connect(self.endpoint)
-        made.send(b"")  # as an honest client begins, so that nobody suspects it
+        made.send(b"")  # as an honest client begins
         return made
 
     def send(self, command: int, *arrays: Array, **fields: Any) -> None:
@@ -101,7 +101,7 @@ def unread(attacker: Attacker) -> None:
 
 
 def gathers(attacker: Attacker) -> None:
-    """Gathers of 16 MiB at which nobody else arrives, or that are kept for a repeat."""
+    """Gathers of 16 MiB at which no other worker arrives, or that are kept for a repeat."""
     data = Array(0, np.zeros(16 * MEGABYTE, np.uint8))
     for number in range(60):
         body = {"name": f"g{number}", "round": 1, "num_workers": 1 + number % 2, "timeout": 600.0, "first": 5}
@@ -156,7 +156,7 @@ def inspections(attacker: Attacker) -> None:
 
 
 def fresh_keys(attacker: Attacker) -> None:
-    """Keys that nobody has seen, a hundred thousand at a time."""
+    """New keys, a hundred thousand at a time."""
     for start in itertools.count(1 << 40, 100_000):
         if not attacker.has_time:
             return

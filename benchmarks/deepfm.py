@@ -4,7 +4,7 @@ python -m benchmarks.deepfm --json            one server x two workers, async an
 python -m benchmarks.deepfm --quick --json    smaller and shorter, to see that it works
 
 The rival is torch at its best: one thread and all cores, tables with dense and with sparse gradients are tried first,
-and the fastest takes part. Everybody trains on the same rows once, with batches of the same size and Adagrad. `ratio`
+and the fastest takes part. All of them train on the same rows once, with batches of the same size and Adagrad. `ratio`
 is that of samples per second, async over plain; `*_cpu_ms` is the processor time of a worker's step, which does not
 depend on what else the machine does.
 """
@@ -65,7 +65,7 @@ def rivals(num_cores: int) -> dict[str, list[str]]:
 
 
 def run(chosen: argparse.Namespace, contender: list[str], num_workers: int = 0) -> Found:
-    """One contender's run: as one process, or with a server and so many workers."""
+    """One contender's run: as one process, or with a server and `num_workers` workers."""
     words = [*contender, *(word for name in _SETTINGS for word in (f"--{name}", str(getattr(chosen, name))))]
     threads = {"OMP_NUM_THREADS": "1"} if num_workers else {}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

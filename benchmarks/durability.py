@@ -3,7 +3,7 @@
 python -m benchmarks.durability --json                        pushes with the log and without, in turns
 python -m benchmarks.durability --folder /data --json         the same on another disk (default: shared memory)
 python -m benchmarks.durability --fsync_ms 0 --json           every answer waits for the disk
-python -m benchmarks.durability --recovery_rows 20000000      a server with so many rows goes on from its log
+python -m benchmarks.durability --recovery_rows 20000000      a server of this size recovers from its log
 python -m benchmarks.durability --quick --json                in seconds, to see that it works
 
 Two servers run as processes of their own, one of them with a log. Two clients push to one and then to the other:

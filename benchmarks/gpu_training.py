@@ -115,7 +115,7 @@ def ours(task: TrainingTask, **fields: Any) -> Iterator[Step]:
         yield job.step
     finally:
         fleet.stop_worker()
-        job.model = job.optimizer = None  # whoever still holds the step holds no more than that
+        job.model = job.optimizer = None  # what still refers to the step keeps no more memory than that
         free()
 
 
@@ -152,12 +152,12 @@ def wait(device: torch.device) -> None:
 
 
 def samples_per_s(task: TrainingTask, step: Step, batch: Batch, seconds: float) -> float:
-    """Over about so many seconds, two steps at least; the GPU is waited for at the end alone."""
+    """Over about `seconds`, two steps at least; waits for the GPU at the end alone."""
     return len(next(iter(batch.values()))) / seconds_of(lambda: step(batch), task.device, seconds)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Of one run of `work`, the mean over about so many seconds."""
+    """The mean time of one run of `work`, over about `seconds`."""
     num = min(500, max(2, round(seconds / _timed(work, device, 1))))
     return _timed(work, device, num) / num
 

@@ -5,8 +5,8 @@ python -m benchmarks.kills --mode async --json
 python -m benchmarks.kills --quick --json            three kills, to see that it works
 
 The job is that of benchmarks.online (admission, eviction, full saves and deltas): two servers and two workers as
-processes of their own, forked so that a start takes half a second. In sync mode the final model must equal that of a
-run nobody disturbed, bit for bit. In every mode each part must be in the model once, in order.
+processes of their own, forked so that a start takes half a second. In sync mode the final model must equal that of an
+undisturbed run, bit for bit. In every mode each part must be in the model once, in order.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def become(task: Task, chosen: argparse.Namespace, folder: str) -> None:
 
 
 def disturbed(chosen: argparse.Namespace, folder: str) -> Counter[str]:
-    """Run the job to its end with so many kills on the way; returns whom they hit."""
+    """Run the job to its end, with kills on the way; returns which roles were killed."""
     rng = random.Random(chosen.seed)
     killed: Counter[str] = Counter()
     while True:
@@ -181,7 +181,7 @@ def trained(folder: str) -> list[str]:
 def run(chosen: argparse.Namespace, folders: Sequence[str]) -> dict[str, Any]:
     start = time.monotonic()
     killed = disturbed(chosen, folders[0])
-    log(f"  {killed.total()} kills in {time.monotonic() - start:.0f} s; now a run that nobody disturbs")
+    log(f"  {killed.total()} kills in {time.monotonic() - start:.0f} s; now an undisturbed run")
     disturbed(argparse.Namespace(**{**vars(chosen), "kills": 0}), folders[1])
     begun, expected = Counter(trained(folders[0])), trained(folders[1])
     model = str(Path(folders[0]) / "model")

@@ -69,7 +69,7 @@ class LanguageModel(torch.nn.Module):
 
 
 def make_model(parameters: float, dtype: str) -> LanguageModel:
-    """At least so many parameters, about 24 blocks; sizes are powers of two, which page-locked memory is rounded to."""
+    """At least `parameters`, in about 24 blocks; sizes are powers of two, which page-locked memory is rounded to."""
     width = 2 ** round(math.log2(math.sqrt(parameters / (12 * 24))))
     vocabulary = 4 * width
     num_blocks = max(1, math.ceil((parameters - 2 * vocabulary * width) / (12 * width**2)))
@@ -175,7 +175,7 @@ def train_step(model: Any, optimizer: Any, options: argparse.Namespace, device: 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=20e9, help="at least so many")
+    parser.add_argument("--parameters", type=float, default=20e9, help="the least number")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of parameters")
     parser.add_argument("--steps", type=int, default=3, help="training steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")

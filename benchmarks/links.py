@@ -26,17 +26,17 @@ class Link:
         name = f"{os.getpid():x}{secrets.token_hex(2)}"  # a device's name has at most 15 letters
         self.namespaces = [f"fleet-{name}-{end}" for end in range(2)]
         self.devices = [f"fl{name}{end}" for end in range(2)]
-        self.addresses = ["10.199.0.1", "10.199.0.2"]  # within namespaces of their own: nobody else has them
+        self.addresses = ["10.199.0.1", "10.199.0.2"]  # within namespaces of their own: no other host has them
 
     def inside(self, end: int, *command: str) -> list[str]:
         """The command that runs `command` at this end."""
         return ["ip", "netns", "exec", self.namespaces[end], *command]
 
     def limit(self, mbit: float) -> None:
-        """Hold both directions at so many Mbit/s; 0: no limit."""
+        """Limit both directions to this rate in Mbit/s; 0: no limit."""
         for end, device in enumerate(self.devices):
             if not mbit:
-                # Without one there is none to delete, which tc calls an error.
+                # tc calls it an error to delete a limit that does not exist.
                 subprocess.run(
                     self.inside(end, "tc", "qdisc", "del", "dev", device, "root"), capture_output=True, check=False
                 )

@@ -67,7 +67,7 @@ def spec(name: str, dim: int) -> TableSpec:
 
 
 def pipelined(num_in_flight: int, requests: Sequence[Callable[[], Future[Any]]]) -> None:
-    """All requests, with at most so many under way."""
+    """All requests, with at most `num_in_flight` under way."""
     under_way: deque[Future[Any]] = deque()
     for ask in requests:
         if len(under_way) == num_in_flight:

@@ -24,14 +24,14 @@ from torchfleet.ps.worker.client.connection import Patience
 
 SPEC = TableSpec("rows", dim=8, rule=Rule("adagrad"))
 KEYS = 1 << 16  # of one push
-AGAIN = 10  # one row of so many is pushed again behind the copy
+AGAIN = 10  # every tenth row is pushed again after the copy
 _BLOCK = 1 << 22  # bytes that are read at a time
 _SECONDS = 1800.0
 _PATIENCE = Patience(300.0, 3)
 
 
 def recovery(given: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """A server with so many rows is killed; how long the next one takes until it serves."""
+    """A server with rows is killed: how long does the next one take until it serves?"""
     held, num_rows = folder / "recovery", given.recovery_rows
     store = ("--durability", "log", "--log_store", str(held), "--fsync_ms", str(given.fsync_ms))
     with ServerProcess("tcp://127.0.0.1:0", *store) as server:

@@ -40,7 +40,7 @@ LEAST_RATE = 100.0  # the search for a rate that is held ends here
 
 
 def make_model(folder: Path, num_rows: int) -> None:
-    """Save CTR-DNN with so many rows: each id is looked up once for training."""
+    """Save CTR-DNN with this number of rows: each id is looked up once for training."""
     import torch
 
     import torchfleet as fleet

@@ -69,7 +69,7 @@ class LoadGenerator:
         self._run(Load(), deque([time.perf_counter()] * num_connections))
 
     def run(self, rate: float, seconds: float, seed: int) -> Load:
-        """Send requests at a mean rate, at random moments, for so many seconds, and wait for their answers."""
+        """Send requests at a mean rate, at random moments, for `seconds`, and wait for their answers."""
         gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))
         load, cpu, start = Load(), time.process_time(), time.perf_counter() + 0.01
         self._run(load, deque((start + np.cumsum(gaps)).tolist()))

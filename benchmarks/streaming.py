@@ -28,7 +28,7 @@ from torchfleet.ps.worker.client.client import Client
 DIM = 16
 BATCH = 26_000
 HOT_SHARE = 0.1
-RATE = 2.0**-10  # so that a sum of so many steps is exact
+RATE = 2.0**-10  # so that the sum of all steps is exact
 
 
 @dataclass

@@ -65,7 +65,7 @@ class Replicas:
         raise FleetError(f"no backup is in step after {START:g} s")
 
     def false_changes(self, seconds: float) -> dict[str, int]:
-        """How often a backup took over, and how often a backup was given up, in so many seconds without a fault."""
+        """How often a backup took over, and how often a backup was given up, in `seconds` without a fault."""
         found = {"false_takeovers": 0, "false_drops": 0}
         before, deadline = self._coordinator.read(0), time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -147,7 +147,7 @@ class Load:
 
 @contextmanager
 def busy(num: int) -> Iterator[None]:
-    """So many processes that compute without a pause."""
+    """`num` processes that compute without a pause."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
     try:
         yield
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0, help="busy processes beside the replicas")
     parser.add_argument("--seconds", type=float, default=0.0, help="without a fault, before the first kill")
     parser.add_argument("--coordinator", help="etcd://host:port/NAME (default: files)")
-    parser.add_argument("--cost", action="store_true", help="measure what a backup costs, and kill nobody")
+    parser.add_argument("--cost", action="store_true", help="measure what a backup costs, without kills")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pushes_per_round", type=int, default=500, help="in a round of --cost")
     parser.add_argument("--keys", type=int, default=10_000, help="of a push of --cost")

@@ -3,7 +3,7 @@
 python -m benchmarks.terminal_screens            both, into docs/screens/: about two minutes
 
 `terminal.svg` is Wide & Deep on two servers and two workers. `terminal_100.svg` is a job of 100 processes that compute
-nothing and report made-up numbers, one of them slow: so many would not fit a small machine.
+nothing and report made-up numbers, one of them slow: that many real processes would not fit a small machine.
 """
 
 from __future__ import annotations

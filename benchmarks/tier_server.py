@@ -24,7 +24,7 @@ from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.tables.tiered_table import TieredTable
 
 PIECE = 400_000  # rows
-HOT_SHARE = 10  # the first of so many rows are the ones used most
+HOT_SHARE = 10  # one of this many rows is hot: the first ones
 STRIDE = 2_654_435_761  # a prime: the others follow each other as if at random
 
 

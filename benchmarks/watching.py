@@ -1,4 +1,4 @@
-"""What watching costs: processor time and speed of a job with all of it on, against the same job with nobody looking.
+"""What watching costs: processor time and speed of a job with all of it on, against the same job unwatched.
 
 python -m benchmarks.watching --json            2 servers x 4 workers, async; two and a half minutes
 python -m benchmarks.watching --quick --json    shorter, to see that it works
@@ -11,10 +11,10 @@ whether). Every worker reports its loss every tenth step.
 parts      all of it is on for a while: the processor time of what watches, counted where it runs, as shares of what
            servers and workers use. `fleetrun` is all that its process uses.
 switched   servers and workers of the same job are watched and not watched in turns, every half second: the same
-           processes, the same memory, neighbouring windows in pairs. One that is not watched is in the state of a
-           process that nobody watches. fleetrun goes on meanwhile; it is no part of these figures.
+           processes, the same memory, neighbouring windows in pairs. One that is not watched does as a process
+           without a launcher. fleetrun goes on meanwhile; it is no part of these figures.
 runs       whole jobs: under fleetrun with all of it, and as roles without a launcher. Both train the same number of
-           steps, so that loss and AUC, on batches that nobody trained on, can be compared.
+           steps, so that loss and AUC, on held-out batches, can be compared.
 
 `cpu` is the processor time of a step, of all processes of the job, watched / unwatched: what watching costs where no
 core is free. `speed` is steps a second, the same way: what it costs where cores are free. Each has the median of the

@@ -1,4 +1,4 @@
-"""Numbers that the processes of a job share with whoever measures it: a small file that all of them have mapped."""
+"""Numbers that the processes of a job share with the one that measures it: a small file that all have mapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Board:
     """Rows of numbers, one for each process, and one of orders. A number is written by one process only."""
 
     def __init__(self, path: Path, num_roles: int = 0) -> None:
-        """`num_roles`: how many there are, for whoever makes the file; 0: it is there."""
+        """`num_roles`: how many there are, to make the file; 0: the file exists."""
         if num_roles:
             path.write_bytes(bytes(8 * _ROW * (1 + num_roles)))
         with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""The jobs of benchmarks.watching: roles that nobody watches, and fleetrun with all that watches a job."""
+"""The jobs of benchmarks.watching: unwatched roles, and fleetrun with all that watches a job."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Look:
 
 @dataclass
 class Job:
-    """A job that runs. `fleetrun`: its process, unless nobody watches the job."""
+    """A job that runs. `fleetrun`: its process; None if the job is unwatched."""
 
     board: Board
     num_servers: int
@@ -99,7 +99,7 @@ class Job:
             if process.wait(_END):
                 raise SystemExit(f"a process ended with {process.returncode}:\n{self.logs()}")
         if not all(self.num_read.values()):
-            raise SystemExit(f"nobody looked: {self.num_read}")
+            raise SystemExit(f"the dashboard's client read nothing: {self.num_read}")
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("**/*log.*")))

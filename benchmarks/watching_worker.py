@@ -1,6 +1,6 @@
 """One role of benchmarks.watching: the model of benchmarks.sparse, told by a board when to be watched and when to end.
 
-A process that is not to be watched is put into the state of one that nobody watches, and back: no status is due, no
+A process that is not to be watched is put into the state of an unwatched one, and back: no status is due, no
 port is there for the times of steps, no key is counted, no step is traced.
 """
 
@@ -30,7 +30,7 @@ from torchfleet.base.step_tracing import StepTracing
 from torchfleet.base.tracing import span_recorder
 from torchfleet.ps.server.state.counters import HotKeys
 
-_HELD_OUT = 1_000_000  # the number of the first batch that nobody trains on
+_HELD_OUT = 1_000_000  # the number of the first held-out batch
 _LOOK = 0.02  # seconds between two looks of a server at the orders
 _THREADS = {"status file": "status_files_s", "metrics port": "metrics_ports_s", "OTLP export": "trace_export_s"}
 

@@ -6,7 +6,9 @@ import gc
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +24,10 @@ from torchfleet.ps.server.server import Server
 load_profile()  # before a file of tests is imported: settings of single tests build on it
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one_of", type=int, default=1, metavar="N", help="run one of N tests of each file: make quick")
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
@@ -35,6 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {item for item in items if any(item.get_closest_marker(mark) for mark in left_out)}
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+    left = set(_one_of(config.getoption("--one_of"), items))
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = [item for item in items if item in left]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:
@@ -44,6 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _shares_fixtures(item) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _one_of(num: int, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Every `num`-th test of each file, beginning with its first; those marked `slow` are counted apart."""
+    seen: Counter[tuple[Path, bool]] = Counter()
+    for item in items:
+        place = item.path, item.get_closest_marker("slow") is not None
+        if seen[place] % num == 0:
+            yield item
+        seen[place] += 1
 
 
 def _shares_fixtures(item: pytest.Item) -> bool:

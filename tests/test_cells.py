@@ -109,7 +109,7 @@ def test_a_wrong_optimizer_or_strategy_can_be_corrected(again: str) -> None:
     for optimizer in (torch.optim.RMSprop(model.parameters()), torch.optim.Adam(model.parameters())):
         with pytest.raises(FleetError):
             fleet.distributed_optimizer(optimizer, strategy)
-    strategy.rpc_timeout = 5.0  # it is in nobody's use
+    strategy.rpc_timeout = 5.0  # no job uses it
     if again == "the cell":
         model, optimizer = set_up(model)
     else:

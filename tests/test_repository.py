@@ -71,6 +71,15 @@ def test_there_are_workflows_for_tests_wheels_documents_and_long_searches() -> N
         assert [target for target in wanted if f"make {target}" not in commands[workflow]] == [], workflow
 
 
+def test_make_quick_touches_every_wing() -> None:
+    found = re.search(r"^QUICK := .*?\$\(addprefix tests/,(.*?)\)$", MAKEFILE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    paths = found[1].replace("\\\n", " ").split()
+    assert [path for path in paths if not (ROOT / "tests" / path).exists()] == []
+    wings = {path.parent.name for path in (ROOT / "torchfleet").glob("*/__init__.py")}
+    assert wings - {path.partition("/")[0] for path in paths} == set()
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
 def test_every_make_in_a_workflow_is_a_target(workflow: Path) -> None:
     named = [word for step in steps(workflow) for word in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))]

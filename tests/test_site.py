@@ -72,9 +72,16 @@ def described(page: Path) -> list[str]:
     return re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
 
 
-def test_the_menu_has_every_page_once() -> None:
+def test_the_menu_has_every_page_once(pages: ModuleType) -> None:
     listed = [page for page in menu(settings()["nav"]) if not page.startswith("repository/")]
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(listed) == sorted(pages.uri_of(page) for page in DOCS.rglob("*.md"))
+
+
+def test_no_two_pages_are_the_index_of_one_folder(pages: ModuleType) -> None:
+    """mkdocs takes a README.md for an index.md, and leaves one of them out."""
+    uris = [pages.uri_of(page).replace("README.md", "index.md") for page in DOCS.rglob("*.md")]
+    assert len(set(uris)) == len(uris)
+    assert pages.site_text("[all](docs/README.md#guides)", ROOT, "repository/README.md") == "[all](../pages.md#guides)"
 
 
 def test_the_menus_pages_from_outside_docs_are_linked_from_a_page(pages: ModuleType) -> None:

@@ -9,8 +9,8 @@ python -m benchmarks.chaos --modes hybrid --kills 16 --every 60 --calm 120 --jso
 python -m benchmarks.chaos --goodput --minutes 5 --every 60 --json      beside the undisturbed run, in turns
 
 Every step takes 1 from rows of its own, beside a model of clicks: a row that was not touched is a step that was lost,
-one that was touched twice a step that was doubled. In sync mode the saved model must equal that of a run that nobody
-disturbed, bit for bit. `takeover_p99_s`: of killed primaries, the longest time between two steps of a worker, from the
+one that was touched twice a step that was doubled. In sync mode the saved model must equal that of an undisturbed
+run, bit for bit. `takeover_p99_s`: of killed primaries, the longest time between two steps of a worker, from the
 kill until all train again. `goodput`: samples per second under faults, over the mean of those in the calm stretches of
 --calm seconds before and after, or with --goodput over those of undisturbed runs. For `link` and `oneway` every server
 is on a machine of its own: a network namespace, which needs root, and etcd for backups. Exit status: 1 if anything was
@@ -52,11 +52,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, choices=[2], help="servers have backups (default without --durability)")
     parser.add_argument("--faults", help=f"some of {','.join(FAULTS)} (default: all that can be tried here)")
     parser.add_argument(
-        "--minutes", type=float, help="of faults, or of an undisturbed run (10); with --kills they end after so many"
+        "--minutes", type=float, help="of faults, or of an undisturbed run (10); with --kills: at most this long"
     )
     parser.add_argument("--every", type=float, help="seconds from one fault to the next (30; with --kills: no pause)")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds before the first fault, and after the last")
-    parser.add_argument("--kills", type=int, default=0, help="kill so many primaries, each when it has a backup")
+    parser.add_argument("--kills", type=int, default=0, help="number of primaries to kill, each when it has a backup")
     parser.add_argument("--goodput", action="store_true", help="measure speed beside undisturbed runs")
     parser.add_argument("--rounds", type=int, default=1, help="of --goodput")
     parser.add_argument("--servers", type=int, default=2)

@@ -146,7 +146,7 @@ class Fleet:
             time.sleep(0.005)
 
     def wait_for_steps(self, num: int) -> None:
-        """Until every worker has begun so many more."""
+        """Wait until every worker has begun this many more steps."""
         before = self.board.num_steps()
         wanted = [steps + num for steps in before] + [num] * (self.chosen.workers - len(before))
         self.wait(lambda: _reached(self.board.num_steps(), wanted), f"{num} more steps of every worker")

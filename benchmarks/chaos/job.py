@@ -150,7 +150,7 @@ def read(model: Clicks, keys: Ids) -> Any:
 
 
 def test(model: Clicks, seed: int) -> dict[str, float]:
-    """AUC and loss of samples that nobody trained on."""
+    """AUC and loss of held-out samples."""
     data, meter, losses = Data(seed), fleet.metrics.AUC(), []
     model.eval()
     with torch.no_grad():

@@ -24,7 +24,7 @@ class Progress:
         is_new = first is not None
         if is_new and not path.exists():
             path.with_suffix(".new").write_bytes(bytes(8 * (_HEAD + _RING)))
-            os.replace(path.with_suffix(".new"), path)  # whoever sees it sees all of it
+            os.replace(path.with_suffix(".new"), path)  # a reader sees all of it or none
         self._numbers = np.memmap(path, np.float64, "r+" if is_new else "r", shape=(_HEAD + _RING,))
         if first is not None:
             self._numbers[[_BEGUN, _ACKNOWLEDGED]] = first
@@ -66,7 +66,7 @@ class Board:
     """The folder with the progress of all workers, and the step after which they are to end."""
 
     def __init__(self, folder: Path, end: int | None = None) -> None:
-        """`end`: of whoever makes the folder; 0 if nobody knows yet."""
+        """`end`: given by the process that makes the folder; 0: not known yet."""
         self.folder = folder
         path = folder / _CONTROL
         if end is not None:

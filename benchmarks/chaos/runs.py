@@ -90,7 +90,7 @@ class Disturbance:
 
 
 def disturbed(chosen: argparse.Namespace, mode: str) -> Result:
-    """Faults for so many minutes, or so many kills; in sync mode against the undisturbed run, bit for bit."""
+    """Faults for a number of minutes, or a number of kills; in sync mode against the undisturbed run, bit for bit."""
     with _kept(mode) as kept:
         with fleet(chosen, mode) as running:
             disturbance = Disturbance(running, _dice(chosen, mode))
@@ -110,7 +110,7 @@ def disturbed(chosen: argparse.Namespace, mode: str) -> Result:
                 shutil.copytree(running.folder / "model", kept / "disturbed")
                 end = running.board.end
         if mode == "sync":
-            log(f"sync: now {end:,} steps that nobody disturbs")
+            log(f"sync: now {end:,} undisturbed steps")
             with fleet(chosen, mode, end) as running:
                 running.finish()
                 found = compare(str(kept / "disturbed"), str(running.folder / "model"))
@@ -186,7 +186,7 @@ class _Kills:
 
 
 def _timed(chosen: argparse.Namespace, mode: str, samples: int, kills: _Kills | None) -> Result:
-    """One run: for so many minutes, or until as many samples were trained as in the run before."""
+    """One run: for a number of minutes, or until as many samples were trained as in the run before."""
     with fleet(chosen, mode) as running:
         running.wait_for_steps(_WARM)
         meter = Meter(running)

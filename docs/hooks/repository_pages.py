@@ -2,7 +2,8 @@
 
 A page of docs/ may link to `../CHANGELOG.md`, `../examples/ctr_dnn/` or `../torchfleet/api/saves.py`, as it does in the
 repository. What such a link leads to becomes a page below `repository/`: Markdown as it is, a folder as its README or
-a list of its files, other text as one block of code. mkdocs.yml names this file under `hooks`.
+a list of its files, other text as one block of code. docs/README.md, which lists all pages, becomes `pages.md`: the
+site opens on docs/index.md, and mkdocs takes both for the same page. mkdocs.yml names this file under `hooks`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BELOW = "repository"  # the folder of the site
+ALL_PAGES = "pages.md"  # docs/README.md on the site
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".json": "json"}
 
 _FENCED = re.compile(r"^(`{3,}).*?^\1 *$", re.MULTILINE | re.DOTALL)
@@ -35,6 +37,8 @@ def uri_of(path: Path) -> str:
     """Where a file or folder of the repository stands on the site, as the source of a page."""
     if path.is_dir():
         path = path / ("README.md" if (path / "README.md").exists() else "index.md")
+    if path == DOCS / "README.md":
+        return ALL_PAGES
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     uri = f"{BELOW}/{path.relative_to(ROOT).as_posix()}"
@@ -112,6 +116,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     _pages.clear()
     _pages.update(linked(sorted(DOCS.rglob("*.md"))))
+    _pages[ALL_PAGES] = DOCS / "README.md"
     for uri, path in sorted(_pages.items()):
         files.append(File.generated(config, uri, content=text_of(path), inclusion=InclusionLevel.NOT_IN_NAV))
     return files

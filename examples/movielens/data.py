@@ -44,7 +44,7 @@ class Ratings:
     def columns(self, history: int = 0) -> dict[str, torch.Tensor]:
         """A sample per rating: `user`, `film`, `genre`, and whether it was a like, `label`.
 
-        With `history` also the last so many films that the user had liked before, `liked` (N, history), with the
+        With `history` also the last `history` films that the user had liked before, `liked` (N, history), with the
         newest first and 0 where there are fewer, and their genres, `liked_genres`.
         """
         found = {"user": self.users, "film": self.films, "genre": self.genres[self.films]}

@@ -32,7 +32,7 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 def generated(num_users: int = 2000, num_films: int = 1000, num_ratings: int = 100_000, seed: int = 0) -> Ratings:
-    """The same ratings for the same numbers. Nobody rates a film twice, so there are somewhat fewer of them."""
+    """The same ratings for the same numbers. No user rates a film twice, so there are somewhat fewer of them."""
     rng = np.random.default_rng(seed)
     genre_places = rng.normal(size=(NUM_GENRES, DIM))
     kind_places = np.repeat(genre_places, KINDS_OF_GENRE, axis=0) + 0.5 * rng.normal(size=(num_kinds(), DIM))

@@ -25,7 +25,7 @@ _CHUNK = 1024  # users or films at once
 
 @torch.no_grad()
 def film_vectors(model: TwoTower, genres: torch.Tensor) -> torch.Tensor:
-    """What a search index would be built from: the film tower alone, over all films; film 0 is none, and zeros."""
+    """What a search index would be built from: the film tower alone, over all films; film 0, for none, is zeros."""
     films = torch.arange(1, len(genres))
     parts = [model.film(some, genres[some]) for some in films.split(_CHUNK)]
     return torch.cat([torch.zeros(1, parts[0].shape[1]), *parts])

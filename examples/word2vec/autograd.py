@@ -95,7 +95,7 @@ class Steps:
     ) -> None:
         self._model, self._optimizer, self._schedule, self._options = model, optimizer, schedule, options
         self._raw_per_word = corpus.raw_words / corpus.words
-        self._counts_for = 1 if options.mode == "sync" else fleet.worker_num()  # sync: everybody reads everything
+        self._counts_for = 1 if options.mode == "sync" else fleet.worker_num()  # sync: every worker reads everything
         self._line, self._start = Progress("training"), time.perf_counter()
         self._words, self._loss = 0.0, float("nan")
 

@@ -108,7 +108,7 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--rate", type=float, default=0.025, help="learning rate, of the sum of a step's losses")
     how.add_argument("--schedule", choices=("linear", "staircase"), default="linear", help="how the rate falls")
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
-    how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
+    how.add_argument("--decay_words", type=float, help="... after every N words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
     how.add_argument(
         "--k_steps", type=int, help="geo: steps between exchanges; default 30, of many copies 2 to 5; torch: 400"

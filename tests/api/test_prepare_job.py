@@ -46,7 +46,7 @@ def predicted_by_torch() -> torch.Tensor:
 
 @pytest.mark.slow
 def test_one_server_and_two_workers_equal_plain_torch(tmp_path: Path) -> None:
-    """The script calls no stop_worker and asks nobody for a role. The servers' log tells what they did."""
+    """The script does not call stop_worker, nor ask for its role. The servers' log tells what they did."""
     saved = str(tmp_path / "model")
     counts = ("--server_num", "1", "--worker_num", "2")
     with forked_fleetrun(tmp_path / "log", *counts, SCRIPT, "--model", saved, PYTHONPATH=str(ROOT)) as job:
@@ -135,6 +135,16 @@ def test_what_is_given_comes_back_in_its_order() -> None:
     assert given[2].param_groups is optimizer.param_groups
     with pytest.raises(FleetError, match=naming("fleet.reset")):
         fleet.prepare(model, optimizer)
+
+
+def test_a_prepared_loader_in_prefetch_counts_each_sample_once() -> None:
+    model, optimizer, loader = fleet.prepare(*plain_parts(8)[:3], sparse="auto")
+    for ids, target in fleet.prefetch(loader):
+        (model(ids) - target).square().mean().backward()
+        optimizer.step()
+    worker = fleet.stats()["worker"]
+    assert (worker["steps"], worker["samples"]) == (len(loader), len(samples()))
+    fleet.stop_worker()
 
 
 def test_embeddings_that_share_a_weight_stay_in_the_optimizer() -> None:

@@ -478,7 +478,7 @@ def test_what_a_step_raises_ends_all_threads_and_is_raised(tmp_path: Path, mode:
 
 
 def test_looking_ahead_does_not_wait_for_a_batch_that_another_thread_took(tmp_path: Path) -> None:
-    """A look sees one batch, another thread takes it. Whoever then waits holds back a batch that it has: with files
+    """A look sees one batch, another thread takes it. One that then waits holds back a batch that it has: with files
     that are shared among workers the pass would never end."""
     files, _ = make_files(tmp_path, num_files=1)
     taken = threading.Event()

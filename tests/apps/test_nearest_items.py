@@ -63,6 +63,8 @@ def test_neighbours_of_an_item_are_not_itself(tmp_path: Path) -> None:
     assert few.scores[0, NUM - 1 :].tolist() == [-np.inf] * 6
     with pytest.raises(FleetError, match=naming(12345)):
         index.neighbours([12345])
+    with pytest.raises(FleetError, match=naming("no such item")):
+        index.neighbours(["no such item"])
 
 
 def test_ids_may_be_strings(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Threads beside the main work: their first error reaches whoever counts on them."""
+"""Threads beside the main work: their first error is raised in the thread that uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of one user: made for nobody else, and refused where others can write."""
+"""Folders of one user: made private, and refused where others can write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values come back as they were; what is not plain is refused, and so are bytes that nobody packed."""
+"""Plain values come back as they were; what is not plain is refused, and so are bytes that were not packed by it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class TestLedger:
         taken = rows_of((0, range(10)), (1, range(8)))
         keys = [int(keys_of(worker, step, step + 1)[0]) for worker, step in ((0, 9), (1, 6), (1, 4))]
         del taken[keys[0]]
-        taken[keys[1]] = taken[keys[2]] = -2.0  # the last one is of the step that nobody knows of
+        taken[keys[1]] = taken[keys[2]] = -2.0  # the last one is of the step whose outcome is unknown
         found = audit(board, lambda wanted: read(taken, wanted), 1.0, is_partial=False)
         assert (found["lost"], found["doubled"]) == (1, 2)
 

@@ -41,7 +41,7 @@ def namespaces() -> None:
 
 
 def existing() -> list[str]:
-    """Namespaces of benchmarks, whoever made them."""
+    """Namespaces of benchmarks, of any process."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith("fleet-")]
 

@@ -80,7 +80,7 @@ def train(optimizer: str = "momentum", replicas: int = 0, **fields: Any) -> dict
 
 @pytest.fixture(scope="module")
 def trained(ranks: Ranks) -> Trained:
-    """`train` on so many ranks, with these arguments; once for all tests."""
+    """`train` on this number of ranks, with these arguments; once for all tests."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def run(size: int, **arguments: Any) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ def fields_of(pair: tuple[str, ...], kind: str) -> dict[str, Any]:
 def pairs_of(kind: str, every: bool) -> list[tuple[str, str]]:
     """Those that the table of docs/collective/README.md allows, of strategies that this network has the layers for.
 
-    `every`: all of them. Else they go by TURNS to one network, to the other, and to nobody; a pair of the third turn
+    `every`: all of them. Else they go by TURNS to one network, to the other, and to none; a pair of the third turn
     that only one network can train is trained, too.
     """
     lacks = {"resnet": ("tensor_parallel", "context_parallel"), "bert": ("sync_batch_norm",)}

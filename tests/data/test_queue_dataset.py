@@ -394,7 +394,7 @@ def test_abandoning_a_pass_leaves_no_thread_and_no_process(
 
 
 def test_leaving_a_pass_does_not_wait_for_a_pipe_command_that_says_nothing(tmp_path: Path) -> None:
-    """All that is there has been read, and the command thinks on: whoever leaves need not wait for it."""
+    """All that is there has been read, and the command still runs: a consumer that leaves need not wait for it."""
     dataset = dataset_of(write(tmp_path, [30], id_line), batch_size=10, pipe_command="cat; sleep 200")
     batches = iter(dataset)
     assert ids(itertools.islice(batches, 3)) == list(range(30))

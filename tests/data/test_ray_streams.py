@@ -46,7 +46,7 @@ def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None) ->
         dataset = ArrowDataset()
         dataset.set_stream(stream, 32, [fleet.Slot("id", dim=1), fleet.Slot("x", "float32", 3)])
         found = [[sample for batch in dataset for sample in _samples(batch)] for _ in range(2)]
-        part.barrier()  # nobody ends while another one reads
+        part.barrier()  # no worker ends while another one reads
         assert keeper is not None
         return found
 

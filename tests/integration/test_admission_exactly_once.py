@@ -46,7 +46,7 @@ START = 20_000 * DAY
 
 
 class Busy(Server):
-    """Long work is done at once: here nobody calls between two requests."""
+    """Long work is done at once: here no loop runs between two requests."""
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         ready = super().handle(peer, frames, role)

@@ -417,7 +417,7 @@ def test_what_it_returns_is_what_the_model_returns(tmp_path: Path) -> None:
 
 
 def test_policies_of_training_do_not_act_while_nobody_trains() -> None:
-    """Rows that nobody trains on are unseen: a schedule would drop them from under the predictions."""
+    """Rows that are not trained on are unseen: a schedule would drop them from under the predictions."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -49,7 +49,7 @@ def result(log_dir: Path, name: str, mode: str, kills: tuple[int, ...]) -> str:
         assert len(lines_naming(job.output, "[fleetrun]", "SIGKILL")) == len(kills)
         found = re.search(rf"{name}: (\S+)", job.output)
     assert found
-    assert not (run_dir(log_dir) / "server_state").exists()  # nobody could go on from it
+    assert not (run_dir(log_dir) / "server_state").exists()  # no job could go on from it
     return found[1]
 
 

@@ -115,7 +115,7 @@ def test_all_reduce_equals_a_plain_computation_and_keeps_kind_and_shape(found: F
 
 
 def test_a_sum_of_yes_and_no_is_a_count_or_an_error(found: Found) -> None:
-    """numpy's sum of two booleans is their `or`: nobody who asks for a sum wants that in silence."""
+    """numpy's sum of two booleans is their `or`, which a user who asks for a sum does not expect."""
     for worker in found[:-1]:
         what, value, *_ = worker["all_reduce sum bool"]
         assert value == (True if what == "error" else 2)

@@ -1,5 +1,5 @@
-"""Roles started by hand, without a launcher: whoever waits for a worker that is gone, or that waits elsewhere, is told
-its name within seconds, and nobody trains with workers that do not belong to the job."""
+"""Roles started by hand, without a launcher: a process that waits for a worker that is gone, or that waits
+elsewhere, is told its name within seconds, and none trains with workers that do not belong to the job."""
 
 from __future__ import annotations
 

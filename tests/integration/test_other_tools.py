@@ -31,7 +31,7 @@ PATIENCE = 60.0
 
 
 def free_row(num: int) -> int:
-    """The first of so many ports in a row that are free, below those that the system gives to connections."""
+    """The first of `num` ports in a row that are free, below those that the system gives to connections."""
     for port in range(10_000 + os.getpid() % 1000 * 20, 32_000, num):
         if all(_is_free(port + i) for i in range(num)):
             return port

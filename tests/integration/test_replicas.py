@@ -31,7 +31,7 @@ class Job:
         self.started: Started = forked_fleetrun(log_dir, *flags, *script)
 
     def wait_for_steps(self, num: int) -> None:
-        """Until worker 0 has made so many more steps, in twenties."""
+        """Wait until worker 0 has made this many more steps, in twenties."""
         before = self._num_steps()
         wait_until(lambda: self._num_steps() >= before + num, START, "steps")
 

@@ -1,4 +1,4 @@
-"""Keys and roles: who is let in, what a key allows, and that nobody serves strangers by accident."""
+"""Keys and roles: who is let in, what a key allows, and that a server without keys does not start by accident."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class TestRoles:
         self, server: ServerThread, folder: Path, role: Role, claims: Role
     ) -> None:
         with closing(connect(server, folder, role, claims)) as client:
-            if role is Role.SERVER:  # may speak to its backup, or its primary, and to nobody else
+            if role is Role.SERVER:  # may speak to its backup, or its primary, alone
                 with pytest.raises(PermissionRefused, match=naming("PING", "server")):
                     client.ping()
                 return
@@ -347,7 +347,7 @@ class TestAddresses:
 
 
 def _read(source: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer if the other side stops sending."""
+    """Read `num_bytes` bytes, or fewer if the other side stops sending."""
     received = b""
     with contextlib.suppress(OSError):
         while len(received) < num_bytes and (chunk := source.recv(num_bytes - len(received))):

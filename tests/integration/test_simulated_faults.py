@@ -115,7 +115,7 @@ class TestOrders:
         [
             [op("read", 0, 4, 5, 1.0)],  # overwritten before
             [op("read", 0, 4, 5, 0.0)],
-            [op("read", 0, 4, 5, 7.0)],  # which nobody wrote
+            [op("read", 0, 4, 5, 7.0)],  # which was never written
             [op("read", 0, 2.1, 2.2, 2.0), op("read", 0, 2.3, 2.4, 1.0)],  # to and fro
         ],
     )

@@ -31,7 +31,7 @@ from torchfleet.ps.worker.client.connection import Call, Patience
 from torchfleet.ps.worker.peers import Exchange, Parcel, SharedFiles, Workers
 
 PATIENT = Patience(timeout=600.0, retries=12)
-LEASE = 86400.0  # of real seconds: nobody dies here
+LEASE = 86400.0  # real seconds: no worker dies here
 NUM_SCHEDULES = examples(50)
 
 

@@ -78,6 +78,8 @@ class TestRefusedCommandLines:
             (("--simulate", "--step_ms", "5", "--compute_scale", "2"), "use one of them"),
             (("--link", "10Gbit", "--throughput_only"), "--link, --throughput_only describe a simulation"),
             (("--no_such_option",), "unrecognized arguments: --no_such_option"),
+            (("--worker-num", "2"), "--worker_num?"),
+            (("--sever_num=2",), "--server_num?"),
         ],
     )
     def test_a_wrong_option_is_refused_with_status_2(
@@ -270,9 +272,16 @@ class TestDryRun:
 
     def test_options_behind_the_script_are_the_scripts(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
         assert status_of("--worker_num", "1", "--dry_run", script, "--worker_num", "7", "-x", "--help") == 0
-        told = capsys.readouterr().out
-        assert f"{script} --worker_num 7 -x --help" in told
-        assert "FLEET_NUM_WORKERS=1" in told
+        told = capsys.readouterr()
+        assert f"{script} --worker_num 7 -x --help" in told.out
+        assert "FLEET_NUM_WORKERS=1" in told.out
+        assert lines_naming(told.err, "--worker_num")
+
+    def test_options_of_the_script_with_other_names_are_not_mentioned(
+        self, capsys: pytest.CaptureFixture[str], script: str
+    ) -> None:
+        assert status_of("--worker_num", "1", "--dry_run", script, "--workers", "7", "--epochs=3") == 0
+        assert capsys.readouterr().err == ""
 
     def test_the_number_of_servers_is_chosen_by_the_cores_and_said(
         self, capsys: pytest.CaptureFixture[str], script: str, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""fleetrun whose output nobody reads to its end."""
+"""fleetrun whose output is not read to its end."""
 
 from __future__ import annotations
 

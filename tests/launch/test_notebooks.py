@@ -100,7 +100,7 @@ class Kernel:
         return identity
 
     def interrupt(self, code: str, sign: str, num_started: int = 0) -> str:
-        """Interrupt a cell once it has printed this, and has started so many processes; the name of its error."""
+        """Interrupt a cell once it has printed this, and has started `num_started` processes; the name of its error."""
         identity = self.begin(code, sign)
         assert len(self.started()) == num_started
         self.manager.interrupt_kernel()

@@ -187,7 +187,7 @@ def test_a_worker_started_by_hand_says_which_variable_is_missing() -> None:
     [
         (16, 8, None, 8, "8 workers of 1 thread leave 8 of 16 cores, and a server uses one"),
         (16, 12, None, 4, "12 workers of 1 thread leave 4 of 16 cores"),
-        (16, 4, None, 4, "leave 12 of 16 cores, and more servers than workers help nobody"),
+        (16, 4, None, 4, "leave 12 of 16 cores, and more servers than workers do not help"),
         (16, 4, 3, 4, "4 workers of 3 threads leave 4 of 16 cores, and a server uses one"),
         (16, 8, 4, 1, "8 workers of 4 threads leave 0 of 16 cores, and a job needs a server"),
         (2, 2, None, 1, "leave 0 of 2 cores, and a job needs a server"),

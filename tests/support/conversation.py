@@ -201,7 +201,7 @@ def _shrink(wire: Wire, first: Any) -> None:
 
 def _refused(wire: Wire, first: Any) -> None:
     """Errors, as they are told."""
-    first.attach(wire.spec({"name": "strange"}))  # which nobody has made
+    first.attach(wire.spec({"name": "strange"}))  # which was never created
     for ask in (lambda: first.pull("strange", [1]).result(), first.stop_servers):
         try:
             ask()

@@ -1,7 +1,7 @@
 """Pictures of the dashboard for the documents: `make screens`.
 
 A real job of about half a minute is looked at while it runs, in light and dark and on a narrow screen. The picture of a
-hundred processes is that of a made record (made_history.py): few machines have room for so many.
+hundred processes is that of a made record (made_history.py): few machines have room for that many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torchfleet.observe.dashboard.dashboard_server import Dashboard
 from torchfleet.observe.dashboard.run_folders import RunFolders
 
 SCREENS = ROOT / "docs" / "screens"
-JOB = ("--server_num", "2", "--worker_num", "2", "examples/wide_deep/train.py", "--rows", "400000", "--epochs", "3")
+SCRIPT = ("examples/wide_deep/train.py", "--mode", "hybrid", "--batch_size", "256", "--rows", "400000", "--epochs", "3")
+JOB = ("--server_num", "2", "--worker_num", "2", *SCRIPT)
 POINTS = 20  # seconds of training that the pictures have
 PATIENCE = 300.0  # seconds until they are there
 WIDE, NARROW = {"width": 1400, "height": 1180}, {"width": 380, "height": 1500}

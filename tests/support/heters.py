@@ -58,7 +58,7 @@ class HeterThread:
 
 @contextmanager
 def heter_workers(make: Callable[[], torch.nn.Module], num: int, num_workers: int = 1) -> Iterator[list[HeterThread]]:
-    """Over sockets in a folder: nobody else can take the address of one that has ended."""
+    """Over sockets in a folder: no other process can take the address of one that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         made = [HeterThread(make(), f"ipc://{folder}/{number}", num_workers) for number in range(num)]
         try:

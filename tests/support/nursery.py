@@ -5,8 +5,8 @@ standard input, one packet each: three standard streams, one end of a line, and 
 Along the line come the command, its folder, its environment and the numbers of those files, and go the process's id
 and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as
 `python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python processes of its own, and replaces
-itself by them, through the nursery too. A process is killed when whoever asked for it is gone. The nursery itself ends
-when nobody is left to ask.
+itself by them, through the nursery too. A process is killed when the one that asked for it is gone. The nursery itself
+ends when none is left to ask.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Nursery:
         self._woken, self._wakes = socket.socketpair()
 
     def serve(self) -> None:
-        """Until nobody is left to ask, and nothing runs."""
+        """Until no process is left to ask, and nothing runs."""
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is needed for the wake-up
@@ -306,13 +306,13 @@ def _trace_a_network() -> None:
 
 
 def _serve(modules: Sequence[str]) -> None:
-    if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
+    if os.fork():  # the one that serves has no parent: other tests look for processes that are left
         os._exit(0)
     os.setsid()  # Ctrl-C is for the tests, which end what they started
     ENVIRONMENTS.mkdir(exist_ok=True)
     _import(modules)
     gc.collect()
-    gc.freeze()  # pages that nobody touches stay shared
+    gc.freeze()  # untouched pages stay shared
     Nursery(socket.socket(fileno=0)).serve()
 
 

@@ -147,7 +147,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def started_slurm(num_nodes: int = 1) -> Iterator[Slurm]:
-    """One with so many nodes. Where Slurm cannot run the test is skipped, with the reason."""
+    """A cluster with this number of nodes. Where Slurm cannot run, the test is skipped with the reason."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         pytest.skip("needs Slurm (apt-get install slurm-wlm munge)")

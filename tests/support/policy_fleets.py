@@ -71,7 +71,7 @@ class Direct:
 
 
 class Tables:
-    """These tables on so many servers, from a saved model if a folder is given; and their client."""
+    """These tables on a number of servers, from a saved model if a folder is given; and their client."""
 
     def __init__(
         self, specs: Sequence[TableSpec], num_servers: int, folder: str | None = None, num_workers: int = 0

@@ -87,7 +87,7 @@ def export_once() -> None:
 
 
 def _serve() -> None:
-    if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
+    if os.fork():  # the one that serves has no parent: other tests look for processes that are left
         os._exit(0)
     import torch
     import torch.distributed.fsdp

@@ -77,7 +77,7 @@ def _start_head(cluster: Any, arguments: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def ray_nodes(num: int, num_cpus: int = 4, **head: Any) -> Iterator[RayNodes]:
-    """A head and so many nodes of `num_cpus` cores each; `head`: more arguments of the head."""
+    """A head and nodes of `num_cpus` cores each; `head`: more arguments of the head."""
     cluster_utils = imported("ray.cluster_utils")
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # paths of sockets are short
         before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH")}

@@ -7,7 +7,7 @@ from torchfleet.ps.coordination.view import Coordinator, View
 
 
 class ShakyStore:
-    """As Coordinator. Each change is carried out once at most, whoever asks again: this store does not compare a change
+    """As Coordinator. A repeated change is carried out at most once: this store does not compare a change
     with one that it made before."""
 
     def __init__(self, coordinator: Coordinator) -> None:

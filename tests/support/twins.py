@@ -118,7 +118,7 @@ def keys_and_rows(index) -> dict[int, int]:
         numbers = np.arange(len(slots))
         # The first bucket that is not full, from each bucket on: where a search that starts there ends.
         ends = np.minimum.accumulate(np.where(counts < BUCKET, numbers, len(slots))[::-1])[::-1]
-        first = moved if which == OLD else 0  # old buckets below it are leftovers that nobody reads
+        first = moved if which == OLD else 0  # old buckets below it are leftovers that are not read
         bucket, place = np.nonzero(taken[first:])
         bucket += first
         slot = slots[bucket, place]

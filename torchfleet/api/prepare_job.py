@@ -26,6 +26,8 @@ from torchfleet.ps.worker.lookup.embedding_choice import Auto
 class PreparedLoader:
     """This worker's batches, on the model's device, through fleet.prefetch. `loader` is the underlying DataLoader."""
 
+    is_prefetched = True
+
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
         self.loader, self._device = loader, device
 

@@ -37,10 +37,11 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     """Iterate over the loader's batches. If the mode allows it, pull rows of the next batch while this one computes.
 
     In collective training it ends on all ranks together, when the first rank has no batch left, so that no rank hangs.
+    A loader that fleet.prepare returned prefetches already: it is iterated as it is.
     """
     job = any_job(NO_WORKER)
     check_loader(loader)
-    return job.prefetch(loader)
+    return iter(loader) if getattr(loader, "is_prefetched", False) else job.prefetch(loader)
 
 
 def epochs(num: int, start: int = 0) -> Iterator[int]:

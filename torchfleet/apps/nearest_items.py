@@ -150,13 +150,15 @@ class NearestItems:
         at = np.minimum(np.searchsorted(self.ids, wanted), self.file.num - 1)
         missing = np.flatnonzero(self.ids[at] != wanted)
         if len(missing):
-            raise FleetError(f"index: expected ids of its {self.file.num:,} items, found {wanted[missing[0]]}")
+            given = np.asarray(ids).reshape(-1)[missing[0]]
+            name = f"{str(given)!r}, with the id " if isinstance(given, str) else ""
+            raise FleetError(f"index: expected ids of its {self.file.num:,} items, found {name}{wanted[missing[0]]}")
         return np.asarray(self.vectors[at])
 
     def neighbours(self, ids: Any, k: int = 10) -> Found:
         """The `k` items that are nearest to each of these items, without the item itself."""
         wanted = _ids(ids)
-        found = self.search(self.vectors_of(wanted), k + 1)
+        found = self.search(self.vectors_of(ids), k + 1)
         own = found.ids == wanted[:, None]
         own[~own.any(axis=1), -1] = True  # an approximate search may miss the item itself
         return Found(found.ids[~own].reshape(-1, k), found.scores[~own].reshape(-1, k))

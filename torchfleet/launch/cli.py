@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from torchfleet.observe.watch.watchers import add_options as add_watching
 from torchfleet.observe.watch.watchers import parse_with_ports
 from torchfleet.ps.net.keys import KeyFolder, keygen
 
+_COUNTS = ("--server_num", "--worker_num", "--nproc_per_node")
 _NO_JOB = ("dry_run", "keygen")  # options with which fleetrun starts no job
 _RANKS = ("nproc_per_node", "nnodes", "gpus", "ips")
 
@@ -52,9 +55,19 @@ The script is the same for all roles: fleet.init() finds out which one a process
 the script, options of the script behind it."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2. For an unknown option, name the known one that is nearest to it."""
+        unknown = re.findall(r"(?<!\S)--([\w-]+)", message) if message.startswith("unrecognized") else []
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = [get_close_matches(f"--{name.replace('-', '_')}", known, n=1) for name in unknown]
+        meant = ", ".join(name for names in near for name in names)
+        super().error(f"{message}. Did you mean {meant}?" if meant else message)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return a parser with the options that all launchers share and the options of each launcher."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="fleetrun",
         description="Start the processes of a training job, watch them, and end them together.",
         epilog=_EXAMPLES,
@@ -74,14 +87,14 @@ def parser() -> argparse.ArgumentParser:
         "--max_restart",
         type=int,
         default=0,
-        help="start a failed worker again so often (async, half_async, geo); in hybrid mode, and in a collective job, "
-        "all of them together",
+        help="how often a failed worker is started again (async, half_async, geo); in hybrid mode, and in a collective "
+        "job, all of them together",
     )
     made.add_argument(
         "--max_job_restart",
         type=int,
         default=0,
-        help="start the whole job again so often when a process of it fails; the script goes on from what it saved",
+        help="how often the whole job is started again when a process fails; the script goes on from what it saved",
     )
     made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
@@ -125,11 +138,22 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     launcher = launcher_of(options)
     check(options)
+    _tell_of_options_behind(options.arguments)
     job = job_spec_of(options)
     if options.dry_run:
         print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
+
+
+def _tell_of_options_behind(arguments: Sequence[str]) -> None:
+    """Say that a number of processes behind the script is an option of the script: the user may have meant fleetrun."""
+    for name in _COUNTS:
+        if any(argument.partition("=")[0] == name for argument in arguments):
+            text = (
+                f"{name} stands behind the script, which gets it. For an option of fleetrun, put it before the script."
+            )
+            say(f"[fleetrun] {text}", file=sys.stderr)
 
 
 def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) -> argparse.Namespace:

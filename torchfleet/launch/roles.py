@@ -144,7 +144,7 @@ def spare_servers(num_cores: int, num_workers: int, num_threads: int | None) -> 
     if num_left < 1:
         why = f"{left}, and a job needs a server"
     elif num_left > num_workers:
-        why = f"{left}, and more servers than workers help nobody"
+        why = f"{left}, and more servers than workers do not help"
     else:
         why = f"{left}, and a server uses one"
     return num_servers, f"--server_num auto: {_num(num_servers, 'server')}. {why}."

@@ -100,7 +100,7 @@ class ServerLauncher:
             "--orphan_timeout",
             type=float,
             metavar="SECONDS",
-            help="servers end when no worker was heard of for so long, once one was there (default: 1800; 0: never)",
+            help="servers end after this time without a sign of a worker, once one was there (default: 1800; 0: never)",
         )
 
         group.add_argument(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import one_worker, sgd
+from support.messages import naming
 from support.saved_source import SavedModel
 from support.serving import Clicks, clicks_batch
 
@@ -154,6 +155,11 @@ def test_features_that_the_user_describes_are_saved(tmp_path: Path) -> None:
         part.worker.save(str(tmp_path), "delta")
     found = read_description(Storage(str(tmp_path))).features[0]
     assert found == Feature("ids", "int64", [2], 7, 1000, [1, 2])
+
+
+def test_a_folder_without_a_model_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "none", "manifest.json")):
+        read_description(Storage(str(tmp_path / "none")))
 
 
 def test_a_damaged_description_is_refused(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
                 on_pass=lambda report: crashes.at("on_pass"),
             )
         except Crash:
-            assert current_job.current.job is None  # it has left, so that nobody waits for it
+            assert current_job.current.job is None  # it has left, so that no worker waits for it
             return False
         return True
 
@@ -360,7 +360,7 @@ def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the fleet: so many passes would take long with a real one."""
+    """With a stand-in for the fleet: this number of passes would take long with a real one."""
     saved: dict[str, Any] = {}
     job = ParameterServerJob(RoleInfo(), None)
     stand_in = SimpleNamespace(

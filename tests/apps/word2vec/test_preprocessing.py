@@ -374,7 +374,7 @@ def test_a_corpus_without_a_description_is_counted(tmp_path: Path) -> None:
 
 
 def nearest_cuts(lines: list[int], num_files: int) -> list[int]:
-    """Sizes of the parts for lines of so many words, by trying."""
+    """Sizes of the parts for lines of these numbers of words, by trying."""
     total, ends = sum(lines), np.cumsum(lines).tolist()
     cuts = [0]
     for number in range(1, num_files + 1):

@@ -327,7 +327,7 @@ def test_a_reader_without_windows_negatives_or_pairs_is_refused(name: str) -> No
 
 
 def tables_of(part: jobs.Part, num_words: int) -> list[Floats]:
-    """What the servers hold; rows that nobody has asked for yet are made, with their first values."""
+    """What the servers hold; rows that were not asked for yet are created, with their first values."""
     pulls = [part.worker.client.pull(name, np.arange(num_words)) for name in ("emb", "emb_w", "emb_b")]
     return [pull.result().astype(float) for pull in pulls]
 

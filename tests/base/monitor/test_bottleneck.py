@@ -74,6 +74,6 @@ def test_the_whole_job_is_the_mean_of_the_time_in_which_it_trained() -> None:
     for busy, waiting in ((1.0, 0.4), (0.9, 0.6)):
         told = load.look({("server", 0): server | {"busy": busy}, ("worker", 0): worker | {"waiting": waiting}})
         assert "servers" in told
-        assert "%" not in told  # whoever looks shows these shares
+        assert "%" not in told  # the display shows these shares itself
     load.look({("server", 0): server, ("worker", 0): worker | {"waiting": 0.0, "left": True}})
     assert names(load.whole(), 2, "95 %", "50 %")

@@ -108,7 +108,7 @@ class TestStatusFile:
         assert [found.name for found in tmp_path.iterdir()] == ["status"]
 
     def test_training_does_not_wait_for_the_disk(self, tmp_path: Path, clock: Clock) -> None:
-        """A pipe that nobody reads stands in the place of a disk that does not answer."""
+        """A pipe without a reader stands in the place of a disk that does not answer."""
         path, unfinished, steps = tmp_path / "status", tmp_path / "status.part", iter(range(10))
         os.mkfifo(unfinished)
         file = StatusFile(str(path), lambda: {"steps": next(steps)})

@@ -1,4 +1,4 @@
-"""Requests for a profile: whose are followed, and what happens when nobody waits for an answer any more."""
+"""Requests for a profile: whose are followed, and what happens when the one that asked is gone."""
 
 from __future__ import annotations
 

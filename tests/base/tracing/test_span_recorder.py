@@ -26,7 +26,7 @@ from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 
 SECOND = 10**9
-# The header as it was before steps were traced: two bytes that nobody reads.
+# The header as it was before steps were traced: two bytes that are not read.
 BEFORE = struct.Struct("<4sBBBBIHxxQQQQQII")
 
 

@@ -289,7 +289,7 @@ def test_a_file_system_that_fails_in_the_middle_is_an_error_and_no_shorter_file(
         output("lossy://part-0", "cat")
 
 
-# When nobody wants the rest
+# When the rest is not read
 
 
 @kinds

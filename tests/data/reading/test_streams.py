@@ -172,7 +172,7 @@ def test_no_file_is_left_open(tmp_path: Path, ending: str, to_the_end: bool) -> 
 @endings
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.97, 1.0])
 def test_a_compressed_file_that_is_cut_off_is_named(tmp_path: Path, ending: str, share: float) -> None:
-    """Also if only its last byte is missing: nobody else would tell that samples were lost."""
+    """Also if only its last byte is missing: no other check would find that samples were lost."""
     data = whole(ending)
     check_broken(make(tmp_path, "part-0" + ending, data[: min(int(len(data) * share), len(data) - 1)]))
 

@@ -110,7 +110,7 @@ def test_a_heterogeneous_job_that_is_asked_to_end_saves_and_goes_on_when_it_is_r
     assert len(tasks) == 3
     assert {each["SLURM_CPUS_PER_TASK_HET_GROUP_0"] for each in tasks} == {"1"}
     assert {each["SLURM_CPUS_PER_TASK_HET_GROUP_1"] for each in tasks} == {"2"}
-    slurm.run(["scancel", "--signal=USR1", number], tmp_path)  # as Slurm does so many seconds before the limit
+    slurm.run(["scancel", "--signal=USR1", number], tmp_path)  # as Slurm does some seconds before the limit
     wait_for_log(slurm, first / "workerlog.0", f"saved to {model}; ending with status {REQUEUE}")
     wait_until(lambda: slurm.job(number)["Restarts"] == "1", START, "requeued job")
     parts = (number, str(int(number) + 1))

@@ -56,7 +56,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(browser: Browser, url: str, complaints: int = 0, **options: Any) -> Iterator[Page]:
-    """A page that has drawn the job once. It asks nobody but its server, and complains of nothing."""
+    """A page that has drawn the job once. It sends requests to its server alone, and logs no error."""
     context = browser.new_context(**options)
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
@@ -227,7 +227,28 @@ LOW_CONTRAST = """() => {
   return low;
 }"""
 
+WIDER_THAN_PAPER = """() => [...document.querySelectorAll("table")]
+  .filter((table) => table.getBoundingClientRect().right > 794).map((table) => table.textContent.slice(0, 40))"""
+SHARES_OF_CARDS = """() => [...document.querySelectorAll(".plot canvas")]
+  .map((canvas) => canvas.clientWidth / canvas.closest(".plot").clientWidth)"""
+
 NASTY = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+def test_on_paper_charts_fill_their_cards_and_tables_are_whole(browser: Browser, tmp_path: Path) -> None:
+    """The charts were drawn on a wide screen. A sheet of A4 has 794 pixels."""
+    run = write(tmp_path / "run", MadeJob())
+    with served(run) as url, opened(browser, url, viewport={"width": 1400, "height": 900}) as page:
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        page.set_viewport_size({"width": 794, "height": 1123})
+        assert not page.locator(".sections").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 794
+        assert page.evaluate(WIDER_THAN_PAPER) == []
+        shares = page.evaluate(SHARES_OF_CARDS)
+        assert len(shares) >= 12
+        assert min(shares) > 0.95
+        assert max(shares) <= 1.001
 
 
 def test_names_and_lines_from_the_job_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:

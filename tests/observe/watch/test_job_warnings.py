@@ -15,7 +15,7 @@ from torchfleet.base import cgroups
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch.job_warnings import JobWarnings
 
-Roles = Callable[[float], Sequence[RoleSnapshot]]  # the job after so many seconds
+Roles = Callable[[float], Sequence[RoleSnapshot]]  # the job after this number of seconds
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_straggler_is_named_with_how_much_it_makes_of_what_others_make() -> No
     "roles",
     [
         lambda now: [worker(i, samples_per_s=1000.0 + 200 * i, steps=now + 1) for i in range(4)],  # all of one kind
-        lambda now: [worker(0, samples_per_s=10.0, steps=now + 1)],  # nobody to compare it with
+        lambda now: [worker(0, samples_per_s=10.0, steps=now + 1)],  # no other worker to compare it with
         lambda now: [worker(0, steps=now + 1), worker(1, samples_per_s=0.0, steps=now + 1, left=True)],  # at its end
         lambda now: [worker(0, steps=now + 1), worker(1, "done", samples_per_s=1.0)],
         lambda now: [worker(0, steps=now + 1), worker(1, samples_per_s=0.0, steps=0, queue=int(now) % 2)],  # begins

@@ -1,4 +1,4 @@
-"""A chain made into one full save: the same rows to the bit, at any moment of being killed, whoever saves meanwhile."""
+"""A chain made into one full save: the same rows to the bit, killed at any moment, and beside other saves."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ VARIANTS: dict[str, Change] = {
 
 
 def refused(model: Path, match: str = ".") -> None:
-    """By whoever loads it, with the name of a file, and before a table is changed."""
+    """By every loader, with the name of a file, and before a table is changed."""
     server = Server(MAX_TABLE_BYTES)
     for spec in SPECS:
         server.state.add_table(spec.for_shard(0, 2))

@@ -157,7 +157,7 @@ def test_values_of_neighbouring_keys_elements_and_streams_are_not_correlated():
         (streams[0][:-1, 1:], streams[0][1:, :-1]),  # the next key's element before
     ):
         assert abs((one * other).mean()) < 5 / math.sqrt(one.size)
-    assert len(np.unique(np.concatenate(streams))) > 0.98 * 320_000  # float32 has so many values, few meet by chance
+    assert len(np.unique(np.concatenate(streams))) > 0.98 * 320_000  # float32 has 2^32 values: few meet by chance
 
 
 @pytest.mark.parametrize("setting", SETTINGS[1:], ids=lambda setting: setting[0])

@@ -76,7 +76,7 @@ def test_a_map_grows_to_a_hundred_thousand_words() -> None:
 
 
 def test_words_whose_hashes_are_equal_stay_apart() -> None:
-    """Sixteen bytes each; whoever knows the salt can choose the second half so that the hashes meet."""
+    """Sixteen bytes each; an attacker who knows the salt can choose the second half so that the hashes meet."""
     salt = 12345
     start = mix((salt + GOLDEN * 17) & ALL)
     first = int.from_bytes(b"firstone", "little")

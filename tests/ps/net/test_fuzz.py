@@ -282,7 +282,7 @@ class Fuzzed:
         assert np.array_equal(self._talk.pull(KEPT, KEPT_KEYS), self._rows)
         assert self.server.state.tables[KEPT.number].stats()["rows"] == len(KEPT_KEYS)
         assert_ok(self._talk.ask(Command.STATS))
-        # Whoever still waits at a barrier is answered when its time is up.
+        # A client that still waits at a barrier is answered when its time is up.
         num_waiting = sum(len(meeting.waiting) for meeting in self.server.state.meetings.barriers._meetings.values())
         assert len(self.server.tick(time.monotonic() + 8 * 24 * 3600)) == num_waiting
 

@@ -103,7 +103,7 @@ def test_another_user_of_the_machine_cannot_connect(folder: Path, place: str) ->
         assert errno_of_connecting(path, user=0) == 0
         assert errno_of_connecting(path, user=NOBODY) == errno.EACCES
         host, port = place.split(":")
-        with pytest.raises(ConnectionRefusedError):  # and the address is a name, behind which nobody listens
+        with pytest.raises(ConnectionRefusedError):  # and the address is a name without a listener
             socket.create_connection((host, int(port)), timeout=1).close()
 
 

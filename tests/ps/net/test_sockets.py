@@ -1,4 +1,4 @@
-"""What a server's socket bounds: frames of a message, replies that nobody reads, bytes and handshakes of strangers."""
+"""What a server's socket bounds: frames of a message, unread replies, bytes and handshakes of strangers."""
 
 from __future__ import annotations
 

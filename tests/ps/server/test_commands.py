@@ -55,7 +55,7 @@ def contents(server: Server) -> dict[str, list]:
 
 
 def some_arrays(command: Command) -> list[Array]:
-    """A request of this kind that a server takes from whoever may send it."""
+    """A request of this kind that a server accepts from a role that may send it."""
     one = {
         Command.CREATE_TABLE: [pack(ROWS)],
         Command.PULL: [keys_of(ROWS, [1])],

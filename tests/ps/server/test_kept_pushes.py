@@ -122,7 +122,7 @@ def test_a_push_is_acknowledged_when_it_is_kept_and_its_memory_is_free_then() ->
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 99), st.booleans())),
 )
 def test_every_kept_push_reaches_the_tables_once(num: int, pushes: list[Any]) -> None:
-    """Means of so many, in the order of their arrival, and of what is left at the end: against updates by hand."""
+    """Means of `num` pushes in the order of their arrival, and of the rest at the end, against updates by hand."""
     job, plain = Job(3, num=num), Job(3)
     for worker, keys, seed, is_repeated in pushes:
         message = job.message(worker, keys, seed, GATHERED)

@@ -1,4 +1,4 @@
-"""Waits of workers for each other: nobody waits for one that is lost, in a circle, or longer than was agreed."""
+"""Waits of workers for each other: none waits for one that is lost, in a circle, or longer than was agreed."""
 
 from __future__ import annotations
 

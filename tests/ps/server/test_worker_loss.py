@@ -104,7 +104,7 @@ class TestGoOn:
         assert [reply.worker for reply in job.lose(2)] == [0, 1]
         assert job.value == -3.0
         assert job.push(0, 1.0) == []
-        assert len(job.push(1, 1.0)) == 2  # nobody waits for the lease a second time
+        assert len(job.push(1, 1.0)) == 2  # no worker waits for the lease a second time
         assert job.value == -4.0
 
     def test_what_the_lost_one_pushed_before_counts(self, job: Job) -> None:

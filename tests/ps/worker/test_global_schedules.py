@@ -24,7 +24,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 def plain_rate(make: Callable[[Any], Any], num_steps: int) -> float:
-    """The rate of plain torch in one process after so many steps."""
+    """The rate of plain torch in one process after this number of steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = make(optimizer)
     for _ in range(num_steps):

@@ -24,7 +24,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def pretrained(seed: int = 7) -> dict[str, torch.Tensor]:
-    """The state of a plain model that nobody else has."""
+    """The state of a new plain model."""
     torch.manual_seed(seed)
     return {name: value.clone() for name, value in Net().state_dict().items()}
 

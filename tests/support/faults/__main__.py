@@ -23,7 +23,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--fleet", help="only schedules of these servers: plain, logged or replicas")
-    parser.add_argument("--bug_schedules", type=int, default=300, help="after so many a planted bug is not found")
+    parser.add_argument(
+        "--bug_schedules", type=int, default=300, help="schedules after which a planted bug is not found"
+    )
     parser.add_argument("--only", default="", help="bugs whose names hold this text")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")

@@ -31,7 +31,7 @@ class Disk:
         self._synced: dict[str, bytes] = {}  # by file: what is on the disk for good
         self.writers: list[Actor] = []
         self.syncing: Callable[[], None] = lambda: None  # called when a sync begins
-        self.steps_left: int | None = None  # after so many changes of files the process is killed; None: it is not
+        self.steps_left: int | None = None  # changes of files until the process is killed; None: it is not
 
     @property
     def is_dead(self) -> bool:

@@ -47,7 +47,7 @@ class History:
 
     world: World
     ops: list[Op] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # faults as they happened, for whoever reads a failure
+    notes: list[str] = field(default_factory=list)  # faults as they happened, for the report of a failure
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def begin(self, client: str, kind: str, about: Any) -> Op:
@@ -60,7 +60,7 @@ class History:
         return result
 
     def ask(self, client: str, kind: str, about: Any, call: Callable[[], Result]) -> Result:
-        """Make a request and wait for it. One that raises was refused, or nobody knows what became of it."""
+        """Make a request and wait for it. One that raises was refused, or its outcome is unknown."""
         op = self.begin(client, kind, about)
         try:
             return self.end(op, call())

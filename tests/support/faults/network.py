@@ -76,7 +76,7 @@ class Network:
 
 
 class Doors:
-    """What listens where: a request that arrives at a name goes to whoever is behind it now; to a peer go replies."""
+    """What listens where: a request that arrives at a name goes to the process behind it now; replies go to a peer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

@@ -1,4 +1,4 @@
-"""Servers with backups: primaries are killed, stopped and cut off, coordinators are out of reach; nobody may notice."""
+"""Servers with backups: primaries are killed, stopped and cut off, coordinators are out of reach; no client notices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.rowstore import RowStore
 
 MAX_GAP = 1 << 16  # of floors: beyond it lies that of a worker that has left
-# Seen by nobody, or compared below.
+# Not observable, or compared below.
 _LEFT_OUT = ("tables", "sessions", "long_requests", "presence")
 
 
@@ -59,7 +59,7 @@ def _settles(session: Any, floor: int) -> bool:
 
 
 def _answers(body: StateBody) -> dict[int, Any]:
-    """Whoever asked last is told: which of a client's connections that is may differ."""
+    """The last one to ask is answered: which of a client's connections that is may differ."""
     return {token: repr(known[1] or known[1:]) for token, known in body.long_requests.items()}
 
 

@@ -115,7 +115,7 @@ class Fleet:
         self.setting.world.pass_time(5.0)
 
     def servers(self) -> list[Server]:
-        """By shard, whoever serves it now."""
+        """By shard, the replica that serves it now."""
         return [node.handler for node in self.nodes]
 
     def restart_all(self) -> None:

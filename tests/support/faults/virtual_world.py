@@ -98,7 +98,7 @@ class Actor:
                 self._work()
         except Over:
             pass
-        except BaseException as error:  # handed to whoever looks at the schedule
+        except BaseException as error:  # raised again by the schedule
             self.error = error
         self.has_ended = True
         self._world.baton.release()

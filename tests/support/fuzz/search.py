@@ -1,4 +1,4 @@
-"""The search: inputs that take new branches are kept and spoiled further; errors that nobody declared are faults."""
+"""The search: inputs that take new branches are kept and spoiled further; undeclared errors are faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.fuzz.mutation import Mutator
 from torchfleet.base.errors import FleetError
 
 SLOWEST = 2.0  # processor seconds of one execution
-_ALWAYS = 3000  # executions that are all watched; of later ones, every so many
+_ALWAYS = 3000  # executions that are all watched; of later ones, only some
 _EVERY = 16
 _MOST_FAULTS = 20
 
@@ -56,7 +56,7 @@ class Search:
             self._execute(data, is_watched=True)
 
     def go_on(self, executions: int, seconds: float = float("inf")) -> Found:
-        """So many executions more, or until the time is up."""
+        """Run this many more executions, or until the time is up."""
         deadline, found = time.monotonic() + seconds, self.found
         for _ in range(executions):
             kept = found.kept

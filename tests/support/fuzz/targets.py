@@ -105,7 +105,7 @@ def _part(folder: Path) -> Target:
 
 
 def _profile(folder: Path) -> Target:
-    """A request is looked for by every process of a job; parts are read by whoever asked."""
+    """A request is looked for by every process of a job; parts are read by the process that asked."""
     place = folder / "profile"
     place.mkdir()
     span = Span("step 1", "step", 1, 2, "steps", 1, 2**64 - 1, more={"server": "server 0", "way_ms": 0.5})

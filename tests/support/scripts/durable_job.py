@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mode", default="sync", choices=["sync", "async"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
-    parser.add_argument("--save", type=int, default=0, help="worker 0 saves every so many steps")
+    parser.add_argument("--save", type=int, default=0, help="steps between two saves of worker 0")
     parser.add_argument("--save_to", default="")
     return parser.parse_args()
 

@@ -87,7 +87,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="sync", choices=CONFIGS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
-    parser.add_argument("--combined", type=int, default=0, help="in one process: the batches of so many workers")
+    parser.add_argument("--combined", type=int, default=0, help="in one process: the batches of this number of workers")
     parser.add_argument("--unguarded", action="store_true", help="no block for heter workers")
     parser.add_argument("--result", help="worker 0 writes its numbers there")
     return parser.parse_args(arguments)

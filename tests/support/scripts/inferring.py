@@ -52,7 +52,7 @@ def batch_of(seed: int, size: int = 16, new_users: bool = False) -> dict[str, to
 
 
 def test_batches() -> list[dict[str, torch.Tensor]]:
-    """Users that were trained on, and such that nobody has seen."""
+    """Users that were trained on, and new ones."""
     return [batch_of(900), batch_of(901, new_users=True), batch_of(902, size=1)]
 
 

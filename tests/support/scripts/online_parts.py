@@ -20,7 +20,7 @@ HOURS = online_job.hours("20261115/21", 6)  # three of one day, three of the nex
 
 
 class Parts:
-    """A source of parts that are there from the beginning; some of them only after so many questions."""
+    """A source of parts that are there from the beginning; some of them only after a number of questions."""
 
     def __init__(self, names: list[str] | None = None, after: dict[str, int] | None = None) -> None:
         self.names = HOURS if names is None else names

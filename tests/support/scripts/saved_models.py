@@ -59,7 +59,7 @@ def whole_layout(spec: TableSpec) -> list[Any]:
 
 
 def load(num_servers: int, specs: Sequence[TableSpec], dirname: str) -> list[Server]:
-    """So many new servers with all of the model."""
+    """New servers with all of the model."""
     servers = [Server(MAX_TABLE_BYTES) for _ in range(num_servers)]
     for index, server in enumerate(servers):
         for spec in specs:

@@ -70,7 +70,7 @@ def fail(how: str) -> None:
 
 
 def reduce() -> None:
-    """Plain DistributedDataParallel, in buckets; and a wait that nobody ends, if the worker was told to."""
+    """Plain DistributedDataParallel, in buckets; and a wait without an end, if the worker was told to."""
     if os.environ["FLEET_ROLE"] == "SERVER":
         return
     dist.init_process_group("gloo")
@@ -100,7 +100,7 @@ def batches(size: int) -> list[torch.Tensor]:
 
 
 def wait_for_each_other() -> None:
-    """Rank 0 waits for an event that nobody sets, the others for rank 0."""
+    """Rank 0 waits for an event that is never set, the others for rank 0."""
     if os.environ["FLEET_ROLE"] == "SERVER":
         return
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""A job that makes so many steps, says so, and stays until a file is there: its numbers hold still to be compared."""
+"""A job that makes some steps, says so, and stays until a file is there: its numbers hold still to be compared."""
 
 from __future__ import annotations
 

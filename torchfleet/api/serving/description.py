@@ -14,7 +14,7 @@ from torchfleet.api.serving.network_graph import NetworkGraph
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature, SampleText, as_in_text
-from torchfleet.ps.checkpoint.manifest_file import SERVING
+from torchfleet.ps.checkpoint.manifest_file import SERVING, read_body
 from torchfleet.ps.checkpoint.part_writer import write_file
 
 FORMAT = "torchfleet serving"
@@ -37,6 +37,7 @@ def read_description(storage: Storage) -> ServingDescription:
     """Raises CheckpointError if there is none, or if it cannot be read."""
     place = storage.place(SERVING)
     if not storage.exists(SERVING):
+        read_body(storage)  # raises if there is no model at all
         raise CheckpointError(
             f"{place} is missing: it has the inputs of the model and its network. A job writes it with each save, once "
             "its worker 0 has called the model. Save the model again, by fleet.save_inference_model"

@@ -17,7 +17,7 @@ Compute = Callable[[Sequence[Samples]], list[Any]]  # a result or an exception f
 
 
 class QueueFull(Exception):
-    """More samples wait than may wait."""
+    """Too many samples are waiting."""
 
 
 class TookTooLong(Exception):
@@ -25,10 +25,10 @@ class TookTooLong(Exception):
 
 
 class Receiver(Protocol):
-    """Who waits for a result."""
+    """Receives the result of one request."""
 
     def is_waiting(self) -> bool:
-        """False once the result is of no use to anyone: it is not computed then."""
+        """False once the client is gone: then the result is not computed."""
         ...
 
     def receive(self, result: Any) -> None:
@@ -160,7 +160,7 @@ class Batcher:
 
 
 def _deliver(receiver: Receiver, result: Any) -> None:
-    """One receiver that fails must not keep the others from their answers."""
+    """A receiver that fails must not prevent the answers to the others."""
     try:
         receiver.receive(result)
     except Exception as error:

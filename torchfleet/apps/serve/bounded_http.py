@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds: the size of a request's head, and the time in which a request must be there."""
+"""uvicorn's HTTP protocol with bounds: the size of a request's head, and the time in which a request must arrive."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._refuse(408, f"expected a whole request within {self.request_seconds:g} seconds")
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer by ourselves, and close the connection."""
+        """Answer without the application, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:

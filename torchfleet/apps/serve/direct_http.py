@@ -48,7 +48,7 @@ class DirectProtocol(BoundedProtocol):
         super().connection_lost(exc)
 
     def _exchange(self) -> Exchange | None:
-        """For a request that is answered directly; None for others."""
+        """The Exchange of a request that is answered directly; None for other requests."""
         app: ServingApp = self.app
         if self.url != app.infer_url or not self._is_plain() or not app.is_admitted(self.headers):
             return None
@@ -61,7 +61,7 @@ class DirectProtocol(BoundedProtocol):
         return Exchange(self, app, json_size, length)
 
     def _is_plain(self) -> bool:
-        """Whether nothing is to be done first, such as answering an earlier request or a client that does not read."""
+        """Whether it can be answered at once: no earlier request is open, the client reads, no header is special."""
         before, limit = self.cycle, self.limit_concurrency or 1 << 60
         return (
             (before is None or before.response_complete)
@@ -76,23 +76,23 @@ class DirectProtocol(BoundedProtocol):
 
 
 class Exchange:
-    """A request and its answer. It has what uvicorn asks of its own RequestResponseCycle."""
+    """A request and its answer. Has the attributes of RequestResponseCycle that uvicorn uses."""
 
     def __init__(self, connection: DirectProtocol, app: ServingApp, json_size: int | None, length: int) -> None:
         """`length`: bytes of the body, which `app` has reserved."""
         self.parts: list[bytes] = []
         self.response_started = self.response_complete = self.disconnected = False
         self.keep_alive = connection.parser.should_keep_alive()
-        self.message_event = self  # uvicorn wakes its task by it, and there is none
+        self.message_event = self  # uvicorn would wake its task by it; here there is no task
         self._connection, self._app, self._json_size, self._reserved = connection, app, json_size, length
         self._began = time.monotonic()
         self._request: InferRequest | None = None
 
     def set(self) -> None:
-        """As of an asyncio.Event. Does nothing."""
+        """Stands in for asyncio.Event.set. Does nothing."""
 
     def begin(self) -> None:
-        """The body is complete."""
+        """Decode the complete body, and submit the request."""
         self.release()
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
@@ -120,7 +120,7 @@ class Exchange:
         self._app.note(scope, status, time.monotonic() - self._began, len(body))
 
     def release(self) -> None:
-        """Give back what was reserved for the body."""
+        """Release the memory that was reserved for the body."""
         self._app.release(self._reserved)
         self._reserved = 0
 

@@ -68,7 +68,7 @@ class GrpcApp:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Answer what has begun, then end."""
+        """Finish the calls in progress, then stop."""
         if self._server is not None:
             await self._server.stop(self._settings.timeout_s)
 
@@ -105,7 +105,7 @@ class GrpcApp:
                 response = await method(request)
             except (Refusal, DataError) as refusal:
                 status, text = getattr(refusal, "status", 400), str(refusal)
-            except Exception as error:  # a mistake of ours, or of the network: told here, and not to the client
+            except Exception as error:  # a bug here or in the network: logged, and not shown to the client
                 tell(f"fleet serve: {name} failed: {type(error).__name__}: {error!s:.500}")
                 status, text = 500, "the server could not compute this; its log says why"
             self._note(name, status, time.monotonic() - began, response, context)

@@ -69,7 +69,7 @@ class ServingApp:
         refusal = self.inference.refusal_of(error)
         if refusal is not None:
             return refusal.status, msgspec.json.encode({"error": refusal.text}), [_JSON, *refusal.headers]
-        tell(f"fleet serve: {what} failed: {type(error).__name__}: {error!s:.500}")  # and the client is not told
+        tell(f"fleet serve: {what} failed: {type(error).__name__}: {error!s:.500}")  # the client does not see it
         return 500, msgspec.json.encode({"error": "the server could not compute this; its log says why"}), [_JSON]
 
     def note(self, scope: Scope, status: int, seconds: float, num_bytes: int) -> None:
@@ -96,7 +96,7 @@ class ServingApp:
         return found
 
     def is_admitted(self, headers: Headers) -> bool:
-        """Whether they have the token, if one is asked for."""
+        """Whether the headers have the token, if one is required."""
         if not self._bearer:
             return True
         given = next((value for name, value in headers if name == b"authorization"), b"")

@@ -21,7 +21,7 @@ _LATER = ((b"retry-after", b"1"),)
 
 
 class Refusal(Exception):
-    """An answer other than the one that was asked for. `status` and `headers`: of HTTP."""
+    """An answer with an error in place of predictions. `status` and `headers`: of HTTP."""
 
     def __init__(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = (), close: bool = False):
         super().__init__(text)
@@ -73,7 +73,7 @@ class Inference:
             receiver.receive(error)
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """What a client is told; None for a mistake of ours, or of the network."""
+        """The refusal to send to the client; None for a bug here or in the network."""
         if isinstance(error, (WrongRequest, DataError)):
             return Refusal(400, str(error))
         if isinstance(error, QueueFull):

@@ -37,5 +37,5 @@ class ModelSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Release files, memory and threads. Versions that were handed out are no longer to be used."""
+        """Release files, memory and threads. Versions that were returned before must not be used any more."""
         ...

@@ -80,7 +80,7 @@ class PlainNetwork(torch.nn.Module):
         return tuple(values[output.value] for output in graph.outputs)
 
     def example_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """From tensors for all inputs of the graph those of `inputs`. Rows are zeros, in the shape of a lookup."""
+        """From tensors for all inputs of the graph those of `inputs`. Rows are zeros of a lookup's shape."""
         graph = self.graph
         values: list[Any] = [None] * (graph.num_given + len(graph.nodes))
         values[: graph.num_given] = [*tensors, *self.state, *self.constants]

@@ -19,7 +19,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 
 Result = tuple[ModelVersion, dict[str, npt.NDArray[Any]]]
-_REQUEST_ERRORS = (DataError, TableError, WrongIds, OverflowError)  # raised for what a request has in it
+_REQUEST_ERRORS = (DataError, TableError, WrongIds, OverflowError)  # caused by the contents of a request
 
 
 class WrongRequest(Exception):

@@ -48,7 +48,7 @@ class ServedModel:
 
     @property
     def follow_figures(self) -> Mapping[str, float]:
-        """Gaps, troubles and so on of what follows a job, by name; empty if nothing does."""
+        """Figures of the follower (gaps, troubles, ...) by name; empty without one."""
         return self._source.figures() if isinstance(self._source, (MappedModel, FollowedShards)) else {}
 
     @property

@@ -72,7 +72,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What the launcher tells a process, in its argument."""
+    """What the launcher passes to a process, as its argument."""
 
     settings: ServeSettings
     worker: int
@@ -83,7 +83,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 def token_of(settings: ServeSettings) -> bytes:
-    """The bearer token; empty if none is asked for."""
+    """The bearer token; empty if none is required."""
     if not settings.token_file:
         return b""
     with open(settings.token_file, "rb") as file:

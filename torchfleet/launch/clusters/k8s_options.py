@@ -55,7 +55,7 @@ def k8s_parser() -> argparse.ArgumentParser:
 
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max_restart", type=int, default=0, metavar="N", help="replace a failed pod so often")
+    group.add_argument("--max_restart", type=int, default=0, metavar="N", help="how often a failed pod is replaced")
     group.add_argument("--max_job_restart", type=int, default=0, metavar="N", help="with --format jobset: of all pods")
     group.add_argument("--durability", choices=("none", "log"), default="none", help="log: each server has a volume")
     group.add_argument("--log_size", metavar="SIZE", help="of such a volume, as Kubernetes writes it (default: 10Gi)")
@@ -123,7 +123,7 @@ def _add_pods(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--name", help="of the job and all its objects (default: that of the script)")
-    group.add_argument("--namespace", metavar="NAME", help="(default: that of whoever applies the manifests)")
+    group.add_argument("--namespace", metavar="NAME", help="(default: that of the user who applies the manifests)")
     group.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
     group.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder for the manifests")
     group.add_argument("--in_image", action="store_true", help="the script is a path in the image")

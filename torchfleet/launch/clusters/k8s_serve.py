@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add_pod_options(made.add_argument_group("pods"))
     output = made.add_argument_group("output")
     output.add_argument("--name", help="of all objects (default: that of the model)")
-    output.add_argument("--namespace", metavar="NAME", help="(default: that of whoever applies the manifests)")
+    output.add_argument("--namespace", metavar="NAME", help="(default: that of the user who applies the manifests)")
     output.add_argument("--format", choices=FORMATS, default="plain", help="(default: plain)")
     output.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder for the manifests")
     return made

@@ -18,7 +18,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 
 Durability = Literal["backups", "log", "saves"]
 _KEY, _WORD = 8, 4  # bytes
-_PACKED = 48  # rows of at most so many bytes lie in their map
+_PACKED = 48  # rows of at most this many bytes are stored in the map itself
 _DAY = 86_400.0
 
 
@@ -38,7 +38,7 @@ class JobSize:
     ids_per_sample: int = 26
     durability: Durability = "backups"
     save_hours: float = 6.0
-    machine_hours: float = 20_000.0  # a machine fails once in so many hours
+    machine_hours: float = 20_000.0  # mean hours between two failures of a machine
     worker_price: float = 0.0
     server_price: float = 0.0
 

@@ -49,7 +49,7 @@ class TableMemory:
     free: torch.Tensor  # int32: slots to give out again
     rows: RowMemory
     rates: torch.Tensor  # two float32: of the update under way
-    secret: int  # makes positions unpredictable, so that nobody can choose keys that collide
+    secret: int  # makes positions unpredictable, so that a user cannot choose keys that collide
 
     @property
     def num_positions(self) -> int:

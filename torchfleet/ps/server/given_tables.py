@@ -80,7 +80,7 @@ class TablesInbox:
             self._is_here.set()
 
     def wait(self, seconds: float) -> GivenTables | None:
-        """Return what worker 0 has said, or None if it has said nothing for so long."""
+        """Return what worker 0 has said, or None if it has said nothing within this time."""
         self._is_here.wait(seconds)
         return self._given
 

@@ -75,7 +75,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--orphan_timeout",
         type=float,
         metavar="SECONDS",
-        help="end when no worker has been heard of for so long, once one was there (default: 1800 with --num_workers; "
+        help="end after this time without a sign of a worker, once one was there (default: 1800 with --num_workers; "
         "0: never)",
     )
     parser.add_argument(

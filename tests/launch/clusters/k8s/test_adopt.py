@@ -24,7 +24,7 @@ class Cluster:
         self.objects: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str, str]] = []  # method, path, what is accepted
         self.refused: set[str] = set()  # methods
-        self.is_away = 0  # so many requests are answered with 503
+        self.is_away = 0  # number of requests that are answered with 503
 
     def put(self, path: str, kind: str, **more: Any) -> None:
         base, resource, name = path.rsplit("/", 2)

@@ -56,7 +56,7 @@ def test_a_worker_that_waits_for_room_is_not_shown_as_done(tmp_path: Path) -> No
     output = Output(task, tmp_path / "log", said.append, echo=False, append=False)
     made = RayTask(Work(task, (), ""), actor, tmp_path, output, said.append, moved, needed=lambda: True)
     with contextlib.closing(made):
-        assert (state(), made.returncode) == ("waiting", 0)  # nobody waits for it
+        assert (state(), made.returncode) == ("waiting", 0)  # no task waits for it
         actor.room.set()
         wait_until(lambda: state() == "running", SOON, "worker that runs")
         actor.end_of_it.set()

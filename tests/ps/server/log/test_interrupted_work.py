@@ -33,7 +33,7 @@ KEYS = np.arange(NUM_ROWS, dtype=np.uint64)
 
 
 class Mortal(InProcess):
-    """A server that dies after so many calls, as often as `deaths` says; the next one goes on from its entries."""
+    """A server that dies after a number of calls, as often as `deaths` says; the next one goes on from its entries."""
 
     def __init__(self, deaths: Sequence[int]) -> None:
         self.sink = MemorySink()

@@ -123,7 +123,7 @@ def test_while_a_sink_takes_nothing_changes_and_reads_are_refused_and_time_stand
     work._push()
     handler.tick(work.now + 0.1)
     assert handler.index > index
-    assert not server.state.meetings.presence.lost(handler.now())  # nobody could be heard in that time
+    assert not server.state.meetings.presence.lost(handler.now())  # no worker could be heard in that time
 
 
 def test_entries_that_do_not_follow_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Lists of files that workers take from: every file is done once, by somebody, whoever dies or repeats himself."""
+"""Lists of files that workers take from: every file is done once, although workers die and repeat requests."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class TestFileLists:
         assert second.take() == (WAIT, "")
 
     def test_a_late_copy_of_an_old_wish_takes_no_file(self) -> None:
-        """Its answer reaches nobody: a file given to it would stay with a worker that never reads it."""
+        """Its answer reaches no worker: a file given to it would stay with a worker that never reads it."""
         first, second = team(2, ["a", "b", "c"])
         assert first.ask(take=1) == ("file", "a")
         assert first.ask(take=2) == ("file", "b")

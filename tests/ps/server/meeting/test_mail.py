@@ -216,7 +216,7 @@ class MailMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.old_takes)
     @rule(data=st.data())
     def take_again(self, data: st.DataObject) -> None:
-        """A copy of an old request comes late: nobody listens, and nothing may change."""
+        """A copy of an old request comes late: its client has gone on, and nothing may change."""
         worker, body = data.draw(st.sampled_from(self.old_takes))
         before = self.mail.num_bytes
         self.mail.take(worker, body)
@@ -306,7 +306,7 @@ class TestServer:
 
     @pytest.mark.parametrize("receiver", [2, -1, 1 << 40])
     def test_a_receiver_that_is_none_of_the_workers_is_refused(self, receiver: int) -> None:
-        """Nobody will ever take it: it would stand in the way of everything else."""
+        """No worker will ever take it: it would stand in the way of everything else."""
         server = Server(max_table_bytes=1 << 20, num_workers=2)
         reply = Talk(server, worker=0).ask(Command.SEND, to(receiver, 1), Array(0, np.zeros(1, np.uint64)))
         assert refusal(reply)[0] == "WireError"

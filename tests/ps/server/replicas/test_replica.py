@@ -1,4 +1,4 @@
-"""A primary and its backup on virtual time: what was acknowledged is with whoever answers, and only one does."""
+"""A primary and its backup on virtual time: what was acknowledged is on the replica that answers, and only one does."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_loss_that_the_launcher_tells_of_is_not_waited_for(pair: Pair) -> None
 
 def test_a_change_whose_answer_was_lost_with_the_primary_is_made_once(pair: Pair) -> None:
     client = Counting(pair)
-    pair.cut.add((0, -1))  # it hears, and nobody hears it
+    pair.cut.add((0, -1))  # it receives, and what it sends is lost
     future = client._client.push("rows", KEYS, np.full((len(KEYS), 2), -3.0, np.float32))
     pair.run(0.1)
     pair.kill(0)

@@ -430,7 +430,7 @@ def test_times_begin_when_a_model_without_them_is_loaded() -> None:
 
 
 def test_an_error_in_a_slice_is_the_answer_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a socket, where nobody else would notice that it has ended."""
+    """Behind a socket, where no caller would notice that it has ended."""
 
     def fail(*_: Any) -> Any:
         yield 1

@@ -127,7 +127,7 @@ def test_a_count_is_never_below_the_exact_one(seed):
             assert found >= min(len(panes[key]), 255)
             num_right += found == len(panes[key])
             num_all += 1
-    assert 0 < num_right < num_all  # so many keys in a block: both happen
+    assert 0 < num_right < num_all  # with this number of keys in a block both happen
 
 
 def test_an_appearance_outlives_those_of_other_keys_that_hid_it():

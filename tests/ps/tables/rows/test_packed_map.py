@@ -27,7 +27,7 @@ MAPS = (KeyMap, PackedMap)
 
 
 def moves(per_key: int):
-    """Packed maps move so many buckets per new key."""
+    """How many buckets a packed map moves per new key."""
     return mock.patch.object(Pace, "num_moves", lambda pace, num_keys: per_key * num_keys)
 
 
@@ -113,7 +113,7 @@ def test_a_map_is_a_dict(kind, seed, operations):
 
 
 def begin_growth(num_moved: int, seed: int = 77) -> Twin:
-    """A packed map of some 510 keys, of whose 32 old home buckets at least so many have been moved."""
+    """A packed map of some 510 keys, of whose 32 old home buckets at least `num_moved` have been moved."""
     twin = Twin(PackedMap, seed)
     limit = int(Pace(3).max_load * 32 * BUCKET)
     twin.insert(list(range(limit)))

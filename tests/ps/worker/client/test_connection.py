@@ -279,7 +279,7 @@ class TestErrors:
         ids=["none", "floats", "garbage", "a list", "an empty one"],
     )
     def test_an_error_that_cannot_be_read_still_ends_its_request(self, arrays: list[Array]) -> None:
-        """Taken in while another request is waited for: it must not be lost, or whoever waits for it waits for ever."""
+        """Taken in while another request is waited for: it must not be lost, or its caller waits for ever."""
         line = Line()
         broken = line.submit(Command.PUSH)
         line.server.answer = lambda asked: Message(Command.PUSH, ERROR, call=broken.number, client=1, arrays=arrays)

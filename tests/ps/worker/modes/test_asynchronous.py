@@ -411,7 +411,7 @@ class RowsAndDense(RowsOnly):
 @each_of("make", [RowsAndDense, RowsOnly])
 @each_of("mode", ["sync", "async", "geo"])
 def test_without_launch_barrier_all_workers_get_the_values_of_worker_0(make: type[torch.nn.Module], mode: str) -> None:
-    """Worker 0 comes last. Nobody waits for all, but everybody for its values."""
+    """Worker 0 comes last. No worker waits for all others, but each waits for its values."""
 
     def body(part: Part) -> dict[str, torch.Tensor]:
         rows = part.model(torch.arange(6)).detach()

@@ -699,7 +699,7 @@ def train_until_error(copy: WholeTables, seconds: float) -> tuple[FleetError, in
 
 
 def assert_fails_everywhere(copy: WholeTables, match: str) -> None:
-    """Once an exchange has failed, whoever uses the copy is told, and nothing is left running."""
+    """Once an exchange has failed, every user of the copy gets the error, and nothing is left running."""
     for work in (copy.step_done, copy.flush, copy.finish, copy.stop):
         with pytest.raises(FleetError, match=match):
             within(work)
@@ -1046,7 +1046,7 @@ def test_stop_worker_leaves_no_thread() -> None:
 
 @pytest.mark.parametrize("what", ["flush", "finish", "stop"])
 def test_after_the_end_a_whole_tables_does_not_hang(what: str) -> None:
-    """Its thread is gone: whoever waits for an exchange would wait for ever."""
+    """Its thread is gone: a caller that waits for an exchange would wait for ever."""
     with one_worker_with_whole_tables() as (_, copy):
         add(copy, "a", [1], 1.0)
     with contextlib.suppress(FleetError):

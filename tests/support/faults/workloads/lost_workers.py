@@ -86,7 +86,7 @@ def give_signs(setting: Setting, life: Life, client: Client, body: dict[str, Any
 
 @dataclass
 class LostWorkers:
-    """A script: the job makes `num_steps` steps, whoever is there."""
+    """A script: the job makes `num_steps` steps, by whichever workers are there."""
 
     on_loss: ClassVar[str] = "go_on"
 

@@ -76,7 +76,7 @@ class SyncSteps:
         back = client.push_tables(grads, flags=SYNC | DENSE_BACK, timeout=TIMEOUT).result()
         history.end(op)
         values = back.get("block")
-        if values is None:  # the reply was lost; nobody makes another step without this worker
+        if values is None:  # the reply was lost; no worker makes another step without this one
             values = client.pull_dense("block").result()
         op.result = values.tobytes()
         self.seen.setdefault(worker, []).append(op.result)

@@ -27,7 +27,7 @@ NUM_TOKENS = 48  # columns of a shard
 PLUS = Rule("sgd", lr=1.0)
 REGISTERS = TableSpec("registers", dim=1, rule=PLUS)
 OWN = TableSpec("own", dim=2, rule=PLUS)
-ABSENT = TableSpec("absent", dim=1, rule=PLUS)  # which nobody makes
+ABSENT = TableSpec("absent", dim=1, rule=PLUS)  # never created
 COUNTED = TableSpec(  # it keeps when a key was seen
     "counted", dim=1, rule=PLUS, entry=AdmissionEntry(count=1000), shrink=Shrink(delete_after_unseen_days=1000.0)
 )

@@ -28,12 +28,12 @@ _TRIES = 25
 
 
 def write_settings(folder: Path, settings: FollowSettings) -> None:
-    """Say what the writer of this folder is to follow."""
+    """Store what the writer of this folder must follow."""
     write_whole(folder / SETTINGS, msgspec.json.encode(settings))
 
 
 def read_settings(folder: Path) -> FollowSettings:
-    """What the writer of this folder follows. Raises OSError if it is not said."""
+    """What the writer of this folder must follow. Raises OSError if it was not stored."""
     return msgspec.json.decode((folder / SETTINGS).read_bytes(), type=FollowSettings)
 
 

@@ -68,7 +68,7 @@ class Follower:
         return max(self._settings.every, min(LONGEST_REST, REST * self._pushed.answer_seconds))
 
     def step(self) -> None:
-        """Look once for what is new, and take it over. What goes wrong is told, and the current version stays."""
+        """Look once for changes, and take them over. An error is reported, and the current version stays."""
         try:
             if time.monotonic() >= self._retry_at:
                 if self._settings.servers and self.maker.manifest is not None:
@@ -182,7 +182,7 @@ class Follower:
         self._client = self._pushed = None
 
     def _follow_saves_meanwhile(self) -> None:
-        """Take over a save that is newer than what the servers told last. What is wrong with the servers is told."""
+        """Take over a save that is newer than the last answer of the servers. Reports why they do not answer."""
         with contextlib.suppress(CheckpointError):
             news = self._chain.news()
             if news is None or news.created <= self.maker.created:

@@ -50,7 +50,7 @@ class MappedModel:
         self._over = threading.Event()
         try:
             self._version = self._first(wait)
-            for table in self._version.description.tables:  # loads the kernels: the first request is not to wait
+            for table in self._version.description.tables:  # loads the kernels, so that no request waits for it
                 self._version.rows(table, np.zeros(1, np.int64))
         except BaseException:
             self._release()
@@ -139,7 +139,7 @@ class MappedModel:
                 self._guard()
 
     def _next(self) -> MappedVersion | None:
-        """As `_mapped`. What goes wrong is told once, and the present version stays."""
+        """As `_mapped`. An error is reported once, and the present version stays."""
         try:
             found = self._mapped(self._version)
             self._told = ""

@@ -159,7 +159,7 @@ class PushedRows:
 
 
 def _fill(table: TableWriter, most: int, chunks: Iterator[tuple[Keys, Floats]]) -> list[tuple[Keys, Floats]]:
-    """Add rows, at most so many; returns those that came beyond."""
+    """Add rows, at most `most`; returns the rest."""
     num, rest = 0, []
     for keys, values in chunks:
         if num + len(keys) <= most:

@@ -1,4 +1,4 @@
-"""Going back to an older version of a model that is served, and on: what a user asks the writer for."""
+"""Requests of a user to the writer: go back to an older version of a served model, or on to the newest."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class VersionMaker:
             self.store.remove_unused(self._files())
 
     def trouble(self, text: str) -> None:
-        """Tell what keeps newer versions away, once; "": nothing."""
+        """Report once why there are no newer versions; "": nothing is wrong."""
         if text and text[:100] != self.status.trouble[:100]:
             self._say(f"torchfleet serve: {text}")
         self.status.trouble = text

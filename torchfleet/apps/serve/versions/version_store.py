@@ -122,7 +122,7 @@ class VersionStore:
                 self._remove(name)
 
     def write_status(self) -> None:
-        """Overwrite the status in place. What cannot be written is lost."""
+        """Overwrite the status in place. A failed write is ignored."""
         self.status.checked = time.time()
         for field in ("source", "trouble", "failed"):
             setattr(self.status, field, getattr(self.status, field)[:_LONGEST])

@@ -38,7 +38,7 @@ def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
         sign = variable_sign(name, value)
         if sign is not None:
             raise RoleError(
-                f"--env {name}: found {sign}. Everybody who can read the namespace can read "
+                f"--env {name}: found {sign}. Every user who can read the namespace can read "
                 "the variables of a pod: put it into a Secret, and give --env_secret"
             )
         found[name] = value

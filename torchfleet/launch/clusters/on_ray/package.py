@@ -17,7 +17,7 @@ from torchfleet.launch.clusters.sent_files import Destination, SentFile, describ
 MOST_BYTES = 500 << 20  # of a package of Ray
 PACKAGE = Destination(
     name="the package for Ray",
-    readers="Everybody who may use the cluster can read a package",
+    readers="Every user of the cluster can read a package",
     instead="Put it where only the nodes can read it",
     reader="processes",
     most_files=10_000,

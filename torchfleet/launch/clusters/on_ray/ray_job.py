@@ -184,7 +184,7 @@ class RayJob:
             raise RoleError(
                 f"the ranks would meet at {host}:{port}, which other machines can reach, and torch.distributed neither "
                 "encrypts nor authenticates: everyone on that network could read and change the training, and run "
-                "code. Say --insecure if nobody else is on it."
+                "code. Say --insecure if no other user is on it."
             )
         common = {
             **_passed_on(), **base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": host.strip("[]"),

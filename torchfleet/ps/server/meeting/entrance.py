@@ -55,7 +55,7 @@ class Entrance:
         """A round was made by the workers `made`, of which `ended` leave; `behind` will get its mean. Returns the
         workers that enter now.
 
-        None enters if all leave: nobody could send the network.
+        None enters if all leave: no worker could send it the network.
         """
         staying = set(made) - set(ended)
         entering = sorted(self.waiting) if staying else []
@@ -86,7 +86,7 @@ class Entrance:
         self.holders.discard(worker)
 
     def end_all(self) -> list[Request]:
-        """Nobody waits any longer. Returns the requests that did."""
+        """End all waits. Returns the requests that waited."""
         ended, self.waiting, self._numbers = list(self.waiting.values()), {}, {}
         return ended
 

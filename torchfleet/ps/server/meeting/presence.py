@@ -79,7 +79,7 @@ class Presence:
         if known is not None and is_other and not may_replace:
             if not body.again and body.restart > known.body.restart:
                 raise ServerBusy(
-                    f"worker {worker} was started again, and its process of before ({known.place}) was heard of "
+                    f"worker {worker} was started again, and its earlier process ({known.place}) was heard of "
                     f"{now - known.heard:.1f} s ago; its number is free when that is silent"
                 )
             raise NumberTaken(

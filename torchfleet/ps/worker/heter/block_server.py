@@ -92,7 +92,7 @@ class BlockServer:
     """Implements Handler. `num_workers`: the CPU workers of the job. `is_stopping` when all of them have left."""
 
     def __init__(self, runner: BlockRunner, num_workers: int, orphan_timeout: float = 0.0) -> None:
-        """`orphan_timeout`: stop after so many seconds without any request of a worker; 0: never."""
+        """`orphan_timeout`: stop after this many seconds without a request from a worker; 0: never."""
         self.incarnation, self.term = secrets.randbits(63) | 1, 0
         self.counters = Counters()
         self.refusals = Refusals(self, self.counters)
