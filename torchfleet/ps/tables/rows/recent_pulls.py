@@ -57,9 +57,13 @@ class RecentPulls:
         pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
         if pulled is None or not np.array_equal(pulled[0], keys):
             return None
+        return pulled[1] if self.are_distinct(pulled[1]) else None
+
+    def are_distinct(self, rows: Rows) -> bool:
+        """Whether no row repeats."""
         if self._bits is None:
             self._bits = Memory(8 * (self._max_rows // 64 + 1)).array(np.uint64)
-        return pulled[1] if all_distinct(pulled[1], self._bits) else None
+        return bool(all_distinct(rows, self._bits))
 
     def forget(self) -> None:
         """Drop all entries: rows were freed, and may belong to other keys."""
