@@ -35,7 +35,6 @@ _START = struct.Struct("<4sB")  # magic bytes and version
 _ARRAY = struct.Struct("<IBxxxIQ")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BYTES = _CODES[np.dtype("<u1")]
 
 Frame = Any  # bytes, memoryview, zmq.Frame's buffer or a numpy array: anything with the buffer protocol
 Body = TypeVar("Body")
@@ -166,7 +165,10 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
 
 def encode(message: Message) -> list[Frame]:
     """Frames of a message. Contiguous arrays are not copied: do not change them until the message has been sent."""
-    parts = [_header(message, len(message.arrays))]
+    num_arrays = len(message.arrays)
+    if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
+        raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
+    parts = [b""]
     frames: list[Frame] = [b""]
     num_bytes = 0
     for array in message.arrays:
@@ -174,42 +176,28 @@ def encode(message: Message) -> list[Frame]:
         if not data.flags.c_contiguous:
             data = np.ascontiguousarray(data)
         if data.nbytes > MAX_FRAME:
-            raise _too_large(data.nbytes)
+            raise WireError(
+                f"an array of {data.nbytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
+                "Send it in ranges, or use more servers."
+            )
         parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
         num_bytes += data.nbytes
+    parts[0] = HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays,
+        message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
+        message.shard, message.term,
+    )  # fmt: skip
     frames[0] = b"".join(parts)
-    return _joined(frames) if len(frames) > FEW_ARRAYS + 1 and num_bytes <= MAX_JOINED else frames
+    return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
 
 
 def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
     """As `encode`, for a message whose arrays are the bytes of `frames`. The result has the frames themselves, unless
     they are many and small: a transport sends one that it has received without touching its content."""
-    sizes = [memoryview(frame).nbytes for frame in frames]
-    parts = [_header(message, len(frames))]
-    for size in sizes:
-        if size > MAX_FRAME:
-            raise _too_large(size)
-        parts.append(_ARRAY.pack(0, _BYTES, 1, size))
-    made = [b"".join(parts), *frames]
-    return _joined(made) if len(frames) > FEW_ARRAYS and sum(sizes) <= MAX_JOINED else made
-
-
-def _header(message: Message, num_arrays: int) -> bytes:
-    if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
-        raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
-    return HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays,
-        message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
-        message.shard, message.term,
-    )  # fmt: skip
-
-
-def _too_large(num_bytes: int) -> WireError:
-    return WireError(
-        f"an array of {num_bytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
-        "Send it in ranges, or use more servers."
-    )
+    message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
+    made = encode(message)
+    return [made[0], *frames] if len(made) == len(frames) + 1 else made
 
 
 def _joined(frames: Sequence[Frame]) -> list[Frame]:
@@ -217,8 +205,8 @@ def _joined(frames: Sequence[Frame]) -> list[Frame]:
     parts = []
     for data in frames[1:]:
         parts.append(data)
-        if num_more := -memoryview(data).nbytes % 8:
-            parts.append(bytes(num_more))
+        if data.nbytes % 8:
+            parts.append(bytes(-data.nbytes % 8))
     return [frames[0], b"".join(parts)]
 
 
