@@ -1,4 +1,5 @@
-"""Workers of a hybrid job that are killed and join again: how long the others stop, and what the model loses."""
+"""Workers of a hybrid job that are killed and join again: how long the others stop, and what the model loses. Rows
+that count steps show which of these are lost or doubled."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.progress import Board
 from benchmarks.hybrid_runs import ROOT, WORKER, results
 from benchmarks.timing import log
 
@@ -39,6 +41,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "kills": chosen.kills, "joins": killed["joins"], "rounds": steps, "lease": chosen.lease,
         "longest_pause": killed["longest"], "longest_pause_undisturbed": undisturbed["longest"],
+        "restarts": killed["restarts"], "lost": killed["lost"], "doubled": killed["doubled"],
         "auc": killed["auc"], "auc_undisturbed": undisturbed["auc"],
     }  # fmt: skip
 
@@ -48,11 +51,12 @@ class Killed:
 
     def __init__(self, chosen: argparse.Namespace, folder: Path, steps: int = 1 << 30) -> None:
         self._chosen, self._folder, self._steps = chosen, folder, steps
-        self._done = folder / "done"
-        folder.mkdir()
+        self._done, board = folder / "done", folder / "board"
+        board.mkdir(parents=True)
+        Board(board, end=0)
 
     def run(self, num_kills: int) -> dict[str, Any]:
-        """What worker 0 printed, and `joins`: how often a killed worker was at work again."""
+        """What worker 0 printed, `joins`: how often a killed worker was at work again, `restarts`: of all workers."""
         chosen = self._chosen
         roles = ["--server_num", str(chosen.servers), "--worker_num", str(chosen.kill_workers)]
         loss = ["--on_worker_loss", "go_on", "--max_restart", str(num_kills + 1)]
@@ -73,10 +77,13 @@ class Killed:
             finally:
                 job.kill()
                 job.wait()
-        found = [each for each in results(self._log(0)) if each["worker"] == 0]
-        if job.returncode or len(found) != 1 or "starting all workers again" in (self._folder / "output").read_text():
-            raise SystemExit(f"the job failed:\n{(self._folder / 'output').read_text()[-3000:]}")
-        return {**found[0], "joins": joins}
+        found, told = (
+            [each for each in results(self._log(0)) if each["worker"] == 0],
+            (self._folder / "output").read_text(),
+        )
+        if job.returncode or len(found) != 1:
+            raise SystemExit(f"the job failed:\n{told[-3000:]}")
+        return {**found[0], "joins": joins, "restarts": told.count("starting all workers again")}
 
     def _kill(self, num_kills: int) -> int:
         others = range(1, self._chosen.kill_workers)

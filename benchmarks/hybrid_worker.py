@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import torchfleet as fleet
+from benchmarks.hybrid_counted import Counted, audited, train
 
 NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
 WARM = 25  # steps before the clock starts: with balance, until sizes of batches follow the speeds
@@ -157,15 +158,16 @@ def spent() -> dict[str, float]:
 def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     fleet.init()
     torch.manual_seed(0)
-    model = fleet.distributed_model(CTR())
+    plain = Counted(CTR()) if chosen.until else CTR()
+    model = fleet.distributed_model(plain)
     configs: dict[str, Any] = {"hybrid": True, "exchange": "ranks" if chosen.way == "ranks" else "servers"}
     if chosen.way == "balance":
         configs["balance"] = True
     if chosen.way == "quorum":
         configs |= {"quorum": fleet.worker_num() - 1, "quorum_max_age": QUORUM_AGE}
     strategy = fleet.DistributedStrategy(a_sync=True, a_sync_configs=configs, sync_timeout=120.0)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    optimizer = fleet.distributed_optimizer(adam, strategy)
+    parameters = plain.groups() if isinstance(plain, Counted) else model.parameters()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(parameters, lr=1e-3, fused=True), strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
@@ -178,8 +180,12 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     slow = Slow(chosen.factor if worker == chosen.slow else 1.0, chosen.by)
-    if chosen.until:
-        return until_done(chosen, model, step)
+    if isinstance(plain, Counted):
+        own = batches(worker, chosen.batch, KILLED_BATCHES, Path(chosen.until))
+        longest, num_steps = train(chosen, model, step, own)
+        return ended(
+            {"worker": worker, "steps": num_steps, "longest": longest}, plain.clicks, lambda: audited(chosen, plain)
+        )
     num_steps, warm, own = chosen.steps, WARM, batches(worker, chosen.batch)
     if chosen.way == "quorum":  # the others do not wait for a slow worker, which makes fewer steps in the same time
         is_slow = worker == chosen.slow
@@ -195,11 +201,11 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     return ended(found, model)
 
 
-def ended(found: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """All workers are done: worker 0 adds the AUC, and what became of late gradients."""
+def ended(found: dict[str, Any], model: torch.nn.Module, more: Callable[[], dict[str, int]] = dict) -> dict[str, Any]:
+    """All workers are done: worker 0 adds the AUC, what became of late gradients, and `more`."""
     fleet.barrier_worker()
     if fleet.worker_index() == 0:
-        found["quorum"] = fleet.stats().get("quorum", {})
+        found |= {"quorum": fleet.stats().get("quorum", {}), **more()}
         ids, dense, clicked = made(7, NUM_TESTED)
         model.eval()
         with torch.no_grad():
@@ -207,24 +213,6 @@ def ended(found: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     fleet.barrier_worker()
     fleet.stop_worker()
     return found
-
-
-def until_done(chosen: argparse.Namespace, model: torch.nn.Module, step: Callable[[], None]) -> dict[str, Any]:
-    """Train until there is a file, which worker 0 makes after its last step. Others may be killed meanwhile."""
-    until, worker, longest, number = Path(chosen.until), fleet.worker_index(), 0.0, 0
-    print(f"\nPID {os.getpid()}", flush=True)
-    before = time.perf_counter()
-    for number, batch in enumerate(fleet.prefetch(batches(worker, chosen.batch, KILLED_BATCHES, until)), start=1):
-        F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2]).backward()  # type: ignore[no-untyped-call]
-        step()
-        if worker == 0 and number == chosen.steps:
-            until.touch()
-        if number == 3:
-            print("AT WORK", flush=True)
-        now = time.perf_counter()
-        longest, before = max(longest, now - before if number > WARM else 0.0), now
-        time.sleep(chosen.pause)
-    return ended({"worker": worker, "steps": number, "longest": longest}, model)
 
 
 def main() -> None:

@@ -6,11 +6,13 @@ import argparse
 import secrets
 import sys
 
+from torchfleet.base.role.process_settings import log_folder
 from torchfleet.ps.coordination.coordinators import make_coordinator
 from torchfleet.ps.net import addresses
 from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.replicas.between import Identity
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("--replica", type=int, required=True)
     parser.add_argument("--restart", type=int, default=0)
     parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--log_store", help="keep a log in a folder below this one")
     options = parser.parse_args()
     places = options.places.split("|")
 
@@ -37,7 +40,12 @@ def main() -> int:
     server.state.say = speaker(options.replica)
     own = Identity(0, options.replica, options.restart, secrets.randbits(63) | 1)
     liveness = Liveness(lambda number: is_refused(places[number]), True)
-    replica = Replica(server, own, make_coordinator(options.coordinator), connect, liveness=liveness)
+    durability = None
+    if options.log_store is not None:
+        own_folder, other = (log_folder(options.log_store, 0, i) for i in (options.replica, 1 - options.replica))
+        durability = Durability(own_folder, other=other)
+    coordinator = make_coordinator(options.coordinator)
+    replica = Replica(server, own, coordinator, connect, liveness=liveness, durability=durability)
     replica.begin()
     listener.serve(replica, lambda: replica.is_stopping)
     replica.end()

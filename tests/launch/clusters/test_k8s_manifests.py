@@ -43,6 +43,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "defaults": (),
     "log": (*SERVERS, "--durability", "log", "--log_size", "5Gi", "--storage_class", "fast", "--fsync_ms", "0"),
     "replicas": (*SERVERS, *ETCD, "--max_restart", "3"),
+    "both": (*SERVERS, *ETCD, "--durability", "log", "--max_restart", "3"),
+    "both shared": (*SERVERS, *ETCD, "--durability", "log", "--shared_logs", "--storage_class", "many"),
     "restarts": (*SERVERS, "--max_restart", "5", "--save_on_stop", "/data/model", "--grace", "90", "--ttl", "600"),
     "resources": (*SERVERS, "--server_cpus", "2", "--server_memory", "8GB", "--worker_cpus", "0.5", "--worker_memory",
                   "512MB", "--gpus", "1"),
@@ -59,6 +61,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "collective gpus": ("--nnodes", "2", "--gpus", "4", "--insecure", "--max_restart", "2"),
     "jobset": (*SERVERS, "--format", "jobset", "--max_job_restart", "3"),
     "jobset log": (*SERVERS, "--format", "jobset", "--durability", "log"),
+    "jobset both": (*SERVERS, *ETCD, "--format", "jobset", "--durability", "log"),
     "elastic": ("--server_num", "2", "--worker_num", "2:4"),
     "jobset collective": (*RANKS, "--format", "jobset"),
 }  # fmt: skip
@@ -222,7 +225,37 @@ def test_what_fails_is_started_again_only_where_that_helps(script: Path, capsys:
     assert rules((*counts, *ETCD)) == {"train-server": some, "train-backup": some, "train-worker": some}
     logged = rules((*counts, "--durability", "log"))
     assert logged == {"train-server-0": some, "train-server-1": some, "train-worker": some}
+    both = rules((*counts, *ETCD, "--durability", "log"))
+    replicas = [f"train-{role}-{i}" for role in ("server", "backup") for i in range(2)]
+    assert both == {**dict.fromkeys(replicas, some), "train-worker": some}
     assert rules(counts[:4]) == {"train-server": none, "train-worker": none}
+
+
+def test_with_logs_and_backups_every_replica_has_a_volume_or_both_of_a_server_share_one(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def logs(*flags: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+        found = made(capsys, *SERVERS, *ETCD, "--durability", "log", *flags, str(script))
+        claims = {claim["metadata"]["name"]: claim["spec"] for claim in of_kind(found, "PersistentVolumeClaim")}
+        used = {}
+        for pod in kube_pods.pods_of(found):
+            environment = pod.environment()
+            assert environment["FLEET_DURABILITY"] == "log"  # workers wait for servers that restart
+            volumes = [volume for volume in pod.spec["volumes"] if volume["name"] == "server-log"]
+            assert len(volumes) == (environment["FLEET_GROUP"] == "server")
+            for volume in volumes:
+                place = environment["FLEET_INDEX"], environment["FLEET_REPLICA"]
+                used[place] = volume["persistentVolumeClaim"]["claimName"]
+        return {name: mode for name, spec in claims.items() for mode in spec["accessModes"]}, used
+
+    claims, used = logs()
+    assert set(used) == {(str(i), str(replica)) for i in range(3) for replica in range(2)}
+    assert len(set(used.values())) == 6
+    assert claims == dict.fromkeys(used.values(), "ReadWriteOnce")
+    claims, used = logs("--shared_logs")
+    assert all(used[str(i), "0"] == used[str(i), "1"] for i in range(3))
+    assert len(set(used.values())) == 3
+    assert claims == dict.fromkeys(used.values(), "ReadWriteMany")
 
 
 def test_the_script_and_its_sources_travel(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -323,7 +356,8 @@ def test_a_script_arrives_as_it_is(text: str) -> None:
         (("--gpus", "0.5"), "GPUs"),
         (("--log_size", "5Gi"), "--durability log"),
         (("--durability", "log", "--log_size", "5 GB"), "--log_size"),
-        (("--durability", "log", *ETCD), "--durability"),
+        (("--durability", "log", "--shared_logs"), "--shared_logs --replicas"),
+        ((*ETCD, "--shared_logs"), "--shared_logs --durability"),
         (("--replicas", "2"), "--replicas"),
         (("--no_wait_for_backups",), "--no_wait_for_backups --replicas"),
         (("--max_job_restart", "1"), "--format jobset"),

@@ -16,7 +16,9 @@ from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s_command import main
 
 ETCD = ("--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr")
+BOTH = (*ETCD, "--durability", "log")
 INDEX = "batch.kubernetes.io/job-completion-index"
+SERVER = "fleet-server"
 
 
 @pytest.fixture
@@ -57,10 +59,11 @@ def cores(text: str) -> float:
         (),
         ETCD,
         ("--durability", "log"),
+        BOTH,
         ("--nnodes", "2", "--nproc_per_node", "2", "--insecure"),
         ("--format", "jobset"),
     ],
-    ids=["plain", "replicas", "log", "ranks", "jobset"],
+    ids=["plain", "replicas", "log", "both", "ranks", "jobset"],
 )
 def test_no_quota_of_cores_or_memory_refuses_a_container(made: Any, flags: tuple[str, ...]) -> None:
     """A quota of a resource refuses pods of which any container, init containers too, does not say how much."""
@@ -103,8 +106,9 @@ def pod_labels(found: list[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-def test_of_a_server_and_its_backup_one_is_evicted_at_a_time(made: Any) -> None:
-    found = made("--server_num", "3", "--worker_num", "2", *ETCD)
+@pytest.mark.parametrize(("flags", "number"), [(ETCD, INDEX), (BOTH, SERVER)], ids=["replicas", "both"])
+def test_of_a_server_and_its_backup_one_is_evicted_at_a_time(made: Any, flags: tuple[str, ...], number: str) -> None:
+    found = made("--server_num", "3", "--worker_num", "2", *flags)
     budgets = [each["spec"] for each in found if each["kind"] == "PodDisruptionBudget"]
     pairs = []
     for budget in budgets:
@@ -112,7 +116,7 @@ def test_of_a_server_and_its_backup_one_is_evicted_at_a_time(made: Any) -> None:
         chosen = [labels for labels in pod_labels(found) if selects(budget["selector"], labels)]
         assert {labels["app.kubernetes.io/component"] for labels in chosen} == {"server", "backup"}
         assert len(chosen) == 2
-        pairs.append({labels[INDEX] for labels in chosen})
+        pairs.append({labels[number] for labels in chosen})
     assert pairs == [{"0"}, {"1"}, {"2"}]
     assert not [each for each in made("--server_num", "3") if each["kind"] == "PodDisruptionBudget"]
 
@@ -133,13 +137,16 @@ def may_be_on(
     return allowed
 
 
-def test_a_required_spread_keeps_pods_waiting_and_a_preferred_one_does_not(made: Any) -> None:
+@pytest.mark.parametrize(("replicas", "number"), [(ETCD, INDEX), (BOTH, SERVER)], ids=["replicas", "both"])
+def test_a_required_spread_keeps_pods_waiting_and_a_preferred_one_does_not(
+    made: Any, replicas: tuple[str, ...], number: str
+) -> None:
     for flags, is_required in (((), False), (("--spread", "require"), True)):
-        found = made("--server_num", "2", *ETCD, *flags)
+        found = made("--server_num", "2", *replicas, *flags)
         (constraints,) = {str(job["spec"]["template"]["spec"].get("topologySpreadConstraints")): job for job in
                           kube_pods.jobs_of(found) if "worker" not in job["metadata"]["name"]}.values()  # fmt: skip
         rules = constraints["spec"]["template"]["spec"]["topologySpreadConstraints"]
-        pods = {(p["app.kubernetes.io/component"], p[INDEX]): p for p in pod_labels(found)}
+        pods = {(p["app.kubernetes.io/component"], p.get(number)): p for p in pod_labels(found)}
         one = {"a": [pods["server", "0"]]}
         assert bool(may_be_on(rules, pods["backup", "0"], one)) is not is_required
         two = {"a": [pods["server", "0"], pods["server", "1"]], "b": [pods["backup", "1"]]}
@@ -151,7 +158,7 @@ def test_a_required_spread_keeps_pods_waiting_and_a_preferred_one_does_not(made:
 @pytest.mark.parametrize("spread", ["prefer", "require"])
 def test_no_two_constraints_are_alike_and_servers_with_backups_prefer_free_nodes(made: Any, spread: str) -> None:
     """The API server refuses a pod with two constraints of one topology key and effect."""
-    for flags in ((), ETCD, ("--nnodes", "2", "--insecure")):
+    for flags in ((), ETCD, BOTH, ("--nnodes", "2", "--insecure")):
         for template in templates(made("--spread", spread, *flags)):
             rules = template["spec"].get("topologySpreadConstraints", [])
             kinds = [(rule["topologyKey"], rule["whenUnsatisfiable"]) for rule in rules]
@@ -178,7 +185,7 @@ def test_accounts_and_priorities_are_those_of_all_roles(made: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [(), ETCD, ("--durability", "log"), ("--nnodes", "2", "--insecure"), ("--format", "jobset")]
+    "flags", [(), ETCD, ("--durability", "log"), BOTH, ("--nnodes", "2", "--insecure"), ("--format", "jobset")]
 )
 def test_the_owner_may_touch_the_objects_of_its_job_and_no_others(made: Any, flags: tuple[str, ...]) -> None:
     found = made(*flags)

@@ -200,6 +200,17 @@ class TestWithoutACluster:
             "worker 0: python tiny.py   (actor with CPU 2, memory 1.07374e+09; log: log/latest/workerlog.0)",
         ]
 
+    def test_a_log_and_backups_together_are_taken(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        kept = ["--durability", "log", "--log_store", str(tmp_path / "store")]
+        line = ["--dry_run", "--cluster", "ray", "--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr", *kept]
+        assert cli.main([*line, TINY]) == 0
+        shown = capsys.readouterr().out
+        assert [text.partition(":")[0] for text in shown.splitlines() if text.startswith("server 0")] == [
+            "server 0",
+            "server 0, replica 1",
+        ]
+        assert f"FLEET_LOG_STORE={tmp_path / 'store'}" in shown
+
     def test_ray_that_is_not_installed_is_named_with_its_extra(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

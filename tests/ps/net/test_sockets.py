@@ -15,6 +15,7 @@ import pytest
 import zmq
 from support.fleets import WAIT, ServerThread, keys_of
 from support.messages import lines_naming, names
+from zmq.utils import garbage
 
 from torchfleet.base.errors import ServerBusy
 from torchfleet.ps.net import doorkeeper, unread
@@ -217,3 +218,31 @@ class TestStrangers:
             wait_until(lambda: not server._listener._desk._delayed, "it is refused")
             assert stranger.receive(0.3) is None
             stranger.close()
+
+
+def test_frames_that_were_received_are_sent_on_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyzmq's thread is told of none of them; it is of a part of one."""
+    shared: list[object] = []
+    store = garbage.gc.store
+
+    def stored(data: object, event: object) -> int:
+        shared.append(data)
+        return store(data, event)
+
+    monkeypatch.setattr(garbage.gc, "store", stored)
+    large = [np.random.default_rng(i).bytes(200_000 + i) for i in range(2)]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.set(zmq.LINGER, 0)
+        router.set(zmq.RCVTIMEO, int(WAIT * 1000))
+        channel = SocketChannel(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, b"small", *large])
+        received = channel.receive(WAIT)
+        assert received is not None
+        assert channel.send([b"head", *received])
+        assert router.recv_multipart() == [peer, b"head", b"small", *large]
+        assert not shared
+        assert channel.send([b"head", received[2][1:]])
+        assert router.recv_multipart() == [peer, b"head", large[1][1:]]
+        assert len(shared) == 1
+        channel.close()

@@ -27,6 +27,7 @@ from torchfleet.ps.net.wire import (
     call_of,
     decode,
     encode,
+    encode_bytes,
     pack,
     unpack,
 )
@@ -361,3 +362,24 @@ def test_a_frame_of_several_arrays_that_does_not_fit_the_header_is_refused() -> 
 def test_large_arrays_have_frames_of_their_own() -> None:
     message = Message(Command.PUSH, arrays=[Array(i, np.zeros((1 << 15, 1), np.uint64)) for i in range(9)])
     assert len(encode(message)) == 10
+
+
+@pytest.mark.parametrize("num", [0, 1, 8, 9, 40])
+@pytest.mark.parametrize("size", [3, 40_000])
+def test_frames_are_encoded_as_arrays_of_their_bytes_are(num: int, size: int) -> None:
+    """As one frame if they are many and small, and as they are otherwise."""
+    rng = np.random.default_rng(num)
+    frames = [rng.integers(0, 255, size + i).astype(np.uint8).tobytes() for i in range(num)]
+    message = Message(Command.APPEND, Role.SERVER, call=7, client=9, term=3)
+    made = encode_bytes(message, frames)
+    message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
+    assert [as_bytes(frame) for frame in made] == [as_bytes(frame) for frame in encode(message)]
+    assert [array.data.tobytes() for array in decode(made).arrays] == frames
+    if len(made) == num + 1:
+        assert all(frame is given for frame, given in zip(made[1:], frames, strict=True))
+
+
+def test_a_frame_too_large_for_a_message_is_refused() -> None:
+    large = np.zeros(MAX_FRAME + 1, np.uint8)  # whose pages nothing touches
+    with pytest.raises(WireError, match=naming(f"{MAX_FRAME + 1:,}")):
+        encode_bytes(Message(Command.APPEND, Role.SERVER), [large])

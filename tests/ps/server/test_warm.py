@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT, TESTS
+
+from torchfleet.ps.server import warm
+from torchfleet.ps.tables.settings.spec import TableSpec
 
 # Kernels from the cache on disk are loaded, not compiled: so the test counts the versions that a process has used.
 USE = """
@@ -62,3 +66,34 @@ def test_nothing_is_left_to_compile() -> None:
     num, *late = ended.stdout.splitlines()
     assert int(num) > 100
     assert late == []
+
+
+def test_one_server_of_a_machine_starts_the_process_that_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one does when that process has ended without a mark."""
+    start = subprocess.Popen
+    monkeypatch.setattr(warm, "mark_of_all", lambda: tmp_path / "cache" / "all.mark")
+    monkeypatch.setattr(warm, "is_temporary", lambda: False)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, pass_fds, **_: start(["sleep", "60"], pass_fds=pass_fds))
+    for _ in range(2):
+        compiling = warm.warm_up_rest()
+        assert compiling is not None
+        try:
+            assert warm.warm_up_rest() is None
+        finally:
+            compiling.kill()
+            compiling.wait()
+    (tmp_path / "cache" / "all.mark").touch()
+    assert warm.warm_up_rest() is None
+
+
+def test_a_server_that_has_all_kernels_uses_none_for_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+    monkeypatch.setattr(warm, "train", used.append)
+    monkeypatch.setattr(warm, "_loaded", [])
+    warm.warm_up([TableSpec("t", dim=2)])
+    assert len(used) == 1
+    monkeypatch.setattr(warm, "_loaded", [True])
+    warm.warm_up([TableSpec("t", dim=2)])
+    assert len(used) == 1

@@ -16,7 +16,7 @@ from support.messages import naming
 from support.searches import examples
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.tables import rowstore
+from torchfleet.ps.tables import rowstore, sparse_table
 from torchfleet.ps.tables.eviction import shrink
 from torchfleet.ps.tables.rows import keymap, packed_map
 from torchfleet.ps.tables.rows.memory import Memory
@@ -727,3 +727,27 @@ def test_rows_of_a_small_norm_are_dropped_from_their_map_too():
     table.assign(keys, (keys % 3).astype(np.float32).reshape(-1, 1))
     assert sum(shrink(table, Shrink(min_norm=0.5))) == 1000
     assert contents(table) == {key: [key % 3] for key in range(3000) if key % 3}
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_push_that_follows_no_pull_finds_by_rows_whether_a_key_repeats(repeats):
+    """As a backup gets it: some keys have rows, others get them."""
+    table, dice = make_table(dim=16, rule=Rule("sgd", lr=0.5)), np.random.default_rng(0)
+    keys = dice.permutation(5 * CHUNK)[: CHUNK + 500].astype(np.uint64)
+    table.assign(keys[::3], np.ones((len(keys[::3]), 16), np.float32))
+    if repeats:
+        keys[[7, -1]] = keys[[CHUNK + 3, 5]]  # in another chunk, and in one that has come before
+    grads = dice.normal(size=(len(keys), 16)).astype(np.float32)
+    with ExitStack() as stack:
+        if not repeats:
+            fails = mock.Mock(side_effect=AssertionError("keys are compared"))
+            stack.enter_context(mock.patch.object(sparse_table, "sum_by_key", fails))
+        before = table.pull(keys, create=False)
+        table.push(keys, grads)
+    sums = {int(key): np.zeros(16) for key in keys}
+    for key, grad in zip(keys.tolist(), grads, strict=True):
+        sums[key] += grad
+    expected = before - 0.5 * np.array([sums[key] for key in keys.tolist()])
+    np.testing.assert_allclose(table.pull(keys, create=False), expected, rtol=1e-5, atol=1e-6)
+    assert table.num_rows >= len(sums)
+    assert table.step == 1

@@ -40,10 +40,9 @@ def _check_faults(options: argparse.Namespace) -> None:
             raise RoleError(f"--{name} is about the log of servers, and there is none: add --durability log")
     if options.fsync_ms is not None and not 0 <= options.fsync_ms <= 60_000:
         raise RoleError(f"--fsync_ms must be a number of milliseconds from 0 to 60000, found {options.fsync_ms:g}")
-    if is_logged and options.replicas == 2:
+    if options.shared_logs and not (is_logged and options.replicas == 2):
         raise RoleError(
-            "--durability log and --replicas 2 together act under fleetrun on machines, not on Kubernetes yet: use one "
-            "of them"
+            "--shared_logs is about the logs of servers and of their backups: add --durability log and --replicas 2"
         )
     refuse_waiting(options.no_wait_for_backups, options.replicas)
     if (options.replicas == 2) != (options.coordinator is not None):

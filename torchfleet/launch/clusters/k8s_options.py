@@ -61,6 +61,11 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log_size", metavar="SIZE", help="of such a volume, as Kubernetes writes it (default: 10Gi)")
     group.add_argument("--storage_class", metavar="NAME", help="of such a volume (default: the cluster's)")
     group.add_argument("--fsync_ms", type=float, metavar="MS", help="as for fleetrun: changes a power loss may take")
+    group.add_argument(
+        "--shared_logs",
+        action="store_true",
+        help="with --replicas 2: one volume for both logs of a server, of a class that several nodes can mount",
+    )
     group.add_argument("--replicas", type=int, choices=(1, 2), default=1, help="2: every server has a backup")
     group.add_argument("--coordinator", metavar="URL", help="with --replicas 2: etcd://host:port/NAME")
     group.add_argument(
@@ -161,6 +166,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         max_job_restart=options.max_job_restart,
         log_size=quantity("--log_size", options.log_size or "10Gi") if options.durability == "log" else None,
         storage_class=object_or_none("--storage_class", options.storage_class),
+        has_shared_logs=options.shared_logs,
         fsync_ms=options.fsync_ms,
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,

@@ -21,7 +21,7 @@ from torchfleet.launch.clusters.on_ray.ray_cluster import (
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.clusters.on_ray.ray_room import cores_of
 from torchfleet.launch.clusters.sent_files import described_files
-from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both, require_store
+from torchfleet.launch.endurance.durability import durability_variables, log_store, require_store
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, waiting_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
@@ -194,7 +194,6 @@ def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
         "a folder that all nodes share. A server of a lost node starts on another one, and the log on the lost node's "
         "own disk is gone",
     )
-    refuse_both(kept, num_replicas(options.replicas))
     coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
     return {**_limits(job, options), **kept}
 

@@ -109,15 +109,6 @@ def require_store(variables: Mapping[str, str], why: str) -> None:
         raise RoleError(f"--durability log needs --log_store DIR here: {why}")
 
 
-def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
-    """Raise RoleError if servers on Ray would have both a log and backups. `variables`: from durability_variables."""
-    if replicas > 1 and variables.get(DURABILITY, "none") != "none":
-        raise RoleError(
-            "--durability log and --replicas 2 together act on machines that fleetrun is started on, not on Ray, which "
-            "may start a replica on a node without its log: use one of them"
-        )
-
-
 @contextlib.contextmanager
 def log_store(variables: Mapping[str, str], run_dir: Path) -> Iterator[dict[str, str]]:
     """Yield the variables with a folder for the servers' logs: the given one, or a new one that is removed at the

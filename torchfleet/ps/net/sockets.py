@@ -195,7 +195,7 @@ class SocketChannel:
 
     def send(self, frames: Sequence[Frame]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([_received(frame) for frame in frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
@@ -234,6 +234,14 @@ class SocketChannel:
             ) from None
         connection.send(_HELLO, zmq.NOBLOCK)
         return connection
+
+
+def _received(frame: Frame) -> Frame:
+    """The message of ZeroMQ whose whole content is `frame`, if it is one that was received; else `frame` itself. ZeroMQ
+    sends it again by reference, and frees it. Of other memory a thread of pyzmq has to be told when it was sent, which
+    takes the interpreter's lock from the thread that serves."""
+    owner: object = frame.obj if isinstance(frame, memoryview) else None
+    return owner if isinstance(owner, zmq.Frame) and len(owner) == frame.nbytes else frame
 
 
 class ZeroMQ:

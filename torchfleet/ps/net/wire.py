@@ -192,6 +192,14 @@ def encode(message: Message) -> list[Frame]:
     return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
 
 
+def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
+    """As `encode`, for a message whose arrays are the bytes of `frames`. The result has the frames themselves, unless
+    they are many and small: a transport sends one that it has received without touching its content."""
+    message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
+    made = encode(message)
+    return [made[0], *frames] if len(made) == len(frames) + 1 else made
+
+
 def _joined(frames: Sequence[Frame]) -> list[Frame]:
     """The header, and all arrays in one frame, each filled up to a multiple of 8 bytes."""
     parts = []

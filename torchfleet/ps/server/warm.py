@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from torchfleet.ps.tables.warm import NUM_ROWS, keep, read_only, train
 
 _BYTES, _DIM = 1 << 22, 64  # of the tables that are used
 COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
+_loaded: list[bool] = []  # whether load_all has been called, in this process or in the one that forked it
 
 
 @contextmanager
@@ -51,9 +54,11 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
 def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
     """Use the kernels with which tables of these descriptions are trained, on a few rows; `are_copied`: also those with
     which they are saved and copied. Without `specs`: all kernels of all kinds of tables. Also makes the process keep
-    freed memory, which the buffers of messages reuse.
+    freed memory, which the buffers of messages reuse. `load_all` has used the kernels of `specs` too: nothing is left.
     """
     keep_freed_memory()
+    if specs and _loaded:
+        return
     with _without_collector():
         unique(np.arange(FEW_PLACES, dtype=np.uint64))  # more keys than the places that it begins with are for
         for table in (make_table(_small(spec), _BYTES) for spec in specs):
@@ -69,9 +74,6 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
                 keep(table)
 
 
-_loaded: list[bool] = []  # whether load_all has been called, in this process or in the one that forked it
-
-
 def load_all() -> None:
     """Use all kernels, as warm_up without `specs` does; only the first time in a process and in those that it forks."""
     keep_freed_memory()
@@ -82,31 +84,57 @@ def load_all() -> None:
 
 def warm_up_rest() -> subprocess.Popen[bytes] | None:
     """Start a process that compiles all kernels into the cache, if this has not been done. It has the lowest priority,
-    and only one is at work on a machine. The caller ends it.
+    and only one is started on a machine: None if another server has done so. The caller ends it.
     """
     if is_temporary() or mark_of_all().exists():  # what is compiled into a temporary folder, no other process finds
         return None
+    lock = _lock()
+    if lock is None:
+        return None
     code = (
         "import os; os.nice(19); from torchfleet.ps.kernels import shared_cache; shared_cache.takes_locks = False; "
-        "from torchfleet.ps.server.warm import compile_all; compile_all()"
+        "from torchfleet.ps.server.warm import compile_locked; compile_locked()"
     )
     nowhere = subprocess.DEVNULL
-    return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    try:  # the process inherits the lock, and holds it until it ends
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere, pass_fds=(lock,)
+        )
+    finally:
+        os.close(lock)
 
 
 def compile_all() -> None:
     """Compile all kernels into the cache, and note that they are there. Returns at once if a process is doing it."""
+    lock = _lock()
+    if lock is not None:
+        try:
+            compile_locked()
+        finally:
+            os.close(lock)
+
+
+def compile_locked() -> None:
+    """`compile_all` in a process that has the lock."""
+    warm_up()
+    with _without_collector():
+        _use_rest()
+    mark_of_all().touch()
+
+
+def _lock() -> int | None:
+    """A file descriptor that holds the lock of the process that compiles; None if another process has it, or if files
+    cannot be locked there."""
     mark = mark_of_all()
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    with open(mark.with_suffix(".lock"), "w") as lock:
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(mark.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        warm_up()
-        with _without_collector():
-            _use_rest()
-        mark.touch()
+            return lock
+        except OSError:
+            os.close(lock)
+    return None
 
 
 def _use_rest() -> None:

@@ -221,6 +221,8 @@ class SparseTable(RowStore):
         rate = learning_rate(self.spec.rule, lr, self.step)
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
+        if pulled is None and is_many and self._is_open and grads.shape[1] == self.spec.dim:
+            pulled = self._rows_of_distinct(keys)
         if pulled is not None:
             self._change(keys, pulled, grads, rate, self.step)
             self._mark(pulled)
@@ -245,6 +247,16 @@ class SparseTable(RowStore):
             self._mark(at)
             if self.watch is not None:
                 self._tell(some)
+
+    def _rows_of_distinct(self, keys: Keys) -> Rows | None:
+        """The rows of these keys, made where there is none; None if a key repeats. A backup applies pushes without the
+        pulls before them: to see that no row repeats takes less than to compare keys."""
+        assert isinstance(self.index, KeyMap)
+        at = np.empty(len(keys), np.int64)
+        for start in range(0, len(keys), CHUNK):
+            some = slice(start, start + CHUNK)
+            at[some] = self._locate(keys[some], True, 0)
+        return at if self.index.recent.are_distinct(at) else None
 
     def _change(
         self,

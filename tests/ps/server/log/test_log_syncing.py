@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.scripts.launching import wait_until
 
@@ -75,4 +80,42 @@ def test_a_segment_that_was_removed_is_missed(tmp_path: Path) -> None:
         folder.sync_behind()
     with pytest.raises(FileNotFoundError):
         folder.sync()
+    folder.close()
+
+
+def cached_pages(path: Path) -> int:
+    """How many pages of a file are in memory, by the kernel's own count."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+        found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), len(mapped), found) == 0
+        return sum(each & 1 for each in found)
+
+
+def keeps_pages(path: Path) -> bool:
+    """Whether the kernel takes no advice about a file here."""
+    with open(path, "wb") as file:
+        file.write(bytes(100 * mmap.PAGESIZE))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return cached_pages(path) > 0
+
+
+@pytest.mark.parametrize("sync", [LogFolder.sync, LogFolder.sync_behind])
+def test_what_is_on_the_disk_takes_no_memory(sync: Callable[[LogFolder], None]) -> None:
+    with tempfile.TemporaryDirectory() as place:  # not the other tests' folder, which is in memory
+        if keeps_pages(Path(place) / "probe"):
+            pytest.skip("this file system keeps all pages, as one in memory does")
+        write_and_sync(Path(place), sync)
+
+
+def write_and_sync(place: Path, sync: Callable[[LogFolder], None]) -> None:
+    folder = begun(place / "log")
+    (path,) = (place / "log").glob("segment-*")
+    for _ in range(3):
+        folder.write([bytes(100 * mmap.PAGESIZE), b"12345678"])
+        sync(folder)
+    assert cached_pages(path) < 150, "the last ones may stay, where the kernel has pages in larger pieces"
+    assert folder.num_synced == 3 * (100 * mmap.PAGESIZE + 8)
     folder.close()

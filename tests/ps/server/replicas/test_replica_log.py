@@ -181,6 +181,26 @@ def test_a_new_run_goes_on_from_the_newest_log(tmp_path: Path, first: int) -> No
     third.kill(1)
 
 
+def test_a_run_that_ended_before_its_backup_was_filled_keeps_no_other_from_going_on(tmp_path: Path) -> None:
+    """Its replicas have made their folders, so that none of them is taken for lost."""
+    views, store = tmp_path / "views", tmp_path / "store"
+    views.mkdir()
+    store.mkdir(mode=0o700)
+    pair = Pair(views, log_store=store)
+    pair.start(1)
+    pair.start(0)
+    pair.kill(0)
+    pair.kill(1)
+    assert terms(pair) == [1, None]
+    again = begin(tmp_path, "second")
+    assert again.primary() == 0
+    client = Counting(again)
+    client.push()
+    client.check()
+    for number in range(2):
+        again.kill(number)
+
+
 def test_the_logs_of_a_job_that_is_over_are_removed(tmp_path: Path) -> None:
     pair = begin(tmp_path, num_workers=1)
     client = Client([pair.client(Role.LAUNCHER)], role=Role.LAUNCHER, patience=Patience(5.0, 3))

@@ -76,6 +76,7 @@ class K8sJob:
     max_job_restart: int = 0  # restarts of the whole job, which need a JobSet
     log_size: str | None = None  # of a server's log, with --durability log; None: servers keep no log
     storage_class: str | None = None  # of the volumes of logs
+    has_shared_logs: bool = False  # with replicas: a volume for both logs of a server, which many nodes can mount
     fsync_ms: float | None = None
     run: str = ""  # identifies this run to logs and to the coordinator
     coordinator: str | None = None  # with replicas
@@ -102,6 +103,16 @@ class K8sJob:
         return self.command[0].startswith(f"{SCRIPT}/")
 
     @property
+    def server_roles(self) -> tuple[str, ...]:
+        """The roles that every server has: with replicas also its backup."""
+        return (SERVER, BACKUP) if self.coordinator else (SERVER,)
+
+    def log_claim(self, role: str, index: int) -> str:
+        """Return the name of the claim for the volume with the log of a server or of its backup."""
+        is_shared = role == SERVER or self.has_shared_logs
+        return f"{self.name}-log-{index}" if is_shared else f"{self.name}-log-{index}-backup"
+
+    @property
     def server_endpoints(self) -> str:
         """The value of FLEET_SERVER_ENDPOINTS: host and port of every server, each followed by those of its backup."""
         return ",".join(self._places(i) for i in range(self.num_servers))
@@ -112,17 +123,16 @@ class K8sJob:
         return f"{self._host(RANK, 0)}:{MASTER_PORT}"
 
     def _places(self, index: int) -> str:
-        roles = (SERVER, BACKUP) if self.coordinator else (SERVER,)
-        return SEPARATOR.join(f"{self._host(role, index)}:{PORT}" for role in roles)
+        return SEPARATOR.join(f"{self._host(role, index)}:{PORT}" for role in self.server_roles)
 
     def _host(self, role: str, index: int) -> str:
         """Return a pod's DNS name inside its namespace: its host name and the name of the headless Service.
 
         The host name of a pod of an Indexed Job is the Job's name and the pod's index; a JobSet puts the number of the
-        Job between them. Each server with a log is a Job of its own, because each has its own volume.
+        Job between them. Each server or backup with a log is a Job of its own, because each has its own volume.
         """
         jobs = "-0" if self.is_jobset else ""
-        if role == SERVER and self.log_size:
+        if role in (SERVER, BACKUP) and self.log_size:
             return f"{self.name}-{role}-{index}{jobs}-0.{self.name}"
         return f"{self.name}-{role}{jobs}-{index}.{self.name}"
 

@@ -8,13 +8,14 @@ the DNS name of its pod, which an Indexed Job keeps when it replaces the pod.
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Mapping
 
 from torchfleet.base.own_folders import own_folder
 from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
 from torchfleet.launch.clusters.k8s.owner import owner
 from torchfleet.launch.clusters.k8s.pod_metrics import ingress
-from torchfleet.launch.clusters.k8s.pod_resources import INDEX_LABEL
+from torchfleet.launch.clusters.k8s.pod_resources import pair_label
 from torchfleet.launch.clusters.k8s.pod_template import k8s_object, labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 from torchfleet.ps.net.keys import keygen
@@ -39,7 +40,7 @@ def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -
     if files:
         found.append(config_map(job, files))
     if job.log_size:
-        found += [log_claim(job, index, job.log_size) for index in range(job.num_servers)]
+        found += log_claims(job, job.log_size)
     if job.coordinator:
         found += [disruption_budget(job, index) for index in range(job.num_servers)]
     running = [job_set(job, files)] if job.is_jobset else jobs(job, files)
@@ -82,14 +83,13 @@ def config_map(job: K8sJob, files: list[ScriptFile]) -> Document:
     return made
 
 
-def log_claim(job: K8sJob, index: int, size: str) -> Document:
-    """The claim for the volume of a server's log."""
-    made = k8s_object(job, "v1", "PersistentVolumeClaim", f"{job.name}-log-{index}")
-    spec: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
-    if job.storage_class:
-        spec["storageClassName"] = job.storage_class
-    made["spec"] = spec
-    return made
+def log_claims(job: K8sJob, size: str) -> list[Document]:
+    """The claims for the volumes of the logs of servers and backups."""
+    names = dict.fromkeys(job.log_claim(role, index) for index in range(job.num_servers) for role in job.server_roles)
+    mode = "ReadWriteMany" if job.has_shared_logs else "ReadWriteOnce"
+    storage = {"storageClassName": job.storage_class} if job.storage_class else {}
+    spec: Document = {"accessModes": [mode], "resources": {"requests": {"storage": size}}, **storage}
+    return [{**k8s_object(job, "v1", "PersistentVolumeClaim", name), "spec": spec} for name in names]
 
 
 def disruption_budget(job: K8sJob, index: int) -> Document:
@@ -99,7 +99,7 @@ def disruption_budget(job: K8sJob, index: int) -> Document:
     made["spec"] = {
         "minAvailable": 1,  # maxUnavailable is for controllers that can be scaled, which a Job is not
         "selector": {
-            "matchLabels": {"app.kubernetes.io/instance": job.name, INDEX_LABEL: str(index)},
+            "matchLabels": {"app.kubernetes.io/instance": job.name, pair_label(job): str(index)},
             "matchExpressions": [{"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP]}],
         },
     }
@@ -141,12 +141,12 @@ def _job_specs(job: K8sJob, files: list[ScriptFile]) -> dict[str, Document]:
     # A server that lost its rows is useless: it is restarted only if a log or a backup has them.
     restarts = job.max_restart if job.log_size or job.coordinator else 0
     made: dict[str, Document] = {}
-    if job.log_size:  # each server has its own volume, and so its own template
-        for index in range(job.num_servers):
-            template = pod_template(job, SERVER, files, index)
-            made[f"{SERVER}-{index}"] = _job_spec(job, SERVER, 1, restarts, template)
+    if job.log_size:  # each replica of a server has its own volume, and so its own template
+        for role, index in itertools.product(job.server_roles, range(job.num_servers)):
+            template = pod_template(job, role, files, index)
+            made[f"{role}-{index}"] = _job_spec(job, role, 1, restarts, template)
     else:
-        for role in (SERVER, BACKUP) if job.coordinator else (SERVER,):
+        for role in job.server_roles:
             made[role] = _job_spec(job, role, job.num_servers, restarts, pod_template(job, role, files))
     made[WORKER] = _job_spec(job, WORKER, job.num_workers, job.max_restart, pod_template(job, WORKER, files))
     return made

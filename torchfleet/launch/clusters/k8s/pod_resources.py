@@ -13,7 +13,8 @@ SMALL: Document = {  # of a container that copies files or sends a few requests
     "requests": {"cpu": "100m", "memory": "128Mi"},
     "limits": {"cpu": "1", "memory": "256Mi"},
 }
-INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
+_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
+_SERVER_LABEL = "fleet-server"  # of pods that are Jobs of their own, whose index is 0: the number of the server
 _NODE = "kubernetes.io/hostname"
 BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
 
@@ -47,11 +48,21 @@ def milli(cpus: float) -> str:
     return f"{round(cpus * 1000)}m"
 
 
+def pair_label(job: K8sJob) -> str:
+    """The label that a server and its backup have in common."""
+    return _SERVER_LABEL if job.log_size else _INDEX_LABEL
+
+
+def server_labels(server: int | None) -> dict[str, str]:
+    """The labels of the pod of a Job that runs this server alone; None: of pods with an index of their own."""
+    return {} if server is None else {_SERVER_LABEL: str(server)}
+
+
 def spreading(job: K8sJob, role: str) -> Document:
     """The fields of a pod that spread servers and their backups, or the pods of a collective job, over nodes.
 
     The API server takes one constraint for each topology key and effect. With backups it is the one that matters most:
-    it keeps a backup away from its primary, the pod with the same index. (An anti-affinity cannot say this before
+    it keeps a backup away from its primary, the pod with the same number. (An anti-affinity cannot say this before
     Kubernetes 1.31, which is the first to have matchLabelKeys there.) Beyond that, such pods prefer nodes without other
     servers.
     """
@@ -60,7 +71,7 @@ def spreading(job: K8sJob, role: str) -> Document:
     term = {"topologyKey": _NODE, "labelSelector": _spread_pods(job)}
     preferred = [{"weight": 100, "podAffinityTerm": term}]
     return {
-        "topologySpreadConstraints": [_spread(job, {"matchLabelKeys": [INDEX_LABEL]}, 2)],
+        "topologySpreadConstraints": [_spread(job, {"matchLabelKeys": [pair_label(job)]}, 2)],
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
     }
 

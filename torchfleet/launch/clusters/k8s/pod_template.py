@@ -22,7 +22,7 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
 )
 from torchfleet.launch.clusters.k8s.pod_metrics import ports, scrape_annotations
 from torchfleet.launch.clusters.k8s.pod_metrics import variables as exported
-from torchfleet.launch.clusters.k8s.pod_resources import SMALL, cpus_of, resources, spreading
+from torchfleet.launch.clusters.k8s.pod_resources import SMALL, cpus_of, resources, server_labels, spreading
 from torchfleet.launch.clusters.k8s.pod_volumes import mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
@@ -40,8 +40,8 @@ _FAREWELL = 10  # seconds that a script has to end after its time for saving
 
 
 def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | None = None) -> Document:
-    """The template of a Job's pods. `server`: the index of the server if this Job runs a single one; None: each pod
-    takes its completion index."""
+    """The template of a Job's pods. `server`: the number of the server if this Job runs it, or its backup, alone; None:
+    each pod takes its completion index."""
     spec: Document = {
         "restartPolicy": "Never",  # a new pod, possibly on another node, replaces a failed one
         "terminationGracePeriodSeconds": max(_LEAST_GRACE, job.grace + _FAREWELL),
@@ -60,7 +60,8 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
     if role != WORKER:
         spec |= spreading(job, role)
     spec |= placement(job)
-    return {"metadata": {"labels": labels(job, role), **scrape_annotations(job)}, "spec": spec}
+    metadata = {"labels": {**labels(job, role), **server_labels(server)}, **scrape_annotations(job)}
+    return {"metadata": metadata, "spec": spec}
 
 
 def placement(job: Application) -> Document:
@@ -188,13 +189,13 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
 
 
 def _endurance(job: K8sJob, role: str) -> dict[str, str]:
+    found = {} if job.waits_for_backups else {WAIT_FOR_BACKUPS: "0"}
     if job.log_size:  # for workers too: they wait for a server that restarts
-        found = {"FLEET_DURABILITY": "log", "FLEET_LOG_STORE": LOGS, "FLEET_LOG_RUN": job.run}
-        return found if job.fsync_ms is None else {**found, "FLEET_FSYNC_MS": f"{job.fsync_ms:g}"}
-    waits = {} if job.waits_for_backups else {WAIT_FOR_BACKUPS: "0"}
+        found |= {"FLEET_DURABILITY": "log", "FLEET_LOG_STORE": LOGS, "FLEET_LOG_RUN": job.run}
+        found |= {} if job.fsync_ms is None else {"FLEET_FSYNC_MS": f"{job.fsync_ms:g}"}
     if job.coordinator and role != WORKER:
-        return {"FLEET_COORDINATOR": job.coordinator, "FLEET_REPLICA": "1" if role == BACKUP else "0", **waits}
-    return waits
+        found |= {"FLEET_COORDINATOR": job.coordinator, "FLEET_REPLICA": "1" if role == BACKUP else "0"}
+    return found
 
 
 def _threads(job: K8sJob, role: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ def mounts(job: K8sJob, role: str) -> list[Document]:
         found.append({"name": "script", "mountPath": SCRIPT, "readOnly": True})
     if role != RANK:
         found.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
-    if role == SERVER and job.log_size:
+    if role in (SERVER, BACKUP) and job.log_size:
         found.append({"name": "server-log", "mountPath": LOGS})
     for number, claim in enumerate(job.claims):
         more = {"readOnly": True} if claim.is_read_only else {}
@@ -58,8 +58,8 @@ def volumes(job: K8sJob, role: str, files: list[ScriptFile], server: int | None)
         keys = [{"key": name, "path": name} for name in (*PUBLIC_KEYS, *_SECRET[role])]
         secret = {"secretName": f"{job.name}-keys", "defaultMode": KEY_MODE, "items": keys}
         found.append({"name": "keys", "secret": secret})
-    if role == SERVER and job.log_size:
-        claim = {"claimName": f"{job.name}-log-{server}"}
+    if server is not None:
+        claim = {"claimName": job.log_claim(role, server)}
         found.append({"name": "server-log", "persistentVolumeClaim": claim})
     for number, kept in enumerate(job.claims):
         found.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": kept.name}})

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
-from torchfleet.ps.server.log.log_files import map_file, open_file, sync_folder, sync_path
+from torchfleet.ps.server.log.log_files import drop_pages, map_file, open_file, sync_folder, sync_path
 from torchfleet.ps.server.log.log_records import Records
 from torchfleet.ps.server.log.log_start import START, Start, read_start, write_start
 
@@ -139,7 +139,7 @@ class LogFolder:
             os.fdatasync(self._file)
             if not os.fstat(self._file).st_nlink:
                 raise self._lost_name()
-            self._synced = self._number, num_bytes
+            self._note_synced(self._file, self._number, num_bytes)
 
     def sync_behind(self) -> None:
         """As `sync`, from another thread than the one that writes, which may begin a segment meanwhile."""
@@ -152,8 +152,13 @@ class LogFolder:
             return  # it was synced before the next one began
         try:
             os.fdatasync(file)
+            self._note_synced(file, number, num_bytes)
         finally:
             os.close(file)
+
+    def _note_synced(self, file: int, number: int, num_bytes: int) -> None:
+        first = self._synced[1] if self._synced[0] == number else 0
+        drop_pages(file, first, num_bytes)
         self._synced = number, num_bytes
 
     def forget_before_last(self) -> int:

@@ -14,11 +14,21 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.coordination.view import MAX_NAME
-from torchfleet.ps.net.wire import MAX_BODY, Array, Command, Frame, Message, Role, decode, encode, pack, unpack
+from torchfleet.ps.net.wire import (
+    MAX_BODY,
+    Command,
+    Frame,
+    Message,
+    Role,
+    decode,
+    encode,
+    encode_bytes,
+    pack,
+    unpack,
+)
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 REQUESTS = (Command.FOLLOW, Command.APPEND)
@@ -77,8 +87,7 @@ def append(
     """`session`: the backup's incarnation; any other process ignores the message. `number`: 0 for a sign of life."""
     message = _message(own, Command.APPEND, term, session)
     message.call, message.sequence, message.flags = number, stamp(now), flags
-    message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in entry]
-    return encode(message)
+    return encode_bytes(message, entry)
 
 
 def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:

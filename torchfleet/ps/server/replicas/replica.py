@@ -209,7 +209,10 @@ class Replica:
         return part.term if part is not None else 0
 
     def _find_role(self) -> None:
-        beginning = claim(self._own, self._coordinator, self._log is not None and self._log.is_any_in_step)
+        has_log = self._log is not None and self._log.is_any_in_step
+        if self._log is not None and not has_log:
+            self._log.make_folder()
+        beginning = claim(self._own, self._coordinator, has_log)
         if beginning is None:
             return
         if beginning.view is not None:

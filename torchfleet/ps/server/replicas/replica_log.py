@@ -10,7 +10,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from torchfleet.base.errors import LogError
+from torchfleet.base.errors import LogError, SecurityError
+from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on, most_bytes
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
@@ -48,6 +49,14 @@ class ReplicaLog:
         Raises LogError."""
         folders = self._durability.folder, self._durability.other
         return any(folder is not None and log_in_step(folder) is not None for folder in folders)
+
+    def make_folder(self) -> None:
+        """Make the folder of this replica, in which there is no log that a run can go on from. A replica that sees the
+        folder of the other one can then tell it from one that was lost. Raises LogError."""
+        try:
+            make_own(self._durability.folder)
+        except (OSError, SecurityError) as error:
+            raise LogError(f"no log can be kept in {self._durability.folder}: {error}. Give another folder.") from None
 
     @property
     def is_newest(self) -> bool:

@@ -29,8 +29,7 @@ class RecentPulls:
     def __init__(self, max_rows: int) -> None:
         self._pulls: OrderedDict[_Mark, tuple[Keys, Rows]] = OrderedDict()
         self._num_keys = 0
-        self._max_rows = max_rows
-        self._bits: npt.NDArray[np.uint64] | None = None
+        self._bits = Memory(8 * (max_rows // 64 + 1)).array(np.uint64)  # of all_distinct: a bit for each row
 
     @property
     def num_bytes(self) -> int:
@@ -57,9 +56,11 @@ class RecentPulls:
         pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
         if pulled is None or not np.array_equal(pulled[0], keys):
             return None
-        if self._bits is None:
-            self._bits = Memory(8 * (self._max_rows // 64 + 1)).array(np.uint64)
         return pulled[1] if all_distinct(pulled[1], self._bits) else None
+
+    def are_distinct(self, rows: Rows) -> bool:
+        """Whether no row repeats."""
+        return bool(all_distinct(rows, self._bits))
 
     def forget(self) -> None:
         """Drop all entries: rows were freed, and may belong to other keys."""
