@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -349,7 +350,13 @@ def failed(*arguments: str) -> str:
 
 
 def test_what_cannot_be_served_is_said(model: Path, tmp_path: Path) -> None:
-    assert "missing" in failed(str(tmp_path / "nothing"))
+    assert "manifest.json" in failed(str(tmp_path / "nothing"))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "manifest.json").write_text((model / "manifest.json").read_text().replace("dense.0", "dense.1"))
+    told = failed(str(damaged))
+    assert "checksum" in told
+    assert "previous" not in told  # there is none
     assert "--tls_key" in failed(str(model), "--tls_cert", __file__)
     assert "--network" in failed(str(model), "--network", "none.py:Net")
     assert "--max_body" in failed(str(model), "--max_body", "0")

@@ -148,7 +148,7 @@ class ServingProcesses:
 def _bound(settings: ServeSettings) -> socket.socket:
     made = _socket(settings)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _bind(made, settings.host, settings.port, "port", " or 0 for any that is free")
+    _bind(made, settings.host, settings.port, "port", ", or --port 0 for any that is free")
     return made
 
 
@@ -174,7 +174,5 @@ def _bind(made: socket.socket, host: str, port: int, option: str, more: str = ""
     except OSError as error:
         made.close()
         raise FleetError(
-            f"--host {host} --{option} {port} cannot be used: {error.strerror}. Give another --{option},{more}".rstrip(
-                ","
-            )
+            f"--host {host} --{option} {port} cannot be used: {error.strerror}. Give another --host or --{option}{more}"
         ) from None
