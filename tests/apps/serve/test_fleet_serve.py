@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -264,12 +265,25 @@ def test_a_crowded_process_refuses_predictions_and_stays_alive(model: Path) -> N
         assert 'torchfleet_serve_requests_total{outcome="busy"} 2.0' in text
 
 
+@contextlib.contextmanager
+def few_open_files() -> Iterator[None]:
+    """Processes that are started here may open fewer files than the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> None:
     body = json.dumps(as_json(clicks_batch(2))).encode()
     expected = expected_of(model, clicks_batch(2))
-    with serving(model, "--workers", "2", is_forked=False) as made:
+    with few_open_files(), serving(model, "--workers", "2", is_forked=False) as made:
         before = made.workers()
         assert len(before) == 2
+        soft, hard = before[0].rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard  # connections are open files
         before[0].kill()
         answers = 0
         end = time.monotonic() + 40
