@@ -142,6 +142,9 @@ def test_a_folder_has_plain_kinds_and_kserve_apart(tmp_path: Path) -> None:
         ("--token_secret", "Not A Name"),
         ("--format", "kustomize"),
         ("--", "--port", "80"),
+        ("--", "--host", "127.0.0.1"),
+        ("--", "--tls_c", "file"),
+        ("--", "--grpc_port", "8001"),
         (*SHARDS, "--", "--follow"),
     ],
 )

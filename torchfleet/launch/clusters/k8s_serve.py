@@ -169,12 +169,16 @@ def _check(options: argparse.Namespace) -> None:
 
 def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
     """The options of `fleet serve` in the pods. Raises RoleError for those that the manifests set."""
-    own = next((part for part in arguments if part.partition("=")[0] in _OWN), None)
-    if own:
-        raise RoleError(f"-- {own}: the manifests set it themselves; leave it out")
     parser = argparse.ArgumentParser("fleet")
     serve_command.add_commands(parser.add_subparsers())
-    passed = parser.parse_args(["serve", options.model, *arguments])  # ends with status 2 for what fleet serve refuses
+    # ends with status 2 for what fleet serve refuses
+    passed, plain = (parser.parse_args(["serve", options.model, *more]) for more in (arguments, ()))
+    given = {name for name in _OWN if getattr(passed, name[2:]) != getattr(plain, name[2:])}  # also if abbreviated
+    given |= {part.partition("=")[0] for part in arguments} & set(_OWN)
+    if given:
+        raise RoleError(f"-- {min(given)}: the manifests set it themselves; leave it out")
+    if passed.grpc_port:
+        raise RoleError("-- --grpc_port: the Service of the manifests leads to HTTP alone; leave it out")
     if passed.follow and options.shards:
         raise RoleError("-- --follow and --shards exclude each other: servers of shards have read one save")
     return passed
