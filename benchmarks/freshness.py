@@ -5,8 +5,12 @@ python -m benchmarks.freshness --quick --json    seconds, to see that it works
 
 A job of one server and one worker trains without a pause. Now and then a sample has an id that was never there. The
 time counts from the end of the training step to the first version in which this id changes the prediction: pushed by
-the server, and by files with a delta every second. Training is measured in turns with a follower and without, also in
-processor time of server and worker per step, which other work on the machine disturbs less.
+the server, and by files with a delta every second.
+
+What a follower costs training is measured in turns with one and without, by the clock and in processor time of server
+and worker per step: first with the follower on cores of its own (training_ratio, training_wall_ratio), as it is on
+another machine; then with all on the same cores (shared_ratio, shared_wall_ratio), where the follower also takes time
+and cache that training would have used.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,16 @@ def options() -> argparse.Namespace:
     return chosen
 
 
+@dataclass(frozen=True)
+class Look:
+    """A job at one moment: sums since its start."""
+
+    time: float
+    steps: float
+    server_s: float  # processor time
+    worker_s: float
+
+
 class Job:
     """A job that trains in processes of its own."""
 
@@ -69,9 +85,16 @@ class Job:
         self._pids = [int(ready["pid"]), int((folder / "server_pid").read_text())]
         self._board = np.memmap(folder / "board", np.float64, "r", shape=(1,))
 
-    def look(self) -> tuple[float, float, float]:
-        """(time, steps so far, processor seconds of server and worker so far)."""
-        return time.perf_counter(), float(self._board[0]), sum(map(processor_seconds, self._pids))
+    def look(self) -> Look:
+        worker, server = map(processor_seconds, self._pids)
+        return Look(time.perf_counter(), float(self._board[0]), server, worker)
+
+    def run_on(self, cores: set[int]) -> None:
+        """Let server and worker use these cores alone."""
+        for pid in self._pids:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), cores)
 
     def clicks(self) -> dict[int, float]:
         """When each click had been trained on."""
@@ -146,32 +169,76 @@ def follower(job: Job, pushed: bool) -> Iterator[MappedModel]:
         model.close()
 
 
-def speed(job: Job, seconds: float) -> tuple[float, float]:
-    """(steps per second, processor seconds of server and worker per step)."""
-    start, steps, used = job.look()
+@dataclass(frozen=True)
+class Speed:
+    """Of a turn."""
+
+    steps_per_s: float
+    server_ms: float  # processor time of a step
+    worker_ms: float
+
+
+def speed(job: Job, seconds: float) -> Speed:
+    start = job.look()
     time.sleep(seconds)
-    end, more_steps, more_used = job.look()
-    num = max(1.0, more_steps - steps)
-    return num / (end - start), (more_used - used) / num
+    end = job.look()
+    num = max(1.0, end.steps - start.steps)
+    server, worker = end.server_s - start.server_s, end.worker_s - start.worker_s
+    return Speed(num / (end.time - start.time), 1000 * server / num, 1000 * worker / num)
 
 
-def cost(job: Job, rounds: int, seconds: float) -> dict[str, float]:
-    """Training with a follower and without, in turns."""
-    alone: list[tuple[float, float]] = []
-    beside: list[tuple[float, float]] = []
+def median(turns: Sequence[Speed]) -> Speed:
+    fields = zip(*((turn.steps_per_s, turn.server_ms, turn.worker_ms) for turn in turns), strict=True)
+    return Speed(*map(statistics.median, fields))
+
+
+def in_turns(job: Job, rounds: int, seconds: float) -> tuple[Speed, Speed]:
+    """Training alone, and with a follower."""
+    alone: list[Speed] = []
+    beside: list[Speed] = []
     for turn in range(rounds):
         alone.append(speed(job, seconds))
         with follower(job, True):
             beside.append(speed(job, seconds))
-        log(f"  turn {turn + 1}/{rounds}: {alone[-1][0]:.0f} steps/s alone, {beside[-1][0]:.0f} with a follower")
-    rates = [statistics.median(rate for rate, _ in each) for each in (alone, beside)]
-    used = [statistics.median(spent for _, spent in each) for each in (alone, beside)]
+        log(f"  turn {turn + 1}/{rounds}: {alone[-1]} alone, {beside[-1]} with a follower")
+    return median(alone), median(beside)
+
+
+def ratios(alone: Speed, beside: Speed) -> tuple[float, float]:
+    """Speed with a follower, of the speed without: by processor time, and by the clock."""
+    used = (alone.server_ms + alone.worker_ms) / (beside.server_ms + beside.worker_ms)
+    return used, beside.steps_per_s / alone.steps_per_s
+
+
+def cost_apart(job: Job, rounds: int, seconds: float) -> dict[str, float]:
+    """The job has one half of the cores, the follower and this process the other. Empty on a single core."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if not half:
+        return {}
+    try:
+        job.run_on(set(cores[:half]))
+        os.sched_setaffinity(0, cores[half:])
+        alone, beside = in_turns(job, rounds, seconds)
+    finally:
+        os.sched_setaffinity(0, cores)
+        job.run_on(set(cores))
+    by_processor, by_clock = ratios(alone, beside)
     return {
-        "steps_per_s": rates[0],
-        "training_wall_ratio": rates[1] / rates[0],
-        "training_ratio": used[0] / used[1],
-        "cpu_ms_per_step": 1000 * used[0],
+        "training_ratio": by_processor,
+        "training_wall_ratio": by_clock,
+        "server_ms_per_step": alone.server_ms,
+        "server_ms_followed": beside.server_ms,
+        "worker_ms_per_step": alone.worker_ms,
+        "worker_ms_followed": beside.worker_ms,
     }
+
+
+def cost_shared(job: Job, rounds: int, seconds: float) -> dict[str, float]:
+    """All processes on all cores."""
+    alone, beside = in_turns(job, rounds, seconds)
+    by_processor, by_clock = ratios(alone, beside)
+    return {"steps_per_s": alone.steps_per_s, "shared_ratio": by_processor, "shared_wall_ratio": by_clock}
 
 
 def summary(name: str, found: list[float]) -> dict[str, float]:
@@ -187,7 +254,7 @@ def run(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with follower(job, True) as model:
             pushed = delays(job, model, chosen.clicks)
         log(f"pushed: {statistics.median(pushed):.2f} s")
-        costs = cost(job, chosen.rounds, chosen.seconds)
+        costs = {**cost_apart(job, chosen.rounds, chosen.seconds), **cost_shared(job, chosen.rounds, chosen.seconds)}
         (folder / "saves").touch()
         with follower(job, False) as model:
             by_files = delays(job, model, chosen.clicks)

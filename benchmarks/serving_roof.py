@@ -70,9 +70,17 @@ def main() -> None:
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind(("127.0.0.1", port))
-    plain = {"proxy_headers": False, "server_header": False, "date_header": False}  # as `fleet serve` has it
     config = uvicorn.Config(
-        app, http=DirectProtocol, ws="none", lifespan="off", log_config=None, access_log=False, **plain
+        app,
+        http=DirectProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,  # all of it as `fleet serve` has it
     )
     gc.collect()
     gc.freeze()

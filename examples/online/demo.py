@@ -83,8 +83,14 @@ class Demo:
     """A job that trains, a server that follows it, and this process, which writes clicks and has the page."""
 
     def __init__(self, folder: Path, port: int, every: float, views: int) -> None:
+        try:  # first: the port may be taken
+            self._page = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        except OSError as error:
+            raise SystemExit(f"--port {port} cannot be used: {error.strerror}. Give another, or 0") from None
+        self.url = f"http://127.0.0.1:{self._page.server_port}/"
         self._clicks = Clicks(folder / "clicks", views)
         self._every = every
+        self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
         self._clicks.write()
         self._done = folder / "model" / "donefile.jsonl"
@@ -95,8 +101,6 @@ class Demo:
         except BaseException:
             self.close()
             raise
-        self._page = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self.url = f"http://127.0.0.1:{self._page.server_port}/"
         self._threads = [threading.Thread(target=work) for work in (self._write, self._page.serve_forever)]
         for thread in self._threads:
             thread.start()
@@ -116,11 +120,11 @@ class Demo:
 
     def close(self) -> None:
         self._is_over.set()
-        if hasattr(self, "_page"):
+        if self._threads:
             self._page.shutdown()
-            for thread in self._threads:
-                thread.join()
-            self._page.server_close()
+        for thread in self._threads:
+            thread.join()
+        self._page.server_close()
         for process in reversed(self._processes):
             process.terminate()
         for process in self._processes:

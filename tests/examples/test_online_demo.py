@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,3 +65,13 @@ def test_the_page_asks_nobody_else() -> None:
     page = Path(ROOT / "examples" / "online" / "demo_page.html").read_text()
     assert "://" not in page
     assert "src=" not in page
+
+
+def test_a_port_in_use_is_said_before_anything_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        script = [sys.executable, str(ROOT / "examples" / "online" / "demo.py"), "--port", port]
+        ended = subprocess.run(script, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert ended.returncode == 1
+    assert port in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -6,6 +6,8 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
+import shutil
 import signal
 import socket
 import ssl
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ import torch
 from support import processes
 from support.extras import needing
 from support.inference_requests import WRONG
-from support.serving import Clicks, Served, as_json, clicks_batch, save_clicks, serving
+from support.serving import SECONDS, Clicks, Served, as_json, clicks_batch, save_clicks, serving
 
 import torchfleet as fleet
+from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT
 
 pytestmark = [pytest.mark.slow, needing("uvicorn", "httptools")]
 TOKEN = "a token of a test, long enough"
@@ -149,7 +152,9 @@ def test_wrong_requests_get_4xx_and_memory_is_bounded(served: Served) -> None:
         ({"X-Long": "x" * 70_000}, 431),
     ],
 )
-def test_bombs_and_slow_bodies_are_refused(served: Served, headers: dict[str, str], expected: int) -> None:
+def test_bombs_and_slow_bodies_are_refused_and_logged(
+    served: Served, model: Path, headers: dict[str, str], expected: int
+) -> None:
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     asked = f"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: a\r\n{head}".encode()
     if expected != 431:
@@ -158,6 +163,7 @@ def test_bombs_and_slow_bodies_are_refused(served: Served, headers: dict[str, st
     answer = next(filter(None, (answer_to(served, asked, chunks) for _ in range(50))))
     assert int(answer.split(b" ", 2)[1]) == expected
     assert b"error" in answer
+    lines_once(model, lambda lines: expected in {line["status"] for line in lines})
     assert served.infer(as_json(clicks_batch(1)))[0] == 200
 
 
@@ -191,6 +197,20 @@ def test_too_many_samples_are_refused(served: Served) -> None:
     assert "64" in found["error"]
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The access log of a server. Lines are complete: each is written at once."""
+    return [json.loads(line) for line in (folder / "access.jsonl").read_text().splitlines()]
+
+
+def lines_once(folder: Path, is_so: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """The access log, as soon as this is so: a line is written after the answer."""
+    end = time.monotonic() + SECONDS
+    while not is_so(lines := lines_of(folder)):
+        assert time.monotonic() < end, lines[-5:]
+        time.sleep(0.02)
+    return lines
+
+
 def test_metrics_and_access_log(served: Served, model: Path) -> None:
     served.infer(as_json(clicks_batch(2)))
     status, text = served.request("GET", "/metrics")
@@ -203,18 +223,67 @@ def test_metrics_and_access_log(served: Served, model: Path) -> None:
         "model_age_seconds",
     ):
         assert f"torchfleet_serve_{name}".encode() in text
-    lines = [json.loads(line) for line in (model / "access.jsonl").read_text().splitlines()]
-    infers = [line for line in lines if line["path"] == "/v2/models/clicks/infer"]
+    infers = [line for line in lines_of(model) if line["path"] == "/v2/models/clicks/infer"]
     assert infers
     assert {"time", "client", "method", "path", "status", "ms", "bytes", "process"} == set(infers[0])
+
+
+def head_of(num_bytes: int) -> bytes:
+    return b"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % num_bytes
+
+
+def test_clients_that_leave_are_counted_and_logged(model: Path, tmp_path: Path) -> None:
+    """A small request, a large one, which goes through ASGI, and one whose body never came."""
+    small = json.dumps(as_json(clicks_batch(1))).encode()
+    large = small + b" " * (1 << 17)
+    log = str(tmp_path / "access.jsonl")
+    with serving(model, "--batch_wait_ms", "2000", "--timeout_s", "20", "--access_log", log) as made:
+        for asked in (head_of(len(small)) + small, head_of(len(large)) + large, head_of(len(small))):
+            with socket.create_connection((made.host, made.port), timeout=30) as connection:
+                connection.sendall(asked)
+        lines = lines_once(tmp_path, lambda lines: len(lines) == 3)
+        found = {(line["status"], line["bytes"], line["path"]) for line in lines}
+        assert found == {(CLIENT_LEFT, 0, "/v2/models/clicks/infer")}
+        text = made.request("GET", "/metrics")[1].decode()
+        assert 'torchfleet_serve_requests_total{outcome="left"} 3.0' in text
+        assert 'torchfleet_serve_requests_total{outcome="ok"} 0.0' in text
+        assert made.infer(small)[0] == 200
+
+
+def test_a_crowded_process_refuses_predictions_and_stays_alive(model: Path) -> None:
+    """More connections than may be: 503 as JSON, counted; probes and metrics are answered."""
+    with serving(model, "--max_connections", "2", "--timeout_s", str(SECONDS)) as made, contextlib.ExitStack() as stack:
+        body = as_json(clicks_batch(1))
+        assert made.infer(body)[0] == 200
+        for _ in range(2):
+            stack.enter_context(socket.create_connection((made.host, made.port), timeout=30))
+        status, found = made.infer(body)
+        assert (status, type(found["error"])) == (503, str)
+        assert made.get("/v2/health/live")[0] == 200
+        assert made.get("/v2/health/ready")[0] == 503
+        text = made.request("GET", "/metrics")[1].decode()
+        assert 'torchfleet_serve_requests_total{outcome="busy"} 2.0' in text
+
+
+@contextlib.contextmanager
+def few_open_files() -> Iterator[None]:
+    """Processes that are started here may open fewer files than the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> None:
     body = json.dumps(as_json(clicks_batch(2))).encode()
     expected = expected_of(model, clicks_batch(2))
-    with serving(model, "--workers", "2", is_forked=False) as made:
+    with few_open_files(), serving(model, "--workers", "2", is_forked=False) as made:
         before = made.workers()
         assert len(before) == 2
+        soft, hard = before[0].rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard  # connections are open files
         before[0].kill()
         answers = 0
         end = time.monotonic() + 40
@@ -295,9 +364,33 @@ def failed(*arguments: str) -> str:
 
 
 def test_what_cannot_be_served_is_said(model: Path, tmp_path: Path) -> None:
-    assert "missing" in failed(str(tmp_path / "nothing"))
+    assert "manifest.json" in failed(str(tmp_path / "nothing"))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "manifest.json").write_text((model / "manifest.json").read_text().replace("dense.0", "dense.1"))
+    told = failed(str(damaged))
+    assert "checksum" in told
+    assert "previous" not in told  # there is none
     assert "--tls_key" in failed(str(model), "--tls_cert", __file__)
     assert "--network" in failed(str(model), "--network", "none.py:Net")
+    assert "--max_body" in failed(str(model), "--max_body", "0")
+    for wrong in ("0", "-1", "inf", "nan"):
+        assert "--timeout_s" in failed(str(model), "--timeout_s", wrong)
+
+
+def test_files_that_cannot_be_used_are_said_at_once(model: Path, tmp_path: Path) -> None:
+    """Before the model is loaded, and without a stack trace or a question for a password."""
+    key, cert = certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other, _ = certificate(tmp_path / "other")
+    secret = str(tmp_path / "secret.pem")
+    subprocess.run(["openssl", "rsa", "-aes256", "-passout", "pass:abcd", "-in", key, "-out", secret], check=True)
+    for wrong in (other, secret, cert, __file__):
+        assert "--tls_key" in failed(str(model), "--tls_cert", cert, "--tls_key", wrong)
+    (tmp_path / "empty").touch()
+    assert "--token_file" in failed(str(model), "--token_file", str(tmp_path / "empty"))
+    for place in (tmp_path, tmp_path / "none" / "access.jsonl"):
+        assert "--access_log" in failed(str(model), "--access_log", str(place))
 
 
 def test_a_network_of_the_users_own(model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.extras import imported, needing
-from support.serving import as_json, clicks_batch, save_clicks, serving
+from support.serving import SECONDS, Served, as_json, clicks_batch, save_clicks, serving
 
 from torchfleet.launch.roles import free_ports
 
@@ -160,3 +161,34 @@ def test_http_counts_the_calls_of_grpc(asked: Asked) -> None:
     assert status == 200
     (line,) = [one for one in body.decode().splitlines() if one.startswith("torchfleet_serve_samples_total ")]
     assert float(line.split()[1]) >= 1
+
+
+def test_calls_under_way_are_answered_before_the_server_ends_and_cancelled_ones_are_counted(tmp_path: Path) -> None:
+    save_clicks(tmp_path / "clicks")
+    (port,) = free_ports(1)
+    waiting = "--grpc_port", str(port), "--batch_wait_ms", "3000", "--timeout_s", str(SECONDS)
+    with serving(tmp_path / "clicks", *waiting) as served:
+        client = Asked(port, served)
+        request = client.m.ModelInferRequest(model_name="clicks", **inputs_of(clicks_batch(2), is_raw=True))
+        cancelled = client.stub.ModelInfer.future(request, timeout=SECONDS)
+        wait_for_figure(served, "queue_samples 2.0")
+        cancelled.cancel()
+        wait_for_figure(served, 'requests_total{outcome="left"} 1.0')
+        request = client.m.ModelInferRequest(model_name="clicks", **inputs_of(clicks_batch(3), is_raw=True))
+        answered = client.stub.ModelInfer.future(request, timeout=SECONDS)
+        wait_for_figure(served, "queue_samples 3.0", "queue_samples 5.0")  # with the cancelled one, or without
+        served.process.terminate()
+        assert list(answered.result().outputs[0].shape) == [3]
+        assert served.process.wait(SECONDS) == 0
+        client.channel.close()
+
+
+def wait_for_figure(served: Served, *lines: str) -> None:
+    """Until /metrics has one of these lines."""
+    end = time.monotonic() + SECONDS
+    while True:
+        found = served.request("GET", "/metrics")[1].decode().splitlines()
+        if any(f"torchfleet_serve_{line}" in found for line in lines):
+            return
+        assert time.monotonic() < end, found
+        time.sleep(0.02)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,9 @@ from support.grids import first_of
 from support.jobs import Batch, fleet_optimizer, one_worker
 
 import torchfleet as fleet
-from torchfleet.apps.serve.network_export import INPUTS, export_onnx, export_program, export_triton
+from torchfleet.apps.serve import network_export
+from torchfleet.apps.serve.network_export import INPUTS, ExportedNetwork, export_onnx, export_program, export_triton
+from torchfleet.apps.serve.plain_network import NetworkInput
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.observe.commands.command import main
 
@@ -158,3 +161,38 @@ def test_a_model_without_its_network_is_refused(folder: str, tmp_path: Path) -> 
         export_program(str(tmp_path / "model"), str(tmp_path / "model.pt2"), "ids")
     with pytest.raises(FleetError):
         export_triton(folder, str(tmp_path), "../outside", 1, "ids")
+
+
+def test_versions_in_a_triton_repository_appear_whole_and_share_their_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file itself is written by a stand-in: what matters is when the folder of a version appears, and with what."""
+    described, error = (
+        ExportedNetwork([NetworkInput("x", "values", "float32", ["x"], shape=["samples", 2])], []),
+        list[Exception](),
+    )
+
+    def write(folder: str, path: str, given: str) -> ExportedNetwork:
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_bytes(b"half")
+        if error:
+            raise error[0]
+        (Path(path).parent / INPUTS).write_bytes(msgspec.json.encode(described))
+        return described
+
+    monkeypatch.setattr(network_export, "export_onnx", write)
+    model = tmp_path / "ranker"
+    error.append(OSError("no space"))
+    with pytest.raises(OSError, match="no space"):
+        export_triton("", str(tmp_path), "ranker", 1, "ids")
+    assert list(model.iterdir()) == []
+    error.clear()
+    export_triton("", str(tmp_path), "ranker", 1, "ids")
+    own = (model / "config.pbtxt").read_text() + "instance_group [ { count: 2 } ]\n"
+    (model / "config.pbtxt").write_text(own)
+    export_triton("", str(tmp_path), "ranker", 2, "ids")
+    described.inputs[0].shape = ["samples", 3]
+    with pytest.raises(CheckpointError):
+        export_triton("", str(tmp_path), "ranker", 3, "ids")
+    assert sorted(path.name for path in model.iterdir()) == ["1", "2", "config.pbtxt", INPUTS]
+    assert (model / "config.pbtxt").read_text() == own

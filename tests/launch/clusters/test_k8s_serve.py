@@ -65,7 +65,7 @@ def test_manifests_are_valid_without_unknown_fields(name: str, form: str, capsys
 
 
 def test_pods_are_probed_scaled_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    found = made(capsys, *FLAGS["scale"], "--", "--workers", "2")
+    found = made(capsys, *FLAGS["scale"], "--", "--workers", "2", "--timeout_s", "60")
     assert list(found) == ["Service ctr", "PodDisruptionBudget ctr", "Deployment ctr", "HorizontalPodAutoscaler ctr"]
     deployment = found["Deployment ctr"]["spec"]
     assert "replicas" not in deployment  # or kubectl apply would undo what the autoscaler did
@@ -73,7 +73,10 @@ def test_pods_are_probed_scaled_and_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert container["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
     assert container["command"][3:5] == ["serve", "s3://models/ctr"]
-    assert container["command"][-2:] == ["--workers", "2"]
+    assert container["command"][-4:] == ["--workers", "2", "--timeout_s", "60"]
+    assert (
+        deployment["template"]["spec"]["terminationGracePeriodSeconds"] >= 5 + 60 + 3
+    )  # the pause, and what has begun
     scaler = found["HorizontalPodAutoscaler ctr"]["spec"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (1, 50)
     assert scaler["metrics"][0]["resource"]["target"]["averageUtilization"] == 60
@@ -139,6 +142,9 @@ def test_a_folder_has_plain_kinds_and_kserve_apart(tmp_path: Path) -> None:
         ("--token_secret", "Not A Name"),
         ("--format", "kustomize"),
         ("--", "--port", "80"),
+        ("--", "--host", "127.0.0.1"),
+        ("--", "--tls_c", "file"),
+        ("--", "--grpc_port", "8001"),
         (*SHARDS, "--", "--follow"),
     ],
 )

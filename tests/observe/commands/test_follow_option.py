@@ -49,4 +49,6 @@ def test_versions_are_listed_and_only_a_running_writer_goes_back(
     assert main(["rollback", str(work), "--to", "1"]) == 1  # nothing would obey
     assert main(["rollback", str(work), "--to", "77"]) == 1
     assert main(["rollback", str(tmp_path / "model")]) == 1
+    with pytest.raises(SystemExit):  # 0 is no version, and not a way to go on
+        main(["rollback", str(work), "--to", "0"])
     assert not (work / "command.json").exists()

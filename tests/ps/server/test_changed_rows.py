@@ -13,7 +13,7 @@ from torchfleet.ps.net.wire import Command, Role, pack, unpack
 from torchfleet.ps.server import changed_rows
 from torchfleet.ps.server.changed_rows import ChangedBody
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.state import subscriptions
+from torchfleet.ps.server.state import pending, subscriptions
 from torchfleet.ps.tables import tiered_table
 from torchfleet.ps.tables.settings.policy import CountFilterEntry, Shrink, combined
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -262,4 +262,4 @@ def test_keys_that_wait_for_a_subscriber_do_not_pile_up(server: Server, trainer:
     for _ in range(300):
         assert_ok(trainer.push(PACKED, keys, np.ones((1000, 2), np.float32)))
     (found,) = server.state.subscriptions._known.values()
-    assert found.rows[PACKED.number].num <= 2 * subscriptions._COMPACT_AT
+    assert found.rows[PACKED.number].num <= 2 * pending.COMPACT_AT

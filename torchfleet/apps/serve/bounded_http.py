@@ -74,8 +74,17 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         """Answer without the application, and close the connection."""
         if self.transport.is_closing():
             return
+        body = msgspec.json.encode({"error": text})
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = msgspec.json.encode({"error": text})
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
+        self._note_refused(status, len(body))
         self.transport.close()
+
+    def _note_refused(self, status: int, num_bytes: int) -> None:
+        """Count and log it. A request whose head is complete is noted by its cycle, when the connection is lost."""
+        if self._is_reading and not self._is_in_head:
+            self.scope["refused"] = status, num_bytes
+        elif self._is_reading or status != 408:  # on a connection that is idle, nothing was asked
+            path = self.url.decode("ascii", "replace") if self._is_in_head else ""
+            self.app.note({"client": self.client, "method": "", "path": path}, status, 0.0, num_bytes)

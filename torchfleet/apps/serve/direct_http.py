@@ -20,14 +20,23 @@ class DirectProtocol(BoundedProtocol):
     """A connection. Whatever is not a plain request for predictions goes through uvicorn to the ServingApp."""
 
     cycle: Any  # uvicorn's RequestResponseCycle, or an Exchange
+    limit_concurrency: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most = self.limit_concurrency or 1 << 60
+        self.limit_concurrency = None  # uvicorn would answer by itself: in plain text, and without being counted
+        self._exchange: Exchange | None = None  # the last one
 
     def on_headers_complete(self) -> None:
-        made = self._exchange()
+        is_crowded = len(self.connections) > self._most or len(self.tasks) > self._most
+        made = None if is_crowded else self._new_exchange()
         if made is None:
+            self.scope["is_crowded"] = is_crowded
             super().on_headers_complete()
             return
         self._is_in_head, self._head_bytes = False, 0
-        self.cycle = made
+        self.cycle = self._exchange = made
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, Exchange):
@@ -43,11 +52,11 @@ class DirectProtocol(BoundedProtocol):
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(self.cycle, Exchange):
-            self.cycle.release()
+        if self._exchange is not None:
+            self._exchange.leave()
         super().connection_lost(exc)
 
-    def _exchange(self) -> Exchange | None:
+    def _new_exchange(self) -> Exchange | None:
         """The Exchange of a request that is answered directly; None for other requests."""
         app: ServingApp = self.app
         if self.url != app.infer_url or not self._is_plain() or not app.is_admitted(self.headers):
@@ -62,15 +71,13 @@ class DirectProtocol(BoundedProtocol):
 
     def _is_plain(self) -> bool:
         """Whether it can be answered at once: no earlier request is open, the client reads, no header is special."""
-        before, limit = self.cycle, self.limit_concurrency or 1 << 60
+        before = self.cycle
         return (
             (before is None or before.response_complete)
             and not self.flow.write_paused
             and self.parser.get_method() == b"POST"
             and self.parser.get_http_version() == "1.1"
             and not any(name in _OTHERS for name, _ in self.headers)
-            and len(self.connections) < limit
-            and len(self.tasks) < limit
             and not self.app.inference.model.is_remote
         )
 
@@ -85,6 +92,8 @@ class Exchange:
         self.keep_alive = connection.parser.should_keep_alive()
         self.message_event = self  # uvicorn would wake its task by it; here there is no task
         self._connection, self._app, self._json_size, self._reserved = connection, app, json_size, length
+        self._scope = connection.scope
+        self._scope["method"], self._scope["path"] = "POST", app.infer_path
         self._began = time.monotonic()
         self._request: InferRequest | None = None
 
@@ -115,9 +124,18 @@ class Exchange:
             status, body, headers = self._app.answer(self._request, str(result[0].number), result[1])
         except Exception as error:
             status, body, headers = self._app.failed(error, f"POST {self._app.infer_path}")
+        if self._connection.transport.is_closing():
+            self.leave()
+            return
         self._send(status, body, headers)
-        scope = {"client": self._connection.client, "method": "POST", "path": self._app.infer_path}
-        self._app.note(scope, status, time.monotonic() - self._began, len(body))
+        self._app.note(self._scope, status, time.monotonic() - self._began, len(body))
+
+    def leave(self) -> None:
+        """The connection is closed. A request that was not answered is noted as such."""
+        self.release()
+        if not self.response_complete:
+            self.response_complete = True
+            self._app.note_left(self._scope, time.monotonic() - self._began)
 
     def release(self) -> None:
         """Release the memory that was reserved for the body."""
@@ -127,8 +145,6 @@ class Exchange:
     def _send(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         connection = self._connection
         self.response_started = self.response_complete = True
-        if connection.transport.is_closing():
-            return
         lines = [b"%b: %b\r\n" % header for header in headers]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -12,7 +13,7 @@ from torchfleet import __version__
 from torchfleet.apps.serve.access_log import AccessLog
 from torchfleet.apps.serve.grpc_tensors import body_of, fill
 from torchfleet.apps.serve.inference import Inference, Refusal
-from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import DataError, FleetError
 from torchfleet.base.extras import required
@@ -105,6 +106,9 @@ class GrpcApp:
                 response = await method(request)
             except (Refusal, DataError) as refusal:
                 status, text = getattr(refusal, "status", 400), str(refusal)
+            except asyncio.CancelledError:  # the client has cancelled the call, or its connection is lost
+                self._note(name, CLIENT_LEFT, time.monotonic() - began, None, context)
+                raise
             except Exception as error:  # a bug here or in the network: logged, and not shown to the client
                 tell(f"fleet serve: {name} failed: {type(error).__name__}: {error!s:.500}")
                 status, text = 500, "the server could not compute this; its log says why"

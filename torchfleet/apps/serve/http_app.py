@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +14,7 @@ from torchfleet import __version__
 from torchfleet.apps.serve.access_log import AccessLog
 from torchfleet.apps.serve.inference import Inference, Refusal
 from torchfleet.apps.serve.inference_protocol import InferRequest
-from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import MissingPackage
 from torchfleet.base.monitor.notices import tell
@@ -24,11 +25,16 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _JSON = (b"content-type", b"application/json")
 _OPEN = {"/v2/health/live", "/v2/health/ready"}  # for probes, which have no token
+_ALWAYS = {"/v2/health/live", "/metrics"}  # answered however many connections there are: a busy process is alive
 _EXTENSIONS = ["binary_tensor_data"]
 _BODIES = 256 << 20  # bytes of requests that are in this process at one time
 
 Headers = list[tuple[bytes, bytes]]  # names are in lower case
 Reply = tuple[int, bytes, Headers]  # status, body, headers without the body's length
+
+
+class ClientLeft(Exception):
+    """The client has closed the connection."""
 
 
 class ServingApp:
@@ -57,6 +63,9 @@ class ServingApp:
         began = time.monotonic()
         try:
             status, body, headers = await self._answer(scope, receive)
+        except ClientLeft:
+            self.note_left(scope, time.monotonic() - began)
+            return
         except Exception as error:
             status, body, headers = self.failed(error, f"{scope['method']} {scope['path']!r:.200}")
         headers.append((b"content-length", b"%d" % len(body)))
@@ -78,8 +87,15 @@ class ServingApp:
         if self._log is not None:
             self._log.write(scope, status, seconds, num_bytes)
 
+    def note_left(self, scope: Scope, seconds: float) -> None:
+        """Count and log a request whose connection is closed: by its client, or by us, who have refused it."""
+        status, num_bytes = scope.get("refused", (CLIENT_LEFT, 0))
+        self.note(scope, status, seconds, num_bytes)
+
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         path, method = scope["path"], scope["method"]
+        if scope.get("is_crowded") and path not in _ALWAYS:
+            raise Refusal(503, "too many connections: try again later", ((b"retry-after", b"1"),), True)
         if path not in _OPEN and not self.is_admitted(scope["headers"]):
             wanted = ((b"www-authenticate", b"Bearer"),)
             raise Refusal(401, "expected the header Authorization: Bearer TOKEN", wanted, True)
@@ -147,6 +163,8 @@ class ServingApp:
             raise self._too_large()
         request = self.inference.protocol.decode(await self._body(receive), json_size)
         number, results = await self.inference.compute(request, version)
+        if await _has_left(receive):
+            raise ClientLeft
         return self.answer(request, number, results)
 
     def answer(self, request: InferRequest, version: str, results: Mapping[str, Any]) -> Reply:
@@ -165,7 +183,7 @@ class ServingApp:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refusal(400, "the client has gone", close=True)
+                    raise ClientLeft
                 part = message.get("body", b"")
                 held += len(part)
                 self._num_body_bytes += len(part)
@@ -191,6 +209,16 @@ class ServingApp:
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"expected a request of at most {self.settings.max_body:,} bytes", close=True)
+
+
+async def _has_left(receive: Receive) -> bool:
+    """Whether the client has closed the connection. Its request has been received: nothing else can come."""
+    next_message = asyncio.ensure_future(receive())
+    await asyncio.sleep(0)
+    if not next_message.done():
+        next_message.cancel()
+        return False
+    return bool(next_message.result()["type"] == "http.disconnect")
 
 
 def _json(value: Any) -> Reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,10 +76,31 @@ def export_triton(folder: str, repository: str, name: str, version: int, given: 
     place = Path(repository) / name
     if (place / str(version)).exists():
         raise CheckpointError(f"{place / str(version)} exists already: give another --version, or another --name")
-    described = export_onnx(folder, str(place / str(version) / "model.onnx"), given)
-    os.replace(place / str(version) / INPUTS, place / INPUTS)
-    (place / "config.pbtxt").write_text(triton_config(name, described))
+    unfinished = place / f".{version}.unfinished"  # Triton looks at folders whose names are numbers
+    try:
+        described = export_onnx(folder, str(unfinished / "model.onnx"), given)
+        _share_config(place, name, described, unfinished / INPUTS)
+        os.replace(unfinished, place / str(version))
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return described
+
+
+def _share_config(place: Path, name: str, described: ExportedNetwork, inputs: Path) -> None:
+    """Write config.pbtxt and inputs.json, which all versions of a model share. A config that is there stays: it may
+    have settings of the user. Raises CheckpointError if it is for other inputs or outputs.
+    """
+    config, known = place / "config.pbtxt", place / INPUTS
+    if not config.exists():
+        config.write_text(triton_config(name, described))
+        os.replace(inputs, known)
+        return
+    if not known.exists() or known.read_bytes() != inputs.read_bytes():
+        raise CheckpointError(
+            f"{config} is for a network with other inputs or outputs than {known.name} of this one says. Versions of a "
+            "model share it: give another --name"
+        )
+    inputs.unlink()
 
 
 def triton_config(name: str, network: ExportedNetwork) -> str:

@@ -16,7 +16,7 @@ from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.user_network import UserNetwork
 from torchfleet.base.errors import CheckpointError, DataError, TableError, WrongIds
 from torchfleet.base.storage import Storage
-from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.manifest import FILE, read_manifest
 
 Result = tuple[ModelVersion, dict[str, npt.NDArray[Any]]]
 _REQUEST_ERRORS = (DataError, TableError, WrongIds, OverflowError)  # caused by the contents of a request
@@ -59,7 +59,10 @@ def network_of(settings: ServeSettings, described: ServingDescription, version: 
 
 
 def description_of(settings: ServeSettings) -> ServingDescription:
-    return read_description(Storage(settings.model))
+    storage = Storage(settings.model)
+    if not storage.exists(FILE):
+        raise CheckpointError(f"there is no saved model in {storage.path}: {FILE} is missing")
+    return read_description(storage)
 
 
 def zeros(described: ServingDescription) -> Samples:

@@ -15,7 +15,8 @@ from torchfleet.base.extras import required
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-OUTCOMES = ("ok", "refused", "busy", "failed")  # 2xx, 4xx, 503, other 5xx
+CLIENT_LEFT = 499  # not a status of HTTP: the client closed the connection before it had its answer
+OUTCOMES = ("ok", "refused", "busy", "failed", "left")  # 2xx, 4xx, 503, other 5xx, CLIENT_LEFT
 SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -54,6 +55,8 @@ NUM_FIELDS = _SHARDS + len(SHARD_FIELDS)
 def outcome_of(status: int) -> str:
     if status < 400:
         return "ok"
+    if status == CLIENT_LEFT:
+        return "left"
     return "busy" if status == 503 else "refused" if status < 500 else "failed"
 
 

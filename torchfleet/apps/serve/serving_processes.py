@@ -18,7 +18,7 @@ from types import FrameType
 import msgspec
 
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
-from torchfleet.apps.serve.settings import FAILED, ServeSettings, WorkerStart
+from torchfleet.apps.serve.settings import FAILED, ServeSettings, WorkerStart, check_files
 from torchfleet.base.errors import FleetError
 from torchfleet.base.own_folders import OwnFolder
 from torchfleet.base.printable import say
@@ -46,6 +46,7 @@ class ServingProcesses:
     """All serving processes. They share one socket, so that a connection that none has taken waits for the next."""
 
     def __init__(self, settings: ServeSettings) -> None:
+        check_files(settings)
         self._socket = _bound(settings)
         self.port = int(self._socket.getsockname()[1])
         self._grpc_socket = _held(settings) if settings.grpc_port else None
@@ -147,7 +148,7 @@ class ServingProcesses:
 def _bound(settings: ServeSettings) -> socket.socket:
     made = _socket(settings)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _bind(made, settings.host, settings.port, "port", " or 0 for any that is free")
+    _bind(made, settings.host, settings.port, "port", ", or --port 0 for any that is free")
     return made
 
 
@@ -173,7 +174,5 @@ def _bind(made: socket.socket, host: str, port: int, option: str, more: str = ""
     except OSError as error:
         made.close()
         raise FleetError(
-            f"--host {host} --{option} {port} cannot be used: {error.strerror}. Give another --{option},{more}".rstrip(
-                ","
-            )
+            f"--host {host} --{option} {port} cannot be used: {error.strerror}. Give another --host or --{option}{more}"
         ) from None

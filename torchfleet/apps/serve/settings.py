@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 
 import msgspec
 
 from torchfleet.base.errors import FleetError
 
 FAILED = 3  # exit status: the model cannot be served, so starting again is of no use
+LONGEST_TIMEOUT = 3600.0  # seconds
 
 
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,11 +45,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def checked(self) -> ServeSettings:
         """With a name. Raises FleetError for settings that contradict each other or are out of range."""
-        for field, low in (("workers", 1), ("max_batch", 1), ("max_queue", 1), ("max_connections", 1), ("threads", 1)):
-            if getattr(self, field) < low:
-                raise FleetError(f"--{field}: expected a number of at least {low}, found {getattr(self, field)}")
+        for field in ("workers", "max_batch", "max_queue", "max_body", "max_connections", "threads"):
+            if getattr(self, field) < 1:
+                raise FleetError(f"--{field}: expected a number of at least 1, found {getattr(self, field)}")
         if self.max_queue < self.max_batch:
             raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT:
+            raise FleetError(f"--timeout_s: expected seconds up to {LONGEST_TIMEOUT:g}, found {self.timeout_s:g}")
         if not 0 <= self.batch_wait_ms < 1000 * self.timeout_s:
             raise FleetError(f"--batch_wait_ms {self.batch_wait_ms:g} must be less than --timeout_s {self.timeout_s:g}")
         if self.follow not in ("", "files") and self.shards:
@@ -82,12 +86,40 @@ class WorkerStart(msgspec.Struct, frozen=True):
     metrics: str  # a path
 
 
+def check_files(settings: ServeSettings) -> None:
+    """Raises FleetError for files that a serving process could not use: before it has loaded a model."""
+    token_of(settings)
+    if settings.tls_cert:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise FleetError(
+                f"--tls_cert {settings.tls_cert}, --tls_key {settings.tls_key}: expected a certificate and its private "
+                f"key without a password, both as PEM; {error}"
+            ) from None
+    if settings.access_log not in ("", "-"):
+        try:
+            with open(settings.access_log, "ab"):
+                pass
+        except OSError as error:
+            raise FleetError(f"--access_log {settings.access_log} cannot be written: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    """In place of a question on the terminal."""
+    raise ValueError("this key has one")
+
+
 def token_of(settings: ServeSettings) -> bytes:
     """The bearer token; empty if none is required."""
     if not settings.token_file:
         return b""
-    with open(settings.token_file, "rb") as file:
-        token = file.read(4097).strip()
+    try:
+        with open(settings.token_file, "rb") as file:
+            token = file.read(4097).strip()
+    except OSError as error:
+        raise FleetError(f"--token_file {settings.token_file} cannot be read: {error.strerror}") from None
     if not 16 <= len(token) <= 4096:
         raise FleetError(f"--token_file {settings.token_file}: expected a token of 16 to 4096 bytes")
     return token

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -25,6 +26,9 @@ from torchfleet.apps.serve.settings import FAILED, WorkerStart, token_of
 from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import check_installed, required
 from torchfleet.base.printable import say
+from torchfleet.ps.net.open_files import raise_limit
+
+_LOOK = 0.1  # seconds between two looks whether to end
 
 
 def main() -> int:
@@ -39,6 +43,7 @@ def main() -> int:
 
 
 def _serve(start: WorkerStart) -> None:
+    raise_limit()  # of open files, each connection is one; mostly it is 1024 at first
     settings = start.settings
     torch.set_num_threads(settings.threads)
     uvicorn = required("uvicorn", "fleet serve", "serve")
@@ -78,12 +83,21 @@ def _serve(start: WorkerStart) -> None:
 
 
 async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> None:
-    """HTTP, and gRPC beside it, until a signal ends this process."""
-    if grpc is not None:
-        await grpc.start()
-    await server.serve(sockets=[listening])
-    if grpc is not None:
-        await grpc.stop()
+    """HTTP, and gRPC beside it, until a signal ends this process: both then answer what has begun."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)  # uvicorn raises the signal once more when HTTP has ended, and gRPC may have not
+    if grpc is None:
+        await server.serve(sockets=[listening])
+        return
+    await grpc.start()
+    http = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not server.should_exit and not http.done():
+        await asyncio.sleep(_LOOK)
+    await asyncio.gather(http, grpc.stop())
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

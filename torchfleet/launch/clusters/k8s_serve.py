@@ -115,7 +115,8 @@ def _add_shards(group: argparse._ArgumentGroup) -> None:
 
 def serving_of(options: argparse.Namespace, arguments: Sequence[str]) -> K8sServing:
     """Return the model server that these options describe. Raises RoleError for invalid combinations."""
-    _check(options, arguments)
+    _check(options)
+    passed = _passed(options, arguments)
     settings = pod_settings(options)
     _check_model(options, [claim.path for claim in settings["claims"]])
     name = options.name if options.name is not None else name_of(options.model.rstrip("/"))
@@ -127,6 +128,7 @@ def serving_of(options: argparse.Namespace, arguments: Sequence[str]) -> K8sServ
         namespace=check_name(options.namespace, "--namespace", 63) if options.namespace is not None else None,
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
+        timeout_s=passed.timeout_s,
         cpu_target=options.cpu_target,
         cpus=options.cpus,
         memory=parse_bytes(options.memory, "--memory") if options.memory else MEMORY,
@@ -141,7 +143,7 @@ def serving_of(options: argparse.Namespace, arguments: Sequence[str]) -> K8sServ
     )
 
 
-def _check(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _check(options: argparse.Namespace) -> None:
     if not options.image.strip() or options.image.startswith("-") or " " in options.image:
         raise RoleError(f"--image: expected the name of an image, found {options.image!r}")
     if not 1 <= options.min_replicas <= options.max_replicas <= _MOST:
@@ -163,14 +165,23 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             "--shards: servers that other pods reach need keys. Make them with fleetrun --keygen DIR and kubectl "
             "create secret generic NAME --from-file=DIR, and give --key_secret NAME"
         )
-    own = next((part for part in arguments if part.partition("=")[0] in _OWN), None)
-    if own:
-        raise RoleError(f"-- {own}: the manifests set it themselves; leave it out")
+
+
+def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of `fleet serve` in the pods. Raises RoleError for those that the manifests set."""
     parser = argparse.ArgumentParser("fleet")
     serve_command.add_commands(parser.add_subparsers())
-    passed = parser.parse_args(["serve", options.model, *arguments])  # ends with status 2 for what fleet serve refuses
+    # ends with status 2 for what fleet serve refuses
+    passed, plain = (parser.parse_args(["serve", options.model, *more]) for more in (arguments, ()))
+    given = {name for name in _OWN if getattr(passed, name[2:]) != getattr(plain, name[2:])}  # also if abbreviated
+    given |= {part.partition("=")[0] for part in arguments} & set(_OWN)
+    if given:
+        raise RoleError(f"-- {min(given)}: the manifests set it themselves; leave it out")
+    if passed.grpc_port:
+        raise RoleError("-- --grpc_port: the Service of the manifests leads to HTTP alone; leave it out")
     if passed.follow and options.shards:
         raise RoleError("-- --follow and --shards exclude each other: servers of shards have read one save")
+    return passed
 
 
 def _check_model(options: argparse.Namespace, claimed: Sequence[str]) -> None:

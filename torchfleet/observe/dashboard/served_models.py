@@ -76,7 +76,7 @@ def _since(before: _Look, look: _Look) -> dict[str, float | None]:
     total = sum(requests.values())
     return {
         "rate": total / seconds,
-        "refused_rate": (total - requests.get("ok", 0.0)) / seconds,
+        "refused_rate": (total - requests.get("ok", 0.0) - requests.get("left", 0.0)) / seconds,
         "p99_ms": _bound(answered, 0.99),
     }
 

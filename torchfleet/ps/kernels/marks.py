@@ -77,3 +77,51 @@ def unite(words_W: np.ndarray, pages_P: np.ndarray, other_words_W: np.ndarray, o
             pages_P[page] = 1
             for word in range(page * PAGE_WORDS, (page + 1) * PAGE_WORDS):
                 words_W[word] |= other_words_W[word]
+
+
+@kernel
+def add(words_W: np.ndarray, pages_P: np.ndarray, rows_N: np.ndarray) -> tuple[int, int]:
+    """Add rows_N: (how many were not in the set, how many are beyond the end of words_W, and are not added).
+
+    Ignores negative numbers.
+    """
+    end, num_new, num_beyond = np.uint64(64 * len(words_W)), 0, 0
+    for i in range(len(rows_N)):
+        row = np.uint64(rows_N[i])
+        if row < end:  # a negative number is a very large one here
+            bit, before = _U1 << (row & _U63), words_W[row >> _WORD]
+            num_new += (before & bit) == _U0
+            words_W[row >> _WORD] = before | bit
+            pages_P[row >> _PAGE] = 1
+        else:
+            num_beyond += rows_N[i] >= 0
+    return num_new, num_beyond
+
+
+@kernel
+def take(words_W: np.ndarray, pages_P: np.ndarray, start: int, rows_N: np.ndarray) -> int:
+    """Take rows from `start` on out of the set, ascending, until rows_N is full; returns how many."""
+    num = 0
+    for page in range(start // PAGE_ROWS, len(pages_P)):
+        if pages_P[page] == 0:
+            continue
+        left = _U0
+        for word in range(page * PAGE_WORDS, (page + 1) * PAGE_WORDS):
+            bits = words_W[word]
+            below = _U0  # rows before `start`, which stay
+            if start >= word * 64 + 64:
+                below = bits
+            elif start > word * 64:
+                below = bits & ~(_ALL << np.uint64(start - word * 64))
+            bits ^= below
+            while bits != _U0 and num < len(rows_N):
+                rows_N[num] = word * 64 + np.int64(trailing_zeros(bits))
+                bits &= bits - _U1
+                num += 1
+            words_W[word] = bits | below
+            left |= bits | below
+            if num == len(rows_N):
+                return num
+        if left == _U0:
+            pages_P[page] = 0
+    return num

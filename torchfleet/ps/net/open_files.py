@@ -20,7 +20,7 @@ class OpenFiles:
 
     def __init__(self, listening: socket.socket | None) -> None:
         """Takes ownership of `listening`; None: there is no socket to accept from."""
-        self._limit = _raise_limit()
+        self._limit = raise_limit()
         self._listening = listening
         self._reserve: list[int] = []
         self._fill()
@@ -72,7 +72,7 @@ class OpenFiles:
                 listening.accept()[0].close()
 
 
-def _raise_limit() -> int:
+def raise_limit() -> int:
     """Raise the limit of open files as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:

@@ -55,10 +55,9 @@ def _rows(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
     for number, pending in found.rows.items():
         table = state.table(number)
         if num_left > 0 and pending.num and len(arrays) < MAX_ARRAYS // 2:
-            keys = pending.take(max(1, num_left // table.spec.dim))
-            num_left -= len(keys) * table.spec.dim
-            is_there, values = table.present(keys)
-            arrays += [Array(number, each) for each in (keys[is_there], values, keys[~is_there])]
+            keys, values, gone = pending.take(table, max(1, num_left // table.spec.dim))
+            num_left -= (len(keys) + len(gone)) * table.spec.dim
+            arrays += [Array(number, each) for each in (keys, values, gone)]
             told.rows.append(number)
         told.rest += pending.num
     return arrays

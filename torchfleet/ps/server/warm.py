@@ -18,7 +18,7 @@ from numba.core import event
 from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
 from torchfleet.ps.kernels.merge import FEW_PLACES, unique
 from torchfleet.ps.kernels.warm import warm_up_workers
-from torchfleet.ps.server.state.subscriptions import PendingKeys
+from torchfleet.ps.server.state.pending import PendingKeys, PendingRows
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
 from torchfleet.ps.tables.settings.spec import KINDS, TableSpec
@@ -69,6 +69,9 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
             warm_up_tiers()
         if not specs:
             PendingKeys().note(np.arange(3, dtype=np.uint64))
+            pending = PendingRows()
+            pending.note(np.arange(3))
+            pending.take(2)
             for table in _all_kinds():
                 train(table)
                 keep(table)

@@ -69,6 +69,7 @@ class RowStore(Table):
         self._capacity = Capacity(self, limit) if limit is not None else None
         self._is_open = self.admission is None and self._capacity is None  # every key gets a row while there is memory
         self.tracking: AnyTracking | None = None
+        self._keeps_numbers = not isinstance(self.index, PackedMap)  # a row has the same number as long as it exists
         self.bounds = UpdateBounds(spec)
         self.num_waiting = 0  # keys that may get a row when a sync step ends
 
@@ -99,6 +100,17 @@ class RowStore(Table):
             num_missing = int((at < 0).sum())
         is_there = at >= 0
         return is_there, self._widened(stored[is_there] if num_missing else stored)
+
+    def present_at(self, at: Rows) -> tuple[Keys, Floats]:
+        """As Table.present_at. A block of rows stays in the cache until its keys and values are copied."""
+        keys, stored = np.empty(len(at), np.uint64), np.empty((len(at), self._value_words), np.float32)
+        num = 0
+        for start in range(0, len(at), CHUNK):
+            some, used = self.index.alive(at[start : start + CHUNK])
+            keys[num : num + len(some)] = some
+            rows.gather(self.index.store, *self._layout, used, stored[num : num + len(some)])
+            num += len(some)
+        return keys[:num], self._widened(stored[:num])
 
     def absent(self, keys: Keys) -> Keys:
         """Those of `keys` that have no row."""
@@ -156,8 +168,8 @@ class RowStore(Table):
             if columns is not None and self.statistics is not None:
                 self.statistics.write(at, {name: column[some] for name, column in columns.items()})
             self._mark(at)
-        if self.watch is not None:
-            self._tell(keys)
+            if self.watch is not None:
+                self._tell_rows(keys[some], at)
         if self.admission is not None and self.admission.candidates is not None:
             self.admission.candidates.erase(keys)
 
@@ -372,11 +384,11 @@ class RowStore(Table):
             self._initialise(keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
-        new_keys = keys[fresh]
-        self._note_new(new_keys, at[fresh])
-        self._mark(at[fresh])
+        new_keys, new_rows = keys[fresh], at[fresh]
+        self._note_new(new_keys, new_rows)
+        self._mark(new_rows)
         if self.watch is not None:
-            self._tell(new_keys)
+            self._tell_rows(new_keys, new_rows)
 
     def _note_new(self, keys: Keys, at: Rows) -> None:
         """Called when these distinct keys have got rows."""
@@ -421,6 +433,10 @@ class RowStore(Table):
     def _mark(self, at: Rows) -> None:
         if self.tracking is not None:
             self.tracking.mark(at)
+
+    def _tell_rows(self, keys: Keys, at: Rows) -> None:
+        """As `_tell`, of keys that have these rows."""
+        self._tell(keys, at if self._keeps_numbers else None)
 
 
 def value_stream(seed: int, name: str) -> np.uint64:

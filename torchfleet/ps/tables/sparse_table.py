@@ -227,7 +227,7 @@ class SparseTable(RowStore):
             self._change(keys, pulled, grads, rate, self.step)
             self._mark(pulled)
             if self.watch is not None:
-                self._tell(keys)
+                self._tell_rows(keys, pulled)
             return
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         if len(keys) <= CHUNK and self.admission is None:
@@ -235,7 +235,7 @@ class SparseTable(RowStore):
             self._change(keys, at, grads, rate, self.step)
             self._mark(at)
             if self.watch is not None:
-                self._tell(keys)
+                self._tell_rows(keys, at)
             return
         for start in range(0, len(keys), CHUNK):
             some = keys[start : start + CHUNK]
@@ -246,7 +246,7 @@ class SparseTable(RowStore):
             self._change(some, at, chunk, rate, self.step)
             self._mark(at)
             if self.watch is not None:
-                self._tell(some)
+                self._tell_rows(some, at)
 
     def _rows_of_distinct(self, keys: Keys) -> Rows | None:
         """The rows of these keys, made where there is none; None if a key repeats. A backup applies pushes without the
@@ -322,8 +322,8 @@ class SparseTable(RowStore):
             at = self._locate(keys[some], True, self._value_words)
             self._change(keys[some], at, deltas[some], None, self.step)
             self._mark(at)
-        if self.watch is not None:
-            self._tell(keys)
+            if self.watch is not None:
+                self._tell_rows(keys[some], at)
 
     def check_erase(self, keys: Keys) -> None:
         """As Table.check_erase."""

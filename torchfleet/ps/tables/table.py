@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torchfleet.base.errors import TableError
 from torchfleet.base.monitor.freshness import EXACT_AGES
 from torchfleet.ps.tables.policies.decisions import Noted
-from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.rows.keymap import Keys, Rows
 from torchfleet.ps.tables.rows.wire_rows import pushed_rows
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
@@ -147,9 +147,10 @@ class Table(ABC):
         self.step = 0  # updates so far
         self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
-        # Called with the table's number and the keys of rows that changed or went, which are valid during the call; or
-        # with no keys, if the block of a dense table changed.
-        self.watch: Callable[[int, Keys], None] | None = None
+        # Called with the table's number, the keys of rows that changed or went, and the numbers of these rows: None if
+        # they are not known, or may come to have others. No keys: the block of a dense table changed. Arrays are valid
+        # during the call.
+        self.watch: Callable[[int, Keys, Rows | None], None] | None = None
         self.pushed_rows = pushed_rows(spec)
 
     @property
@@ -323,10 +324,14 @@ class Table(ABC):
         """(mask of the keys that have a row, the values of these). Changes nothing."""
         self._refuse("say which keys have a row")
 
-    def _tell(self, keys: Keys) -> None:
+    def present_at(self, at: Rows) -> tuple[Keys, Floats]:
+        """(keys, values) of those of these rows that are in use. `at`: numbers that `watch` was called with."""
+        self._refuse("say which rows are in use")
+
+    def _tell(self, keys: Keys, at: Rows | None = None) -> None:
         """Tell of a change. Callers ask first whether there is a `watch`: mostly there is none."""
         if self.watch is not None and (len(keys) or self.spec.is_dense):
-            self.watch(self.spec.number, keys)
+            self.watch(self.spec.number, keys, at)
 
     # Between requests
 

@@ -48,6 +48,7 @@ class TieredTable(SparseTable):
         folder = checked_folder(storage.path, table_roots())
         cold = ColdRows(self.index.width - self.index.offset, folder)
         self.tiers = Tiers(spec.name, self.index, memory, cold)
+        self._keeps_numbers = False  # a row that comes back from disk has another
         if self.tiers.max_hot < FEWEST_ROWS:
             raise TableError(
                 f"table '{spec.name}': {memory:,} bytes hold {max(0, self.tiers.max_hot):,} rows of "

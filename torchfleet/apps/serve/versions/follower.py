@@ -104,7 +104,8 @@ class Follower:
         except CheckpointError as error:
             self._retry_at = time.monotonic() + RETRY
             self._chain.look_again()
-            self.maker.trouble(f"{error}. The previous version stays.")
+            rest = "" if self.store.current is None else " The previous version stays."
+            self.maker.trouble(f"{str(error).removesuffix('.')}.{rest}")
 
     def _take(self, news: News) -> None:
         """Apply saves one after the other. Those before a damaged one are taken over, then CheckpointError is

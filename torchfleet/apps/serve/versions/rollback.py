@@ -44,8 +44,8 @@ def served_folder(model: str) -> Path:
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
         raise CheckpointError(
-            f"expected one process that serves {model} here with --follow, found {names}. Give the folder of its "
-            "versions (--workdir)."
+            f"expected one process that serves {model} here with --follow, found {names}. Of several, give "
+            f"the folder of its versions. They are below {user_folder()}, or where TMPDIR of that process leads."
         )
     return found[0]
 

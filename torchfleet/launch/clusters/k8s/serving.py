@@ -24,6 +24,7 @@ class K8sServing:
     namespace: str | None = None
     min_replicas: int = 2
     max_replicas: int = 10
+    timeout_s: float = 10.0  # of a request, as `fleet serve` has it
     cpu_target: int = 70  # percent of the requested cores at which the autoscaler adds pods
     cpus: float = CPUS
     memory: int = MEMORY

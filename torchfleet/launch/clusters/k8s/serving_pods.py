@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, TMP, WORK, Document
 from torchfleet.launch.clusters.k8s.pod_resources import BURST, milli
 from torchfleet.launch.clusters.k8s.pod_template import NO_RIGHTS, kernels, labels, literal, placement, security
@@ -51,7 +53,7 @@ def shard_documents(job: K8sServing) -> list[Document]:
 
 def pod_template(job: K8sServing, role: str) -> Document:
     spec: Document = {
-        "terminationGracePeriodSeconds": 30,
+        "terminationGracePeriodSeconds": 20 + math.ceil(job.timeout_s),  # what has begun is answered within it
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": security(job),

@@ -11,6 +11,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import hashmap, key_search
 from torchfleet.ps.kernels.hashing import new_secret
 from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, OLD, SECRET
+from torchfleet.ps.kernels.rows import gather
 from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
@@ -155,9 +156,12 @@ class KeyMap:
 
     def keys_of(self, rows: Rows) -> Keys:
         """The keys in these rows, which must ascend; for a freed row, its last key."""
-        is_run = len(rows) and rows[-1] - rows[0] + 1 == len(rows)  # ascending and contiguous: a slice is a plain copy
-        words = self._words[rows[0] : rows[-1] + 1, :KEY_WORDS] if is_run else self._words[rows, :KEY_WORDS]
-        return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+        if len(rows) and rows[-1] - rows[0] + 1 == len(rows):  # contiguous: a slice is a plain copy
+            words = np.ascontiguousarray(self._words[rows[0] : rows[-1] + 1, :KEY_WORDS])
+        else:
+            words = np.empty((len(rows), KEY_WORDS), np.float32)
+            gather(self.store, self.width, 0, rows, words)
+        return words.view(np.uint64).reshape(-1)
 
     @property
     def num_row_numbers(self) -> int:

@@ -1,0 +1,147 @@
+"""What a process that follows a table has not got of it: rows by their numbers, and keys that have no row any more."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.ps.kernels import marks
+from torchfleet.ps.kernels.levels import take_new
+from torchfleet.ps.kernels.merge import unique
+from torchfleet.ps.tables.rows.keymap import Keys, Rows
+from torchfleet.ps.tables.settings.spec import Floats
+from torchfleet.ps.tables.table import Table
+
+COMPACT_AT = 1 << 18  # keys
+_NOTED = 1 << 15  # keys that are not noted a second time: 256 KiB, which stay in the cache
+_NONE: Keys = np.empty(0, np.uint64)
+_NO_ROWS: Rows = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class PendingKeys:
+    """Keys that a subscriber has not got. Repeats are removed whenever they double, so that there are at most twice as
+    many as the table ever had rows."""
+
+    pieces: deque[Keys] = field(default_factory=deque)
+    num: int = 0
+    sent: Keys = field(default_factory=lambda: _NONE)  # in replies that may be lost
+    compact_at: int = COMPACT_AT
+    noted: Keys = field(default_factory=lambda: np.zeros(_NOTED, np.uint64))  # most keys that were noted since `take`
+
+    def note(self, keys: Keys) -> None:
+        """Keys are copied."""
+        new = np.empty(len(keys), np.uint64)
+        self._add(new[: take_new(self.noted, keys, new)])
+
+    def _add(self, keys: Keys) -> None:
+        self.pieces.append(keys)
+        self.num += len(keys)
+        if self.num > self.compact_at:
+            self.pieces = deque([unique(np.concatenate(self.pieces))[0].copy()])
+            self.num = len(self.pieces[0])
+            self.compact_at = max(COMPACT_AT, 2 * self.num)
+
+    def take(self, most: int) -> Keys:
+        """At most `most` keys, the oldest first; few repeat. They are `sent` from now on."""
+        taken, num = [_NONE], 0
+        if self.pieces:
+            self.noted[:] = 0
+        while self.pieces and num < most:
+            piece = self.pieces.popleft()
+            if num + len(piece) > most:
+                self.pieces.appendleft(piece[most - num :])
+                piece = piece[: most - num]
+            taken.append(piece)
+            num += len(piece)
+        self.num -= num
+        self.sent = np.concatenate(taken)
+        return self.sent
+
+    def settle(self, is_received: bool) -> None:
+        """The last reply was received, or its keys must be sent again."""
+        if not is_received and len(self.sent):
+            self._add(self.sent)
+        self.sent = _NONE
+
+
+class PendingRows:
+    """Numbers of rows that a subscriber has not got, a bit for each. A push knows them: nothing is searched."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._sent = _NO_ROWS
+        self._words: npt.NDArray[np.uint64] = np.zeros(marks.PAGE_WORDS, np.uint64)
+        self._pages: npt.NDArray[np.uint8] = np.zeros(1, np.uint8)
+        self._next = 0  # row that `take` goes on with: no row waits for those before it to come to rest
+
+    def note(self, at: Rows) -> None:
+        num_new, num_beyond = marks.add(self._words, self._pages, at)
+        if num_beyond:
+            self._grow(int(at.max()) + 1)
+            num_new += marks.add(self._words, self._pages, at)[0]
+        self.num += num_new
+
+    def take(self, most: int) -> Rows:
+        """At most `most` rows, ascending. They are `sent` from now on."""
+        taken = np.empty(min(most, self.num), np.int64)
+        self.num -= len(taken)
+        num = marks.take(self._words, self._pages, self._next, taken)
+        if num < len(taken):
+            marks.take(self._words, self._pages, 0, taken[num:])
+        if len(taken):
+            self._next = int(taken[-1]) + 1
+        self._sent = np.roll(taken, -num)  # those from row 0 on come first
+        return self._sent
+
+    def settle(self, is_received: bool) -> None:
+        """As PendingKeys.settle."""
+        if not is_received:
+            self.note(self._sent)
+        self._sent = _NO_ROWS
+
+    def _grow(self, num_rows: int) -> None:
+        num_pages = max(2 * len(self._pages), -(-num_rows // marks.PAGE_ROWS))
+        words, pages = np.zeros(num_pages * marks.PAGE_WORDS, np.uint64), np.zeros(num_pages, np.uint8)
+        words[: len(self._words)], pages[: len(self._pages)] = self._words, self._pages
+        self._words, self._pages = words, pages
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a subscriber has not got of one table: rows where their numbers are known, and keys where they are not."""
+
+    keys: PendingKeys = field(default_factory=PendingKeys)
+    rows: PendingRows = field(default_factory=PendingRows)
+
+    @property
+    def num(self) -> int:
+        return self.keys.num + self.rows.num
+
+    def note(self, keys: Keys, at: Rows | None) -> None:
+        """These keys changed, or went. `at`: their rows, if these keep their numbers. Both are copied."""
+        if at is None:
+            self.keys.note(keys)
+        else:
+            self.rows.note(at)
+
+    def take(self, table: Table, most: int) -> tuple[Keys, Floats, Keys]:
+        """(keys, their values, keys without a row), at most `most`, as they are now."""
+        asked = self.keys.take(most)
+        at = self.rows.take(most - len(asked))
+        if not len(asked):
+            return *table.present_at(at), asked
+        is_there, values = table.present(asked)
+        keys = asked[is_there]
+        if len(at):
+            more_keys, more_values = table.present_at(at)
+            keys, values = np.concatenate([keys, more_keys]), np.concatenate([values, more_values])
+        return keys, values, asked[~is_there]
+
+    def settle(self, is_received: bool) -> None:
+        """As PendingKeys.settle."""
+        self.keys.settle(is_received)
+        self.rows.settle(is_received)
