@@ -21,6 +21,7 @@ from support.faults.virtual_world import Over
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_records import Records
+from torchfleet.ps.server.log.log_start import read_start
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.server import Server
 
@@ -190,12 +191,12 @@ class LoggedFleet(Fleet):
         """A log with one bit that is wrong, wherever, is not used."""
         dice = self.setting.world.dice
         for node in self.nodes:
-            held = [data for path in sorted(node.disk.folder.glob("segment-*")) if (data := path.read_bytes())]
+            held = [path for path in sorted(node.disk.folder.glob("segment-*")) if path.stat().st_size]
             if not held:
                 continue  # a segment that has just begun is empty
-            data = bytearray(held[-1])
+            data, salt = bytearray(held[-1].read_bytes()), read_start(held[-1].parent).salt
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True)
+            records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True, salt=salt)
             with contextlib.suppress(LogError):
                 num = sum(1 for _ in records)
                 raise Violation(f"{node.name}: {num} records of a log with a wrong bit were read, as if it were right")

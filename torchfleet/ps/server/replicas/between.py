@@ -21,6 +21,7 @@ from torchfleet.ps.coordination.view import MAX_NAME
 from torchfleet.ps.net.wire import MAX_BODY, Array, Command, Frame, Message, Role, decode, encode, pack, unpack
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
+STUCK = 1  # flag of CONFIRM: the log of the backup cannot be written now
 REQUESTS = (Command.FOLLOW, Command.APPEND)
 _MICROSECONDS = 1e6
 
@@ -81,9 +82,9 @@ def append(
     return encode(message)
 
 
-def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:
+def confirm(own: Identity, term: int, number: int, stamped: int, flags: int = 0) -> list[Frame]:
     message = _message(own, Command.CONFIRM, term, own.incarnation)
-    message.call, message.sequence = number, stamped
+    message.call, message.sequence, message.flags = number, stamped, flags
     return encode(message)
 
 
