@@ -202,7 +202,7 @@ class StateImport:
 
     def _with_parts(self, head: PieceHead, piece: Piece) -> Piece:
         """The piece, with the frames that came in parts. Raises LogError if they are not as long as announced."""
-        if not head.lengths:
+        if not head.lengths or self.copy not in (None, head.copy):
             return piece
         parts, self._parts = memoryview(bytes(self._parts)), bytearray()
         if sum(head.lengths) != len(parts) or min(head.lengths) < 0:
