@@ -135,7 +135,7 @@ class Pair:
         replica.rest()
         logged = replica._primary.logged if replica._primary is not None else replica._log
         writer = getattr(logged, "_writer", None)
-        while writer is not None and not writer.is_idle and not writer.failure:
+        while writer is not None and not (writer.is_idle or writer.failure or writer.is_stuck):
             time.sleep(0.0001)
 
     def _answer(self, number: int, replies: Sequence[tuple[object, list[Frame]]]) -> None:

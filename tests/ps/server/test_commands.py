@@ -13,7 +13,19 @@ from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refu
 from support.messages import INTERNAL_ERROR, names
 
 from torchfleet.ps.net import wire
-from torchfleet.ps.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode_reply, pack, unpack
+from torchfleet.ps.net.wire import (
+    DELTA,
+    MAX_ARRAYS,
+    NO_CREATE,
+    OK,
+    VERSIONS,
+    Array,
+    Command,
+    Role,
+    decode_reply,
+    pack,
+    unpack,
+)
 from torchfleet.ps.server import commands as module
 from torchfleet.ps.server.commands import COMMANDS
 from torchfleet.ps.server.server import Server
@@ -304,6 +316,20 @@ class TestPull:
         reply = talk.ask(command, *arrays, flags=VERSIONS)
         assert reply.call > 0
         assert_ok(talk.ask(Command.PING))
+
+    def test_changes_for_a_worker_are_not_given_to_another_process(self) -> None:
+        """A late copy of its predecessor would begin anew, and the worker never hear of the changes up to then."""
+        server = Server(num_workers=2)
+        first, second, former = Talk(server, 1), Talk(server, 2, worker=1), Talk(server, 3, Role.WORKER)
+        first.create(ROWS)
+        body = {"host": "h", "pid": 1, "num_workers": 2, "timeout": 5.0, "sync_timeout": 9.0}
+        assert_ok(first.ask(Command.JOIN, pack(body)))
+        assert_ok(first.ask(Command.PULL_CHANGED, Array(0, np.zeros(1, np.uint64)), keys_of(ROWS, [])))
+        assert_ok(second.push(ROWS, [7], np.ones((1, ROWS.dim)), flags=DELTA))
+        late = former.ask(Command.PULL_CHANGED, Array(0, np.zeros(1, np.uint64)), keys_of(ROWS, []))
+        assert refusal(late)[0] == "RoleError"
+        reply = first.ask(Command.PULL_CHANGED, Array(0, np.ones(1, np.uint64)), keys_of(ROWS, []))
+        assert reply.arrays[1].data.reshape(-1).tolist() == [7]
 
     def test_a_reply_that_cannot_be_encoded_is_answered_with_an_error(
         self, talk: Talk, monkeypatch: pytest.MonkeyPatch

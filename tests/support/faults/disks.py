@@ -30,7 +30,9 @@ class Disk:
         self.num_writes = 0
         self._synced: dict[str, bytes] = {}  # by file: what is on the disk for good
         self.writers: list[Actor] = []
-        self.syncing: Callable[[], None] = lambda: None  # called when a sync begins
+        self.syncing: Callable[[], bool] = lambda: False  # called when a sync begins; returns whether it fails
+        self.has_failed = False
+        self._dropped: dict[str, slice] = {}  # by file: what the kernel has given up to write
         self.steps_left: int | None = None  # changes of files until the process is killed; None: it is not
 
     @property
@@ -65,23 +67,33 @@ class Disk:
         """As os.fdatasync."""
         path = os.readlink(f"/proc/self/fd/{file}")
         size = os.fstat(file).st_size
-        self.syncing()
+        if self.syncing():
+            self.has_failed = True
+            self._dropped[path] = slice(len(self._synced.get(path, b"")), size)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         self.step()
-        self._synced[path] = Path(path).read_bytes()[:size]
+        self._synced[path] = self._kept(path)[:size]
 
     def crash(self) -> None:
         """The process is gone, and with a power cut some of what was not synced: all of it, or from some byte on."""
-        self.steps_left = None
+        self.steps_left, self.has_failed = None, False
         for writer in self.writers:
             writer.end()
         self.writers.clear()
         if not self.has_power_cuts:
             return
         for path in sorted(self.folder.glob("segment-*")):
-            held, synced = path.read_bytes(), self._synced.get(str(path), b"")
+            held, synced = self._kept(str(path)), self._synced.get(str(path), b"")
             if held[: len(synced)] == synced:
                 path.write_bytes(self._left_of(held, len(synced)))
             self._synced[str(path)] = path.read_bytes()
+        self._dropped.clear()
+
+    def _kept(self, path: str) -> bytes:
+        """What the file has, without what was dropped: no sync brings that to the disk."""
+        held, dropped = bytearray(Path(path).read_bytes()), self._dropped.get(path, slice(0, 0))
+        held[dropped] = bytes(len(held[dropped]))
+        return bytes(held)
 
     def _left_of(self, held: bytes, num_synced: int) -> bytes:
         """What is there after a loss of power: not all sectors of what was not synced were written, in any order."""

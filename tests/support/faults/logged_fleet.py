@@ -21,6 +21,7 @@ from support.faults.virtual_world import Over
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_records import Records
+from torchfleet.ps.server.log.log_start import read_start
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.server import Server
 
@@ -43,6 +44,7 @@ class LoggedNode(Node):
         self.disk = fleet.disks.add(path, fleet.has_power_cuts)
         if fleet.setting.is_unlucky:
             self.disk.syncing = self._be_unlucky
+        self._failures = random.Random(f"{name} {fleet.setting.world.dice.getstate()}")  # beside the other dice
         super().__init__(fleet.setting.doors, name, self._make_durable, clock)
 
     def _make_durable(self) -> DurableServer:
@@ -61,11 +63,28 @@ class LoggedNode(Node):
             handler._folder.close()
             os.close(handler._bell)
 
-    def _be_unlucky(self) -> None:
-        """Now and then it is killed in the middle of a sync."""
+    def _be_unlucky(self) -> bool:
+        """Now and then it is killed in the middle of a sync, or the sync fails. That may lose what was acknowledged if
+        syncs are put off: not in these schedules."""
         dice = self.world.dice
         if dice.random() < 0.02 and self.is_alive:
             self.world.after(dice.uniform(0.0, self.disk.delay), lambda: self.fleet.kill(self, 0.5))
+        may_fail = self.fleet.has_power_cuts and self.fleet.setting.has_faults and self.is_alive
+        return may_fail and self._failures.random() < 0.01
+
+    def _look(self) -> None:
+        try:
+            super()._look()
+        except LogError:
+            if not self.disk.has_failed:
+                raise
+            self.end()
+
+    def end(self) -> None:
+        """It ends by itself, as its log cannot be written."""
+        self.fleet.setting.history.note(f"a sync of {self.name} has failed, and it is started again")
+        self.crash()
+        self.world.after(0.5, lambda: self.fleet.revive(self))
 
     def release(self) -> None:
         """As the system does at the end of a process that was killed while it began or ended."""
@@ -131,12 +150,14 @@ class LoggedFleet(Fleet):
         if node.is_alive and self.setting.has_faults:
             self.setting.history.note(f"{node.name} is killed, and started again {seconds:g} s later")
             node.crash()
-            self.setting.world.after(seconds, lambda: self._revive(node))
+            self.setting.world.after(seconds, lambda: self.revive(node))
 
     def heal(self) -> None:
         super().heal()
         for node in self.nodes:
-            self._revive(node)
+            if node.disk.has_failed:
+                node.end()
+            self.revive(node)
             node.disk.delay, node.disk.full_until = 0.001, 0.0
 
     def settle(self) -> None:
@@ -190,17 +211,17 @@ class LoggedFleet(Fleet):
         """A log with one bit that is wrong, wherever, is not used."""
         dice = self.setting.world.dice
         for node in self.nodes:
-            held = [data for path in sorted(node.disk.folder.glob("segment-*")) if (data := path.read_bytes())]
+            held = [path for path in sorted(node.disk.folder.glob("segment-*")) if path.stat().st_size]
             if not held:
                 continue  # a segment that has just begun is empty
-            data = bytearray(held[-1])
+            data, salt = bytearray(held[-1].read_bytes()), read_start(held[-1].parent).salt
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True)
+            records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True, salt=salt)
             with contextlib.suppress(LogError):
                 num = sum(1 for _ in records)
                 raise Violation(f"{node.name}: {num} records of a log with a wrong bit were read, as if it were right")
 
     @staticmethod
-    def _revive(node: LoggedNode) -> None:
+    def revive(node: LoggedNode) -> None:
         if not node.is_alive and not node.is_starting:
             node.start()

@@ -160,7 +160,6 @@ def files(state: State, request: Request) -> Answer:
         raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
     message = request.message
     hold = state.budgets.take(request.peer, _PER_FILE * len(body.files) + request.num_bytes) if body.files else None
-    state.meetings.files.expire(request.arrived)
     return [pack(state.meetings.files.ask(message.client, message.worker, body, request.arrived, hold))]
 
 

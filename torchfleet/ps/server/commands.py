@@ -49,7 +49,7 @@ from torchfleet.ps.server.exchange import enter, exchange
 from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
-from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.ps.server.long_work import check_queue, in_slices, inspect, set_clock, shrink_tables, walk
 from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulled, pulls_long, steps_of
 from torchfleet.ps.server.state.counters import HotKeys
 from torchfleet.ps.server.state.state import State
@@ -112,10 +112,10 @@ def pull(state: State, request: Request) -> Answer | None:
 
 def pull_again(state: State, request: Request) -> Answer | None:
     """Repeat a pull whose reply was lost. It neither counts keys nor creates rows a second time."""
-    return _pull(state, request, create=False)
+    return _pull(state, request, create=False, is_repeat=True)
 
 
-def _pull(state: State, request: Request, create: bool) -> Answer | None:
+def _pull(state: State, request: Request, create: bool, is_repeat: bool = False) -> Answer | None:
     message = request.message
     sections = key_sections(state, message.arrays)
     worker = message.worker if message.flags & SYNC and state.num_workers > 1 else None
@@ -124,19 +124,11 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     if state.counters.hot_keys.is_on:
         _note_hot_keys(state.counters.hot_keys, sections)
     is_long = pulls_long(state, request, sections, create)
-    num_bytes = 0
-    for table, keys in sections:
-        if is_long and not table.spec.is_dense:  # the pull checks each slice itself
-            num_bytes += 4 * len(keys) * table.spec.dim
-        else:
-            num_bytes += table.check_pull(keys, create)
-        if message.flags & STATE and not table.spec.is_dense:
-            num_bytes += 4 * len(keys) * (table.spec.num_words - table.spec.dim)
-    if num_bytes > MAX_FRAME:
-        raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
+    _check_size(sections, message.flags, create, is_long)
     if message.flags & BOUNDED:
         check_worker(state, request)
-        state.pushes.bound.begin(message.worker)
+        if not is_repeat:  # the worker may have pushed since: no other push may wait for it then
+            state.pushes.bound.begin(message.worker)
     if is_long:
         begin_long_pull(state, request, sections, create, worker)
         return None
@@ -152,13 +144,27 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     return reply
 
 
+def _check_size(sections: Sequence[PulledKeys], flags: int, create: bool, is_long: bool) -> None:
+    """Raise TableError if a table cannot be pulled from, or the reply would be too large."""
+    num_bytes = 0
+    for table, keys in sections:
+        if is_long and not table.spec.is_dense:  # the pull checks each slice itself
+            num_bytes += 4 * len(keys) * table.spec.dim
+        else:
+            num_bytes += table.check_pull(keys, create)
+        if flags & STATE and not table.spec.is_dense:
+            num_bytes += 4 * len(keys) * (table.spec.num_words - table.spec.dim)
+    if num_bytes > MAX_FRAME:
+        raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
+
+
 def _note_hot_keys(hot_keys: HotKeys, sections: Sequence[PulledKeys]) -> None:
     for table, keys in sections:
         if not table.spec.is_dense:
             hot_keys.note(table.spec.name, keys)
 
 
-def push(state: State, request: Request) -> Answer | None:
+def push(state: State, request: Request) -> Answer | FleetError | None:
     """Update each section's table once. All sections are checked before the first is applied."""
     flags = request.message.flags
     state.budgets.check_new_rows(request.peer, request.arrived)
@@ -252,7 +258,10 @@ def save(state: State, request: Request) -> Answer | FleetError | None:
     body = unpack(only(request), SaveBody, MAX_BODY)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
-    apply_gathered(state)  # gathered pushes were acknowledged, so the saved model must contain them
+    check_queue(state, request, body.token)  # before anything changes
+    error = apply_gathered(state)  # gathered pushes were acknowledged, so the saved model must contain them
+    if error is not None:
+        return error
     return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 
@@ -288,7 +297,7 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.BARRIER: CommandHandler(barrier, _ALL, once=True, as_worker=True),
     Command.LEAVE: CommandHandler(leave, _ALL),
     Command.STOP: CommandHandler(stop, _LAUNCHER),
-    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
+    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL, as_worker=True),
     Command.GATHER: CommandHandler(gather, _ALL, as_worker=True),
     Command.SEND: CommandHandler(send, _ALL, as_worker=True),
     Command.TAKE: CommandHandler(take, _ALL, as_worker=True),

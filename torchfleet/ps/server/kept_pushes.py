@@ -19,14 +19,14 @@ from torchfleet.ps.server.sync_step import new_dense_values
 MAX_GATHERED = 1024
 
 
-def gather_push(state: State, request: Request, sections: Sequence[Section]) -> Answer:
-    """Keep a checked push. Once the requested number of pushes is here, update the tables once with their mean.
+def gather_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | TableError:
+    """Keep a checked push. Once the requested number of pushes is here, update the tables once with their mean. Returns
+    the error if that fails: the pushes are gone then, so it is the outcome of a change, not a refusal.
 
     A push without sections triggers the update with the pushes received so far.
     """
     if not sections:
-        apply_gathered(state)
-        return []
+        return apply_gathered(state) or []
     num, _ = _settings(request, 2)
     if not 1 <= num <= MAX_GATHERED:
         raise WireError(f"a gathered update is the mean of 1 to {MAX_GATHERED} pushes, found {num}")
@@ -34,19 +34,19 @@ def gather_push(state: State, request: Request, sections: Sequence[Section]) -> 
         _check_alike(state.pushes.gathered[0], request)
     state.budgets.hold(request, waits=False)
     state.pushes.gathered.append(_own(request))
-    if len(state.pushes.gathered) >= num:
-        apply_gathered(state)
-    return answer(request, sections)
+    error = apply_gathered(state) if len(state.pushes.gathered) >= num else None
+    return error or answer(request, sections)
 
 
-def apply_gathered(state: State) -> None:
-    """Update the tables once with the mean of the gathered pushes, summed in the order of the workers.
+def apply_gathered(state: State) -> TableError | None:
+    """Update the tables once with the mean of the gathered pushes, summed in the order of the workers. Returns the
+    error if their mean cannot be applied, and drops them: this never raises, as the pushes are taken out in any case.
 
     Dense gradients beyond the maximum staleness are dropped. Sparse gradients are always used.
     """
     requests, state.pushes.gathered = sorted(state.pushes.gathered, key=lambda request: request.message.worker), []
     if not requests:
-        return
+        return None
     _, max_staleness = _settings(requests[0], 2)
     by_table: dict[int, list[Section]] = {}
     for request in requests:
@@ -59,12 +59,14 @@ def apply_gathered(state: State) -> None:
     try:
         for mean in means:
             mean.check()
-    except TableError as error:
-        raise TableError(f"the gradients of {len(requests)} pushes cannot be applied together: {error}") from None
+    except FleetError as error:
+        state.say(f"{len(requests)} gathered pushes are dropped: {error}")
+        return TableError(f"the gradients of {len(requests)} pushes cannot be applied together: {error}")
     for mean, sections in zip(means, by_table.values(), strict=True):
         for section in sections:
             section.note_staleness()
         replace(mean, pulled_at=None).apply()
+    return None
 
 
 def bounded_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | None:

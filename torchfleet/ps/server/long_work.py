@@ -58,7 +58,7 @@ def in_slices(
     if known is not None:
         known.request = request
         return known.result
-    _check_queue(state, request)
+    check_queue(state, request, token)
     known = state.work.requests[token] = LongRequest(request)
     known.work = guarded(state, known, make(known))
     state.work.slices.append(known.work)
@@ -68,7 +68,10 @@ def in_slices(
     return None
 
 
-def _check_queue(state: State, request: Request) -> None:
+def check_queue(state: State, request: Request, token: int) -> None:
+    """Raise ServerBusy if `in_slices` would. A command that changes something before it calls that asks this first."""
+    if token in state.work.requests:
+        return
     waiting = [long for long in state.work.requests.values() if long.result is None]
     own = sum(long.request.peer == request.peer for long in waiting)
     if own >= MAX_QUEUED_OF_ONE or len(waiting) >= MAX_QUEUED:
@@ -96,6 +99,7 @@ def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
     due: list[int] = []
+    check_queue(state, request, body.token)  # before the clock is set
     if body.token not in state.work.requests:  # a late copy of an old request must not turn the clock back
         state.clock.set(body.now)
         due = [table.spec.number for table in state.work.schedule.note(state.tables.values(), body.now)]

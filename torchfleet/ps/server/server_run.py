@@ -134,7 +134,8 @@ class ServerRun:
     def serve(self) -> None:
         """Serve until all workers have left or `end` is called, then close everything.
 
-        Raises FleetError if the server stopped because workers were lost, or because another replica took over.
+        Raises FleetError if the server stopped because workers were lost, because another replica took over, or because
+        its log can no longer be written.
         """
         assert self.listener is not None
         assert self._status is not None
@@ -147,8 +148,12 @@ class ServerRun:
             return self._is_ended or self.handler.is_stopping
 
         self.listener.look_ahead = LookAhead(server.state)
+        failure = ""
         try:
             self.listener.serve(self.handler, is_over)
+        except FleetError as error:
+            failure = str(error)
+            raise
         finally:
             if self.replica is not None:
                 self.replica.end(keeps_log=self._is_ended)
@@ -156,7 +161,7 @@ class ServerRun:
             status.close()
             tracing.close()
             self.close()
-            self.say(f"stopped ({self._why_over()}) after {server.state.counters.num_requests:,} requests")
+            self.say(f"stopped ({failure or self._why_over()}) after {server.state.counters.num_requests:,} requests")
         if self.replica is not None and self.replica.deposed:
             raise FleetError(self.replica.deposed)
         if server.desertion:
@@ -185,8 +190,8 @@ class ServerRun:
             self.listener.close()
             self.listener = None
         if self.durable is not None:
-            server = self.server
-            self.durable.close(is_over=server.is_stopping and not server.desertion and not self._is_ended)
+            is_over = self.durable.is_stopping and not self.server.desertion and not self._is_ended
+            self.durable.close(is_over)
             self.durable = None
 
     def _why_over(self) -> str:

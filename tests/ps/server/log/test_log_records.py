@@ -19,6 +19,7 @@ from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, begin_log, go_on
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, decode_entry, encode_entry
 from torchfleet.ps.server.log.log_records import Records, crc32c, record_of
+from torchfleet.ps.server.log.log_start import read_start
 from torchfleet.ps.server.log.replay import Replay
 
 FRAMES = some.lists(some.binary(max_size=40), max_size=4)
@@ -41,8 +42,8 @@ def written(entries: list[Entry], num_synced: int = 0) -> bytes:
     return b"".join(bytes(buffer) for entry in entries for buffer in record_of(encode_entry(entry), num_synced))
 
 
-def read(data: bytes) -> tuple[list[Entry], Records]:
-    records = Records(memoryview(data), "a file")
+def read(data: bytes, salt: int = 0) -> tuple[list[Entry], Records]:
+    records = Records(memoryview(data), "a file", salt=salt)
     return [decode_entry(frames) for frames in records], records
 
 
@@ -125,6 +126,17 @@ def test_zeros_in_what_was_synced_are_damage(entry: Entry) -> None:
             list(Records(memoryview(whole + lost), "a file", is_synced=True))
 
 
+@given(ENTRIES, some.integers(1, 2**63 - 1))
+def test_what_a_client_sends_is_not_taken_for_a_record(entry: Entry, salt: int) -> None:
+    """It would say that all bytes were synced, so that a loss of power would make the log unusable."""
+    forged = bytes(record_of(encode_entry(entry), 1 << 40)[0])
+    sent = Entry(Kind.REQUEST, frames=[forged * 3])
+    first, last = (b"".join(map(bytes, record_of(encode_entry(one), 0, salt))) for one in (entry, sent))
+    records = Records(memoryview(first + bytes(-len(first) % 512 + 512) + last), "a file", salt=salt)
+    assert [decode_entry(frames) for frames in records] == [entry]
+    assert records.is_torn
+
+
 @each_of(
     ("data", "expected"),
     [
@@ -175,8 +187,8 @@ def test_of_a_thousand_cuts_of_a_log_none_is_loaded_wrong(tmp_path: Path) -> Non
     work.steps(25)
     durable.close()
     segment = next((tmp_path / "log").glob("segment*"))
-    whole = segment.read_bytes()
-    entries = [decode_entry(frames) for frames in Records(memoryview(whole), "all")]
+    whole, salt = segment.read_bytes(), read_start(tmp_path / "log").salt
+    entries, _ = read(whole, salt)
     ends, at = [], 0
     for entry in entries:
         at += sum(memoryview(buffer).nbytes for buffer in record_of(encode_entry(entry), 0))
@@ -184,7 +196,7 @@ def test_of_a_thousand_cuts_of_a_log_none_is_loaded_wrong(tmp_path: Path) -> Non
     dice, loaded = random.Random(0), set()
     for cut in (dice.randrange(len(whole) + 1) for _ in range(1000)):
         num_whole = sum(end <= cut for end in ends)
-        found, records = read(whole[:cut])
+        found, records = read(whole[:cut], salt)
         assert found == entries[:num_whole]
         assert records.is_torn == (cut not in (0, *ends))
         if num_whole not in loaded:  # what is loaded follows from the entries that are found

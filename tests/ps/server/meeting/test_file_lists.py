@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from support.searches import examples
 from torchfleet.base.errors import DataError
 from torchfleet.ps.net.wire import OK, Command, pack, unpack
 from torchfleet.ps.server.meeting import file_lists as module
-from torchfleet.ps.server.meeting.file_lists import END, WAIT, FileLists, FilesBody
+from torchfleet.ps.server.meeting.file_lists import FileLists, FilesBody
+from torchfleet.ps.server.meeting.file_pass import END, MAX_CLIENTS, WAIT
 from torchfleet.ps.server.server import Server
 
 ABC = ["a", "b", "c"]
@@ -558,3 +560,55 @@ class TestServer:
         self.ask(second, done=["a", "b"])
         taken = [self.ask(first, take=2), self.ask(second, take=2)]
         assert ("file", "b") in taken or self.ask(first, take=3) != (END, "")
+
+
+def size_of(lists: FileLists) -> int:
+    return len(msgspec.msgpack.encode(lists.export()))
+
+
+@pytest.mark.parametrize("lease", [10.0, 1e-6], ids=["replaced", "expired"])
+def test_a_worker_with_ever_new_clients_takes_no_more_memory(lease: float) -> None:
+    """A restarted worker has a new one; nothing keeps a hostile one from making them up."""
+    lists = FileLists()
+    Worker(lists, 1, ABC).begin()
+    sizes = []
+    for number in range(20 * MAX_CLIENTS):
+        worker = Worker(lists, 0, ABC, client=10**6 + number, lease=lease)
+        worker.begin(now=float(number))
+        assert worker.take(now=float(number)) == ("file", "a")
+        lists.expire(now=number + 0.5)
+        sizes.append(size_of(lists))
+    assert max(sizes[2 * MAX_CLIENTS :]) <= max(sizes[: 2 * MAX_CLIENTS])
+
+
+def test_a_few_clients_of_a_worker_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = FileLists()
+    former = [Worker(lists, 0, ABC, client=100 + i) for i in range(MAX_CLIENTS)]
+    for worker in former:
+        worker.begin()
+        assert worker.take() == ("file", "a")
+    for worker in former[:-1]:
+        assert worker.take() == (END, "")
+    assert former[-1].ask(take=former[-1].wish) == ("file", "a")
+
+
+def test_names_of_dropped_lists_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LISTS", 4)
+    monkeypatch.setattr(module, "MAX_NAMES", 8)
+    lists, sizes = FileLists(), []
+    for number in range(200):
+        name = f"list {number:04}"
+        lists.ask(1, 0, FilesBody(name, 0, 10.0, files=["a"]), 0.0)
+        lists.leave(0)
+        sizes.append(size_of(lists))
+    assert max(sizes[20:]) <= max(sizes[:20])
+    assert lists.ask(1, 0, FilesBody("list 0195", 0, 10.0, take=1), 0.0) == (END, "")
+
+
+def test_a_client_that_takes_files_as_another_worker_is_refused_and_changes_nothing() -> None:
+    first, second = team(2, ABC)
+    first.take()
+    before = first.lists.export()
+    with pytest.raises(DataError):
+        first.lists.ask(first.client, second.index, FilesBody("files", 0, 10.0, take=9), 0.0)
+    assert first.lists.export() == before

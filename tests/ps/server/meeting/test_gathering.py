@@ -232,6 +232,17 @@ class TestGatherings:
         ((_, again),) = gatherings.arrive(body(), request(0, b"zero", client=98))
         assert found(again) == [(0, b"zero"), (1, b"one")]
 
+    def test_a_worker_with_ever_new_clients_keeps_few_answers(self) -> None:
+        gatherings = Gatherings()
+        gatherings.arrive(body(num_workers=1), request(0, b"first", client=1))
+        for client in range(100, 200):
+            ask = request(0, b"zero", client=client)
+            ask.message.worker = 3
+            gatherings.arrive(GatherBody("own", 1, 1, 10.0, first=3), ask)
+        assert len(gatherings._kept) == 1 + module.MAX_KEPT_OF_ONE
+        ((_, again),) = gatherings.arrive(body(num_workers=1), request(0, b"first", client=1))
+        assert found(again) == [(0, b"first")]
+
 
 def packed(**fields: object) -> Array:
     return pack({"name": "g", "round": 1, "num_workers": 2, "timeout": 10.0, **fields})

@@ -160,6 +160,16 @@ class TestMail:
         accepted = (mail.send(0, SendBody("t", 1, number), parcel(b"")) for number in range(1, 200_001))
         assert not all(accepted)
 
+    def test_empty_arrays_do_not_fill_the_memory_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MAX_KEPT", 1000)
+        monkeypatch.setattr(module, "MAX_KEPT_OF_ONE", 500)
+        mail = Mail()
+        num_kept = sum(mail.send(0, SendBody("t", 1, number), parcel(*[b""] * 99)) for number in range(1, 20))
+        assert num_kept == 5
+        assert mail.send(2, SendBody("t", 1, 1), parcel(b"x")), "another sender has room"
+        mail.take(1, TakeBody("t", 1))
+        assert mail.send(0, SendBody("t", 1, 6), parcel(b"y"))
+
 
 class MailMachine(RuleBasedStateMachine):
     """Mail against plain dicts and lists: per topic and receiver, what was accepted, in order."""

@@ -12,7 +12,7 @@ from support.replica_pair import Pair
 from torchfleet.base.errors import CoordinatorUnreachable, FleetError, PermissionRefused, ServerUnreachable
 from torchfleet.ps.coordination.view import ENDED, Coordinator, View
 from torchfleet.ps.net.wire import Command, Message, Role, decode_reply, encode, pack, unpack
-from torchfleet.ps.server.replicas.pace import PATIENCE
+from torchfleet.ps.server.replicas.pace import BEAT, PATIENCE
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
@@ -321,3 +321,16 @@ def test_a_server_that_was_lost_alone_says_so(tmp_path: Path) -> None:
     pair.start(0)
     with pytest.raises(FleetError, match="backup"):
         pair.run(0.5)
+
+
+def test_terms_that_a_worker_makes_up_cost_few_looks_at_the_coordinator(pair: Pair) -> None:
+    reads, read = [], pair.coordinator.read
+    pair.coordinator.read = lambda shard: reads.append(shard) or read(shard)  # type: ignore[method-assign, func-returns-value]
+    sender, number = pair.client()._channels[0], pair.primary()
+    assert number is not None
+    for call in range(200):
+        forged = Message(Command.PING, Role.WORKER, call=call, term=1000 + call)
+        pair.send(-1, number, sender, encode(forged), Role.WORKER)
+        pair.run(0.005)
+    assert len(reads) <= 1 + 200 * 0.005 / BEAT
+    assert pair.primary() == number

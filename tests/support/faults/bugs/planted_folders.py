@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
 from support.faults.planted import Patch, bug
 
 from torchfleet.ps.server.log import durable_server
 from torchfleet.ps.server.log.durable_server import DurableServer
 from torchfleet.ps.server.log.log_folder import LogFolder
-from torchfleet.ps.server.log.log_start import Start
 
 LOG = ("logged",)
 
@@ -21,7 +21,7 @@ def _(patch: Patch) -> None:
     def note_and_init(self: DurableServer, server: Any, folder: LogFolder, *more: Any, **named: Any) -> None:
         start = folder._start
         if start is not None and start.first:
-            folder._note(Start(start.first, start.last, folder.run))
+            folder._note(replace(start, run=folder.run, term=0))
         init(self, server, folder, *more, **named)
 
     patch(DurableServer, "__init__", note_and_init)

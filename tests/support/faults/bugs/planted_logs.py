@@ -13,6 +13,7 @@ from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.log import log_records
 from torchfleet.ps.server.log.durable_server import DurableServer
 from torchfleet.ps.server.log.journal import Journal
+from torchfleet.ps.server.log.log_files import SyncFailed
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
 from torchfleet.ps.server.log.logged_server import LoggedServer
@@ -44,6 +45,19 @@ def _(patch: Patch) -> None:
     patch(LogFolder, "sync_behind", lambda self: None)
 
 
+@bug("log: a sync that has failed is repeated", LOG, is_unlucky=True)
+def _(patch: Patch) -> None:
+    sync = LogFolder._sync
+
+    def sync_again(self: LogFolder, file: int) -> None:
+        try:
+            sync(self, file)
+        except SyncFailed:
+            sync(self, file)
+
+    patch(LogFolder, "_sync", sync_again)
+
+
 @bug("log: an entry is confirmed when it is written, before it is synced", LOG, is_unlucky=True)
 def _(patch: Patch) -> None:
     write = LogWriter._write
@@ -60,8 +74,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     init = log_records.Records.__init__
 
-    def filled(self: Any, data: memoryview, place: str, is_synced: bool = False) -> None:
-        init(self, memoryview(bytes(data) + bytes(4096)), place, is_synced)
+    def filled(self: Any, data: memoryview, place: str, is_synced: bool = False, salt: int = 0) -> None:
+        init(self, memoryview(bytes(data) + bytes(4096)), place, is_synced, salt)
 
     patch(log_records.Records, "__init__", filled)
 

@@ -10,7 +10,8 @@ from support.faults.planted import Patch, bug, patch_command
 from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server import commands, long_work
 from torchfleet.ps.server.meeting.barrier import Barriers
-from torchfleet.ps.server.meeting.file_lists import FileLists, Holder
+from torchfleet.ps.server.meeting.file_lists import FileLists
+from torchfleet.ps.server.meeting.file_pass import Holder, Pass
 from torchfleet.ps.server.meeting.gathering import Gatherings
 from torchfleet.ps.server.meeting.mail import Mail
 from torchfleet.ps.server.state.changes import Changes
@@ -72,13 +73,13 @@ def _(patch: Patch) -> None:
 
 @bug("files: a repeated wish gets another file", script="meetings")
 def _(patch: Patch) -> None:
-    following = FileLists._next
+    following = Pass.next_file
 
-    def next_file(current: Any, holder: Holder, client: int, wish: int) -> Any:
-        holder.answered = (0, "", "")
-        return following(current, holder, client, wish)
+    def next_file(self: Pass, client: int, wish: int) -> Any:
+        self.holders[client].answered = (0, "", "")
+        return following(self, client, wish)
 
-    patch(FileLists, "_next", staticmethod(next_file))
+    patch(Pass, "next_file", next_file)
 
 
 @bug("files: a file that is said to be done twice counts twice", script="meetings")
@@ -96,16 +97,16 @@ def _(patch: Patch) -> None:
 
 @bug("files: a lease is not renewed by a word of its holder", script="meetings")
 def _(patch: Patch) -> None:
-    holder_of = FileLists._holder
+    holder_of = Pass.holder
 
-    def found(current: Any, client: int, worker: int, lease: float, now: float) -> Holder:
-        known = current.holders.get(client)
+    def found(self: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
+        known = self.holders.get(client)
         heard = known.heard if known is not None else now
-        holder = holder_of(current, client, worker, lease, now)
+        holder = holder_of(self, client, worker, lease, now)
         holder.heard = heard
         return holder
 
-    patch(FileLists, "_holder", staticmethod(found))
+    patch(Pass, "holder", found)
 
 
 @bug("geo: a reply that was lost is not made again", script="geo")

@@ -85,6 +85,11 @@ class DurableServer(LoggedServer):
         """The last term in which this server had a part, as its log says."""
         return max(self._writer.term, self.term)
 
+    def check(self) -> None:
+        """As LoggedServer.check."""
+        if failure := self._writer.failure:
+            raise LogError(f"{failure} The server ends. Started again, it goes on from what is in the log.")
+
     def work(self) -> bool | None:
         """As Handler.work. Cuts the log when a full save has begun, or the segment exceeds `_most_bytes`."""
         if self._writer.segment_bytes > self._most_bytes or self.server.state.saves.chain.attempt != self._attempt:

@@ -169,6 +169,8 @@ class Journal:
         handler = COMMANDS[message.command]
         if not message.sequence or not (handler.once or handler.again is not None):
             return
+        if not self._server.state.sessions.is_running(message.client, message.sequence):
+            return  # its number was refused, so that there is no outcome to remember
         refused = Refused(
             message.client, message.sequence, message.floor, message.worker, message.incarnation,
             type(error).__name__, str(error),

@@ -11,11 +11,23 @@ from pathlib import Path
 from torchfleet.base.errors import LogError
 
 
+class SyncFailed(OSError):
+    """A sync has failed, and must not be repeated: the kernel may have dropped the bytes that it could not write, and
+    then the next sync succeeds without them. Has no `errno`, so that it is never taken for a full disk."""
+
+
+def sync_failed(error: OSError) -> SyncFailed:
+    text = os.strerror(error.errno) if error.errno is not None else str(error)
+    return SyncFailed(f"a sync has failed ({text}), and what it was to write may be lost")
+
+
 def sync_folder(path: Path) -> None:
-    """Block until the names in this folder are on the disk. Raises OSError."""
+    """Block until the names in this folder are on the disk. Raises OSError; SyncFailed if the sync itself fails."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
+    except OSError as error:
+        raise sync_failed(error) from error
     finally:
         os.close(folder)
 
@@ -91,6 +103,15 @@ def map_file(path: Path) -> memoryview:
         mapped = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         mapped.madvise(mmap.MADV_SEQUENTIAL)
         return memoryview(mapped)
+    finally:
+        os.close(file)
+
+
+def forget_cached(path: Path) -> None:
+    """Drop a file from the kernel's cache: the next read shows what the disk has. Raises LogError or OSError."""
+    file = open_file(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)
 

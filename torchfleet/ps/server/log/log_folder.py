@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,12 +29,21 @@ from msgspec.structs import replace
 from torchfleet.base.errors import LogError, SecurityError
 from torchfleet.base.ownership import make_own
 from torchfleet.ps.net.wire import Frame
-from torchfleet.ps.server.log.log_files import drop_pages, map_file, open_file, sync_folder, sync_path
+from torchfleet.ps.server.log.log_files import (
+    drop_pages,
+    forget_cached,
+    map_file,
+    open_file,
+    sync_failed,
+    sync_folder,
+    sync_path,
+)
 from torchfleet.ps.server.log.log_records import Records
 from torchfleet.ps.server.log.log_start import START, Start, read_start, write_start
 
 _NAME = "segment-{:08}.log"
 _SEGMENT = re.compile(r"segment-([0-9]{8})\.log")
+_UNSYNCED = "unsynced"  # a sync has failed: until the machine loses power, its cache may have what the disk lacks
 _OVER = "over"  # instead of `start`: the job has ended, and all segments may be removed
 _MAX_BUFFERS = 512  # buffers in one call of pwritev
 
@@ -78,7 +88,7 @@ class LogFolder:
             )
         with self._naming():
             self._finish_removal()
-            self._start, self.run = Start(0, 0, run, term), run
+            self._start, self.run = Start(0, 0, run, term, secrets.randbits(63)), run
             write_start(self.path, self._start)
             sync_path(self.path)
 
@@ -88,9 +98,12 @@ class LogFolder:
         LogError if a file is damaged."""
         assert self._start is not None
         last = self._start.last
+        if os.path.lexists(self.path / _UNSYNCED):
+            with self._naming():
+                forget_cached(self.path / _NAME.format(last))
         for number in range(self._start.first, last + 1):
             file = self.path / _NAME.format(number)
-            records = Records(map_file(file), str(file), is_synced=number < last)
+            records = Records(map_file(file), str(file), is_synced=number < last, salt=self.salt)
             yield from records
             if records.is_torn and number < last:
                 raise LogError(f"{file} ends inside a record, and {_NAME.format(last)} follows it: it was cut")
@@ -99,13 +112,14 @@ class LogFolder:
             self._open(last, os.O_WRONLY)
             os.ftruncate(self._file, self.num_bytes)
             self.sync()  # after a loss of power the cut bytes must not reappear behind new records
+            (self.path / _UNSYNCED).unlink(missing_ok=True)
 
     def begin_segment(self) -> int:
         """Sync the current segment, and open a new one for `write`. Returns its size, 0. Raises OSError."""
         assert self._start is not None
         number = self._start.last + 1
         if self._file >= 0:
-            os.fdatasync(self._file)
+            self._sync(self._file)
         self.num_bytes = 0  # before the number changes, which `sync_behind` reads first
         self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # one that is there has no entries yet
         sync_folder(self.path)
@@ -127,6 +141,11 @@ class LogFolder:
         return end
 
     @property
+    def salt(self) -> int:
+        """That of all records of this log."""
+        return 0 if self._start is None else self._start.salt
+
+    @property
     def num_synced(self) -> int:
         """How many bytes of the last segment are synced to the disk."""
         number, num_bytes = self._synced
@@ -136,7 +155,7 @@ class LogFolder:
         """Block until all written bytes are on the disk. Raises OSError, also if the segment has lost its name."""
         if self._file >= 0:
             num_bytes = self.num_bytes
-            os.fdatasync(self._file)
+            self._sync(self._file)
             if not os.fstat(self._file).st_nlink:
                 raise self._lost_name()
             self._note_synced(self._file, self._number, num_bytes)
@@ -151,7 +170,7 @@ class LogFolder:
                 raise self._lost_name() from None
             return  # it was synced before the next one began
         try:
-            os.fdatasync(file)
+            self._sync(file)
             self._note_synced(file, number, num_bytes)
         finally:
             os.close(file)
@@ -160,6 +179,15 @@ class LogFolder:
         first = self._synced[1] if self._synced[0] == number else 0
         drop_pages(file, first, num_bytes)
         self._synced = number, num_bytes
+
+    def _sync(self, file: int) -> None:
+        """Raises SyncFailed. A process that is started again must not take what is in the cache for synced."""
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                (self.path / _UNSYNCED).touch()
+            raise sync_failed(error) from error
 
     def forget_before_last(self) -> int:
         """Remove the segments before the last, which must have a whole copy of the state, of a server of `run`. Returns
@@ -214,6 +242,7 @@ class LogFolder:
 
     def _finish_removal(self) -> None:
         if os.path.lexists(self.path / _OVER):
+            (self.path / _UNSYNCED).unlink(missing_ok=True)
             self._unlink(self._all())
             sync_folder(self.path)  # without `over`, no segment may reappear
             os.unlink(self.path / _OVER)

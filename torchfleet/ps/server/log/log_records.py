@@ -21,10 +21,12 @@ from torchfleet.base.errors import LogError
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import lengths_in
 
-MAGIC = b"TFL3"  # the last character is the version of the format
+MAGIC = b"TFL4"  # the last character is the version of the format
 _FIELDS = struct.Struct("<4sIQQI")  # magic, checksum of the frames, their bytes, bytes synced, bytes of frame 0
 _CHECK = struct.Struct("<I")  # checksum of the fields
-PREFIX = _FIELDS.size + _CHECK.size
+_SALT = struct.Struct("<Q")  # a secret of the log: no client can send bytes that look like a prefix
+_CHECKED = _FIELDS.size + _CHECK.size
+PREFIX = _CHECKED + _SALT.size
 ALIGNED = 8  # bytes: frames begin at multiples of it, so that kernels can read numbers in them
 SECTOR = 512  # bytes that a disk writes completely or not at all
 _SMALL = 1 << 12  # bytes; smaller frames are copied together, which costs less than a buffer for each
@@ -41,9 +43,9 @@ def crc32c(data: Frame, crc: int = 0) -> int:
     return crc
 
 
-def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
+def record_of(entry: Sequence[Frame], num_synced: int, salt: int = 0) -> list[Frame]:
     """The buffers of a record, in the order in which they must be written. Large frames are not copied.
-    `num_synced`: bytes of the file that are synced to the disk."""
+    `num_synced`: bytes of the file that are synced to the disk. `salt`: that of the log."""
     buffers: list[Frame] = []
     small: list[Frame] = []
     crc = length = 0
@@ -61,15 +63,16 @@ def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
     for buffer in buffers:
         crc = crc32c(buffer, crc)
     fields = _FIELDS.pack(MAGIC, crc, length, num_synced, memoryview(entry[0]).nbytes)
-    return [fields + _CHECK.pack(zlib.crc32(fields)), *buffers]
+    return [fields + _CHECK.pack(zlib.crc32(fields)) + _SALT.pack(salt), *buffers]
 
 
 class Records:
     """Iterates over the entries of a file, in order, without copying. Raises LogError at a damaged record."""
 
-    def __init__(self, data: memoryview, place: str, is_synced: bool = False) -> None:
-        """`place`: the file's path, for errors. `is_synced`: the whole file was synced, so zeros are damage."""
-        self._data, self._place, self._is_synced = data, place, is_synced
+    def __init__(self, data: memoryview, place: str, is_synced: bool = False, salt: int = 0) -> None:
+        """`place`: the file's path, for errors. `is_synced`: the whole file was synced, so zeros are damage.
+        `salt`: that of the log."""
+        self._data, self._place, self._is_synced, self._salt = data, place, is_synced, _SALT.pack(salt)
         self.end = 0  # position behind the last whole record so far
         self.is_torn = False  # whether an unfinished record begins at `end`
 
@@ -83,7 +86,7 @@ class Records:
         """The entry of the record at byte `at`; moves `end` behind it. None if it is unfinished. Raises LogError."""
         start = at + PREFIX
         self._refuse_other_version(self._data[at:start])
-        fields = _fields(self._data[at:start])
+        fields = self._fields(self._data[at:start])
         if fields is None:
             self._tear(at, start, "its prefix is not one that was written")
             return None
@@ -131,8 +134,15 @@ class Records:
         """Whether a prefix behind byte `at` says that this byte was synced."""
         rest = self._data[at:]
         starts = (found.start() for found in re.finditer(re.escape(MAGIC), rest))
-        prefixes = (_fields(rest[start : start + PREFIX]) for start in starts)
+        prefixes = (self._fields(rest[start : start + PREFIX]) for start in starts)
         return any(fields is not None and fields[2] > at for fields in prefixes)
+
+    def _fields(self, prefix: memoryview) -> tuple[int, int, int, int] | None:
+        """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None if the prefix is not valid."""
+        if not _is_whole(prefix) or prefix[_CHECKED:] != self._salt:
+            return None
+        magic, crc, length, num_synced, num_first = _FIELDS.unpack_from(prefix)
+        return (crc, length, num_synced, num_first) if magic == MAGIC else None
 
     def _damaged(self, at: int, why: str) -> LogError:
         return LogError(
@@ -141,17 +151,9 @@ class Records:
         )
 
 
-def _fields(prefix: memoryview) -> tuple[int, int, int, int] | None:
-    """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None if the prefix is not valid."""
-    if not _is_whole(prefix):
-        return None
-    magic, crc, length, num_synced, num_first = _FIELDS.unpack_from(prefix)
-    return (crc, length, num_synced, num_first) if magic == MAGIC else None
-
-
 def _is_whole(prefix: memoryview) -> bool:
     """Whether the checksum of the prefix is right. Its position is the same in every version of the format."""
-    return len(prefix) == PREFIX and _CHECK.unpack_from(prefix, _FIELDS.size)[0] == zlib.crc32(prefix[: _FIELDS.size])
+    return len(prefix) >= _CHECKED and _CHECK.unpack_from(prefix, _FIELDS.size)[0] == zlib.crc32(prefix[: _FIELDS.size])
 
 
 def _is_blank(data: memoryview) -> bool:

@@ -25,6 +25,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Of a server with backups: the last term in which it was primary, or the backup that the view names. The log has
     # every change that was acknowledged up to then. Otherwise 0, or NOT_IN_STEP.
     term: int = 0
+    salt: int = 0  # of the records in all segments (log_records.py)
 
     @property
     def is_whole(self) -> bool:

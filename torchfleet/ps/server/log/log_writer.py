@@ -125,6 +125,11 @@ class LogWriter:
         return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the disk is full or read-only now. Writing goes on when that is over."""
+        return bool(self._trouble)
+
+    @property
     def is_idle(self) -> bool:
         """Whether the thread has written all entries and called all functions in the queue."""
         return self._num_done == self._num_appended
@@ -150,6 +155,8 @@ class LogWriter:
             batch = self._next()
             if batch:
                 self._write(batch)
+            if self._syncing.error is not None:
+                return  # what was written since the last sync may be lost, so nothing more is confirmed
             if self._is_dirty and not self._fsync_seconds:
                 self._is_dirty = False
                 self._folder.sync()
@@ -193,7 +200,7 @@ class LogWriter:
                 self._bring(buffers)
                 buffers, self.segment_bytes = [], self._attempt(item)
             else:
-                buffers += record_of(item[1], self._folder.num_synced)
+                buffers += record_of(item[1], self._folder.num_synced, self._folder.salt)
                 if len(buffers) >= _MAX_BUFFERS:
                     self._bring(buffers)
                     buffers = []
@@ -210,7 +217,7 @@ class LogWriter:
 
     def _attempt(self, run: Callable[[], int]) -> int:
         """Call `run` until it succeeds, and return its result. Raises OSError if the cause is not a full or read-only
-        disk, or the writer is closed."""
+        disk, also SyncFailed, and if the writer is closed or the other thread has failed."""
         while True:
             try:
                 done = run()
@@ -221,7 +228,7 @@ class LogWriter:
                     f"The log in {self._folder.path} cannot be written ({os.strerror(error.errno or 0)}), and changes "
                     "that are not in it cannot be promised."
                 )
-                if self._is_over:
+                if self._is_over or self._syncing.error is not None:
                     raise
                 with contextlib.suppress(OSError):
                     self._wake()

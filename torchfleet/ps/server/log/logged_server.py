@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.wire import Frame, Role
+from torchfleet.ps.server.log.held_replies import HeldReplies
 from torchfleet.ps.server.log.journal import Journal
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.ps.server.log.sink import Sink
-from torchfleet.ps.server.log.state_copy import export_state
+from torchfleet.ps.server.log.state_copy import export_state, in_parts
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
@@ -51,7 +52,7 @@ class LoggedServer:
         self.server, self.refusals = server, server.refusals
         self._journal = Journal(server, sinks, index, term)
         self._clock, self._offset = clock, 0.0 if begun is None else begun - clock()
-        self._held: deque[tuple[int, Peer, list[Frame]]] = deque()  # replies, with the index to be confirmed first
+        self._held = HeldReplies()
         self._copies: deque[Copy] = deque()
         self._bell, self._is_woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
         self._is_handling = False  # while True, `wake` does nothing: `handle` checks at its end what is confirmed
@@ -133,12 +134,16 @@ class LoggedServer:
             self._is_handling = False  # before `_hold` reads what is confirmed, so that no `wake` is lost
         return self._hold(replies)
 
+    def check(self) -> None:
+        """Raise LogError if a sink has failed for good, so that nothing can be promised any longer. `tick` calls it."""
+
     def ready(self) -> Replies:
         """As Handler.ready. Also returns held replies whose entries are confirmed by now."""
         return self._hold(self.server.ready())
 
     def tick(self, now: float) -> Replies:
-        """As Handler.tick."""
+        """As Handler.tick. Raises LogError: see `check`."""
+        self.check()
         return self._hold(self.server.tick(now + self._offset))
 
     def rest(self) -> bool:
@@ -178,16 +183,17 @@ class LoggedServer:
         worked = self.server.work()
         if worked or not self._held:
             return worked
-        return self._held[0][0] <= self.confirmed
+        return self._held.first_index <= self.confirmed
 
     def _hold(self, replies: Replies) -> Replies:
-        ready: Replies = []
+        if not replies and not self._held:
+            return []
+        index, confirmed = self._journal.index, self.confirmed
+        ready = list(self._held.confirmed(confirmed))
+        if index <= confirmed:
+            return ready + replies
         for peer, frames in replies:
-            self._held.append((self._journal.index, peer, frames))
-        if self._held:
-            confirmed = self.confirmed
-            while self._held and self._held[0][0] <= confirmed:
-                ready.append(self._held.popleft()[1:])
+            self._held.add(index, peer, frames)
         return ready
 
     def _give(self, copy: Copy) -> None:
@@ -196,5 +202,6 @@ class LoggedServer:
             self._copies.remove(copy)
             copy.done()
             return
-        entry = Entry(Kind.PIECE, self.index, self.term, time=self.now(), frames=piece)
-        copy.take(self.index, encode_entry(entry))
+        for part in in_parts(piece):
+            entry = Entry(Kind.PIECE, self.index, self.term, time=self.now(), frames=part)
+            copy.take(self.index, encode_entry(entry))

@@ -8,6 +8,7 @@ the decisions that depended on rows, so nothing else depends on rows that have n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,20 +29,23 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
 SLICE = 1 << 14  # rows in one piece
+MAX_PART = 1 << 28  # bytes; a larger piece is given in parts, as a message between servers holds a gigabyte
 _DTYPES = {"|u1", "|i1", "<u2", "<f2", "<u4", "<u8", "<f4"}
 
 Piece = Sequence[Frame]
 
 
 class PieceHead(msgspec.Struct, array_like=True):
-    """The first frame of a piece. The others are the StateBody of a piece "state", or the arrays of a piece "rows"."""
+    """The first frame of a piece. The others are the StateBody of a piece "state", or the arrays of a piece "rows".
+    Those of a large piece come before it, as bytes in pieces "part"."""
 
     copy: int  # number of the copy that the piece belongs to
-    what: str  # "state", "rows" or "end"
+    what: str  # "part", "state", "rows" or "end"
     table: int = 0
     kind: PartKind = "rows"
     start: int = 0
     arrays: list[tuple[str, str, list[int]]] = []  # name, dtype, shape
+    lengths: list[int] = []  # bytes of each frame that came in parts
 
 
 class StateBody(msgspec.Struct):
@@ -81,12 +85,26 @@ def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
     tables = list(server.state.tables.values())
     yield [msgspec.msgpack.encode(PieceHead(copy, "state")), msgspec.msgpack.encode(_body(server))]
     for table in tables:
-        for saved in table.save_slices("copy", SLICE):
+        num_rows = max(1, min(SLICE, MAX_PART // (4 * table.spec.stored_words)))
+        for saved in table.save_slices("copy", num_rows):
             arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
             named = [(name, array.dtype.str, list(array.shape)) for name, array in arrays.items()]
             head = PieceHead(copy, "rows", table.spec.number, saved.kind, saved.start, named)
             yield [msgspec.msgpack.encode(head), *arrays.values()]
     yield [msgspec.msgpack.encode(PieceHead(copy, "end"))]
+
+
+def in_parts(piece: Piece) -> list[Piece]:
+    """A piece as one or several. All of them must be given together: no entry may come in between."""
+    frames = [memoryview(frame) for frame in piece[1:]]
+    if sum(frame.nbytes for frame in frames) <= MAX_PART:
+        return [piece]
+    head = msgspec.msgpack.decode(piece[0], type=PieceHead)
+    part = msgspec.msgpack.encode(PieceHead(head.copy, "part"))
+    views = [frame.cast("B") for frame in frames if frame.nbytes]
+    parts: list[Piece] = [[part, view[at : at + MAX_PART]] for view in views for at in range(0, len(view), MAX_PART)]
+    head.lengths = [frame.nbytes for frame in frames]
+    return [*parts, [msgspec.msgpack.encode(head)]]
 
 
 def import_state(server: Server, pieces: Iterable[Piece]) -> None:
@@ -149,6 +167,7 @@ class StateImport:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._notes: dict[int, dict[str, Any]] = {}
+        self._parts = bytearray()  # of the next piece
         self.copy: int | None = None  # the number of the copy; None: no piece was applied yet
         self.is_complete = False
 
@@ -157,6 +176,10 @@ class StateImport:
         Raises LogError if the first piece is not "state", or a piece is malformed."""
         try:
             head = msgspec.msgpack.decode(memoryview(piece[0]), type=PieceHead)
+            if self.copy in (None, head.copy) and head.what == "part":
+                self._parts += memoryview(piece[1]).cast("B")
+                return
+            piece = self._with_parts(head, piece)
             if self.copy is None and head.what == "state":
                 self._take_state(head, msgspec.msgpack.decode(memoryview(piece[1]), type=StateBody))
             elif head.copy == self.copy and head.what == "rows":
@@ -176,6 +199,16 @@ class StateImport:
         """Raise LogError if no piece was applied yet, so that there is no state for an entry to change."""
         if self.copy is None:
             raise LogError("expected the first piece of a server's state, found an entry")
+
+    def _with_parts(self, head: PieceHead, piece: Piece) -> Piece:
+        """The piece, with the frames that came in parts. Raises LogError if they are not as long as announced."""
+        if not head.lengths or self.copy not in (None, head.copy):
+            return piece
+        parts, self._parts = memoryview(bytes(self._parts)), bytearray()
+        if sum(head.lengths) != len(parts) or min(head.lengths) < 0:
+            raise LogError(f"expected parts of {sum(head.lengths):,} bytes, found {len(parts):,}")
+        ends = list(itertools.accumulate(head.lengths))
+        return [piece[0], *(parts[end - length : end] for end, length in zip(ends, head.lengths, strict=True))]
 
     def _take_state(self, head: PieceHead, body: StateBody) -> None:
         server, state = self._server, self._server.state

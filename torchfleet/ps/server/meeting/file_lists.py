@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
 from torchfleet.base.errors import DataError
+from torchfleet.ps.server.meeting.file_pass import END, Pass
 from torchfleet.ps.server.meeting.presence import MAX_NAME
 
 MAX_LISTS = 256
 MAX_LIST = 1 << 24  # bytes of a list
-WAIT, END = "wait", "end"
+MAX_NAMES = 1 << 12  # names of lists of which passes were dropped
 _NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
 
 
@@ -26,62 +26,6 @@ class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
     files: list[str] = []
     done: list[str] = []
     take: int = 0  # > 0: asks for a file; numbers the client's requests, so that a repeat gets the same answer
-
-
-Answer = tuple[int, str, str]  # a client's `take`, "file" or WAIT, the path
-
-
-@dataclass
-class Holder:
-    """A worker's process that takes files."""
-
-    worker: int
-    heard: float
-    lease: float
-    files: set[str] = field(default_factory=set)
-    answered: Answer = (0, "", "")
-
-
-@dataclass
-class Pass:
-    files: frozenset[str]
-    waiting: deque[str]
-    holders: dict[int, Holder] = field(default_factory=dict)  # by client
-    num_done: int = 0
-    wishes: dict[int, int] = field(default_factory=dict)  # by client: its last `take`; a lower one is a late copy
-    hold: object = None  # charges the list's memory to its client's budget
-    former: set[int] = field(default_factory=set)  # clients of workers that have been restarted since
-    answers: dict[int, Answer] = field(default_factory=dict)  # by client: its holder's last, when that was given up
-
-    @property
-    def is_over(self) -> bool:
-        return self.num_done == len(self.files)
-
-    def export(self) -> dict[str, Any]:
-        """The state as plain values."""
-        holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
-        return {
-            "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
-            "wishes": self.wishes, "former": sorted(self.former), "answers": self.answers,
-        }  # fmt: skip
-
-    @classmethod
-    def restored(cls, kept: dict[str, Any]) -> Pass:
-        """Restore the state from the result of `export`."""
-        holders = {
-            client: Holder(worker, heard, lease, set(files), (answered[0], answered[1], answered[2]))
-            for client, (worker, heard, lease, files, answered) in kept["holders"].items()
-        }
-        made = cls(frozenset(kept["files"]), deque(kept["waiting"]), holders, kept["num_done"], dict(kept["wishes"]))
-        made.former = set(kept["former"])
-        made.answers = {client: (wish, what, path) for client, (wish, what, path) in kept.get("answers", {}).items()}
-        return made
-
-    def give_up(self, client: int) -> None:
-        """Return the client's files to the front of the queue."""
-        holder = self.holders.pop(client)
-        self.answers[client] = holder.answered
-        self.waiting.extendleft(sorted(holder.files, reverse=True))
 
 
 class FileLists:
@@ -101,10 +45,10 @@ class FileLists:
         place = (body.name, body.number)
         if body.number < self._first.get(body.name, 0):
             return (END, "") if body.take else ("", "")
-        if body.files and place not in self._passes:
-            self._open(place, body.files, hold)
-        if place not in self._passes:
+        if place not in self._passes and not body.files:
             raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
+        if place not in self._passes:
+            self._open(place, body.files, hold)
         current = self._passes[place]
         if isinstance(current, int):
             if body.files and _digest(body.files) != current:
@@ -117,13 +61,15 @@ class FileLists:
                 f"file list '{body.name}': this worker has {len(body.files)} files and others have "
                 f"{len(current.files)}, not the same ones. {_NAMES}"
             )
-        if client in current.former:
+        current.check(client, worker)
+        self.expire(now)  # not before a check: a request that is refused is not logged, so it must change nothing
+        if current.is_former(client):
             return (END, "") if body.take else ("", "")
-        holder = self._holder(current, client, worker, body.lease, now)
+        holder = current.holder(client, worker, body.lease, now)
         for path in body.done:
             current.num_done += path in holder.files
             holder.files.discard(path)
-        answer = self._next(current, holder, client, body.take) if body.take else ("", "")
+        answer = current.next_file(client, body.take) if body.take else ("", "")
         if current.is_over:
             self._passes[place] = _digest(current.files)
         return answer
@@ -163,53 +109,15 @@ class FileLists:
             free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
             if not free:
                 raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
-            name, number = free[0]
-            del self._passes[free[0]]
-            self._first[name] = max(self._first.get(name, 0), number + 1)
+            self._drop(*free[0])
         self._passes[place] = Pass(frozenset(files), deque(files), hold=hold)
 
-    @staticmethod
-    def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
-        for other, holder in list(current.holders.items()):
-            if holder.worker == worker and other != client:
-                current.give_up(other)  # the worker was restarted: its previous process is gone
-                current.former.add(other)
-                current.answers.pop(other, None)
-        if client not in current.holders:
-            current.holders[client] = Holder(worker, now, lease, answered=current.answers.pop(client, (0, "", "")))
-        current.holders[client].heard = now
-        return current.holders[client]
-
-    @staticmethod
-    def _next(current: Pass, holder: Holder, client: int, wish: int) -> tuple[str, str]:
-        if wish < current.wishes.get(client, 0):
-            return WAIT, ""  # a late copy: the client ignores the answer
-        if wish == holder.answered[0]:
-            FileLists._hold_again(current, holder)
-            return holder.answered[1:]
-        current.wishes[client] = wish
-        if current.is_over:
-            return END, ""
-        holder.answered = wish, WAIT, ""
-        if current.waiting:
-            holder.answered = wish, "file", current.waiting.popleft()
-            holder.files.add(holder.answered[2])
-        return holder.answered[1:]
-
-    @staticmethod
-    def _hold_again(current: Pass, holder: Holder) -> None:
-        """A request came again. The client may have the first answer: it is never given another file, which it would
-        not know of and hold to the end. If the lease has ended since, the file is taken out of the queue again; if
-        another worker has it, the client is told to wait.
-        """
-        wish, what, path = holder.answered
-        if what != "file" or path in holder.files:
-            return
-        if path in current.waiting:
-            current.waiting.remove(path)
-            holder.files.add(path)
-        else:
-            holder.answered = wish, WAIT, ""
+    def _drop(self, name: str, number: int) -> None:
+        del self._passes[name, number]
+        first = self._first.pop(name, 0)
+        self._first[name] = max(first, number + 1)  # behind the others
+        if len(self._first) > MAX_NAMES:
+            del self._first[next(iter(self._first))]
 
 
 def _digest(files: Iterable[str]) -> int:

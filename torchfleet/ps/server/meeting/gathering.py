@@ -17,7 +17,7 @@ from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import MAX_NAME
 
 MAX_BYTES = 1 << 24  # that one worker may send
-MAX_KEPT = 1 << 12
+MAX_KEPT, MAX_KEPT_OF_ONE = 1 << 12, 8  # clients whose last answer is kept: in all, and of one worker
 
 Answers = list[tuple[Request, list[Array] | FleetError]]
 
@@ -41,8 +41,8 @@ class Gatherings:
         self._rounds: dict[
             tuple[str, int], tuple[int, int]
         ] = {}  # client and round of waiting workers, by name and worker
-        # The last answer by client, with the hold that charges its bytes.
-        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError, object]] = OrderedDict()
+        # By client: the round and its answer, the hold that charges its bytes, and the worker.
+        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError, object, int]] = OrderedDict()
 
     def arrive(self, body: GatherBody, request: Request) -> Answers:
         """A worker arrives. Returns the requests to answer, with their replies; none while workers are missing."""
@@ -87,15 +87,15 @@ class Gatherings:
         return {
             "barriers": self._barriers.export(),
             "rounds": [[*place, *waits] for place, waits in self._rounds.items()],
-            "kept": [[client, number, pack_answer(answer)] for client, (number, answer, _) in self._kept.items()],
+            "kept": [[client, n, pack_answer(answer), worker] for client, (n, answer, _, worker) in self._kept.items()],
         }
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Restore the state from the result of `export`."""
         self._barriers.restore(kept["barriers"])
         self._rounds = {(name, worker): (client, number) for name, worker, client, number in kept["rounds"]}
-        answers = [(client, number, unpack_answer(packed)) for client, number, packed in kept["kept"]]
-        self._kept = OrderedDict((client, (number, found or [], None)) for client, number, found in answers)
+        answers = [(client, number, unpack_answer(packed), worker) for client, number, packed, worker in kept["kept"]]
+        self._kept = OrderedDict((client, (n, found or [], None, worker)) for client, n, found, worker in answers)
 
     def _give_up(self, given_up: list[tuple[str, Request, FleetError]]) -> list[tuple[Request, FleetError]]:
         for name, request, error in given_up:
@@ -114,7 +114,15 @@ class Gatherings:
         client, number = self._rounds.pop((name, request.message.worker))
         kept = self._kept.get(client)
         if kept is None or kept[0] < number:
-            self._kept[client] = number, answer, request.hold
+            self._kept[client] = number, answer, request.hold, request.message.worker
         self._kept.move_to_end(client)
+        if kept is None:
+            self._forget_surplus(request.message.worker)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
+
+    def _forget_surplus(self, worker: int) -> None:
+        """A process has few clients: answers to earlier processes of the worker need not be kept."""
+        own = [client for client, known in self._kept.items() if known[3] == worker]
+        for client in own[:-MAX_KEPT_OF_ONE]:
+            del self._kept[client]

@@ -16,7 +16,7 @@ MAX_BYTES = 1 << 28  # of all waiting parcels
 MAX_BYTES_OF_ONE = MAX_BYTES // 2  # of one sender's waiting parcels
 MAX_TAKEN = 1 << 23  # bytes of one reply, but at least one parcel
 MAX_TAKEN_ARRAYS = 1 << 11  # of one reply; a message holds 4,096
-MAX_PARCELS = 1 << 16  # waiting parcels: an empty one takes memory, too
+MAX_KEPT, MAX_KEPT_OF_ONE = 1 << 18, 1 << 17  # waiting parcels and arrays in them: empty ones take memory, too
 MAX_TOPICS = 8  # beyond it, the worker with the most topics loses its oldest, which belongs to an abandoned exchange
 
 
@@ -52,8 +52,9 @@ class Mail:
 
     def _begin(self) -> None:
         self._topics: OrderedDict[str, Topic] = OrderedDict()
-        self.num_bytes = self.num_parcels = 0
+        self.num_bytes = self.num_kept = 0
         self._sent: Counter[int] = Counter()  # bytes of waiting parcels, by sender
+        self._kept: Counter[int] = Counter()  # waiting parcels and arrays in them, by sender
 
     def send(self, sender: int, body: SendBody, parcel: list[Array]) -> bool:
         """Keep a parcel. Returns False if there is no room. A repeat changes nothing."""
@@ -62,7 +63,9 @@ class Mail:
         if body.number <= topic.sent.get(way, 0):
             return True
         size = _size(parcel)
-        if self.num_parcels >= MAX_PARCELS or (self.num_bytes and self.num_bytes + size > MAX_BYTES):
+        if self.num_kept >= MAX_KEPT or self._kept[sender] >= MAX_KEPT_OF_ONE:
+            return False
+        if self.num_bytes and self.num_bytes + size > MAX_BYTES:
             return False
         if self._sent[sender] and self._sent[sender] + size > MAX_BYTES_OF_ONE:
             return False
@@ -71,7 +74,7 @@ class Mail:
         box.parcels.append((box.next_number, [Array(array.number, array.data.copy()) for array in parcel], sender))
         box.next_number += 1
         topic.sent[way] = body.number
-        self._count(sender, size, 1)
+        self._count(sender, parcel, 1)
         return True
 
     def take(self, worker: int, body: TakeBody) -> list[tuple[int, list[Array]]]:
@@ -79,7 +82,7 @@ class Mail:
         box = self._topic(body.topic, worker).boxes.setdefault(worker, Box())
         while box.parcels and box.parcels[0][0] <= body.received:
             _, parcel, sender = box.parcels.popleft()
-            self._count(sender, -_size(parcel), -1)
+            self._count(sender, parcel, -1)
         taken: list[tuple[int, list[Array]]] = []
         size = num_arrays = 0
         for number, parcel, _ in box.parcels:
@@ -111,12 +114,14 @@ class Mail:
                 box = topic.boxes[to] = Box(next_number=next_number)
                 for number, arrays, sender in parcels:
                     box.parcels.append((number, unpack_arrays(arrays), sender))
-                    self._count(sender, _size(box.parcels[-1][1]), 1)
+                    self._count(sender, box.parcels[-1][1], 1)
 
-    def _count(self, sender: int, num_bytes: int, num_parcels: int) -> None:
+    def _count(self, sender: int, parcel: list[Array], sign: int) -> None:
+        num_bytes, num_kept = sign * _size(parcel), sign * (1 + len(parcel))
         self.num_bytes += num_bytes
-        self.num_parcels += num_parcels
+        self.num_kept += num_kept
         self._sent[sender] += num_bytes
+        self._kept[sender] += num_kept
 
     def _topic(self, name: str, worker: int) -> Topic:
         topic = self._topics.get(name)
@@ -131,7 +136,7 @@ class Mail:
         oldest = next(name for name, topic in self._topics.items() if topic.opened_by == most)
         for box in self._topics.pop(oldest).boxes.values():
             for _, parcel, sender in box.parcels:
-                self._count(sender, -_size(parcel), -1)
+                self._count(sender, parcel, -1)
 
 
 def _packed(box: Box) -> list[Any]:

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.unread import size_of
 from torchfleet.ps.net.wire import Frame, Message
+from torchfleet.ps.server.log.log_writer import MAX_BEHIND
 from torchfleet.ps.server.replicas.between import Identity, append, confirm_in
 
 _RESEND = 1.0  # seconds without a confirmation after which all unconfirmed messages are sent again
@@ -19,7 +21,9 @@ class BackupSink:
     def __init__(self, channel: Channel, own: Identity, session: int, index: int) -> None:
         """`session`: the backup's incarnation. `index`: that of the last entry and of the first piece of the state."""
         self._channel, self._own, self._session = channel, own, session
-        self._kept: deque[tuple[int, int, list[Frame]]] = deque()  # unconfirmed messages: number, index, frames
+        # Unconfirmed messages: number, index, frames, and bytes of the entry (0 for a piece of the state).
+        self._kept: deque[tuple[int, int, list[Frame], int]] = deque()
+        self._num_bytes = 0  # of these
         self._num_sent = 0  # how many of these are sent
         self._next, self._confirmed = 1, index
         self._progress = channel.now()
@@ -27,14 +31,23 @@ class BackupSink:
         self.is_counted = False  # whether replies wait for this sink: once the backup has the whole state
         # Whether the backup has answered on this connection: it closes one whose first message is large.
         self._is_open = False
+        self.is_stuck = False  # the backup has said that its log cannot be written now
         self.flags = 0  # flags of the signs of life
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
         """As Sink.append."""
+        self._append(index, entry, size_of(entry))
+
+    def append_piece(self, index: int, piece: Sequence[Frame]) -> None:
+        """As `append`, for a piece of the state: the caller sends few of them at a time."""
+        self._append(index, piece, 0)
+
+    def _append(self, index: int, entry: Sequence[Frame], num_bytes: int) -> None:
         if not self._kept:
             self._progress = self._channel.now()
         frames = append(self._own, self.term, self._session, self._next, self._channel.now(), entry)
-        self._kept.append((self._next, index, frames))
+        self._kept.append((self._next, index, frames, num_bytes))
+        self._num_bytes += num_bytes
         self._next += 1
         self._flush()
 
@@ -46,8 +59,16 @@ class BackupSink:
         return self._confirmed if self.is_counted else _ALL
 
     def trouble(self) -> str:
-        """As Sink.trouble: always empty. The primary removes a silent backup from the view, and this sink."""
-        return ""
+        """As Sink.trouble. The primary removes a silent backup from the view, and this sink; also one that has no room
+        while it is being filled (`is_hopeless`)."""
+        if self.is_counted and self.is_stuck:
+            return "The log of the backup cannot be written, and changes that are not in it cannot be promised."
+        return f"The backup is {self._num_bytes:,} bytes behind." if self._num_bytes > MAX_BEHIND else ""
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a backup that is being filled has no room for that. Changes do not wait for it."""
+        return self.is_stuck and not self.is_counted
 
     def close(self) -> None:
         """As Sink.close. Messages that are not sent yet are dropped."""
@@ -83,7 +104,8 @@ class BackupSink:
         """Drop the messages up to `number`, which the backup has confirmed, and send the next ones."""
         self._is_open = True
         while self._kept and self._kept[0][0] <= number:
-            _, self._confirmed, _ = self._kept.popleft()
+            _, self._confirmed, _, num_bytes = self._kept.popleft()
+            self._num_bytes -= num_bytes
             self._num_sent = max(0, self._num_sent - 1)
             self._progress = self._channel.now()
         self._flush()

@@ -31,6 +31,7 @@ from torchfleet.ps.net.wire import (
 )
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
+STUCK = 1  # flag of CONFIRM: the log of the backup cannot be written now
 REQUESTS = (Command.FOLLOW, Command.APPEND)
 _MICROSECONDS = 1e6
 
@@ -90,9 +91,9 @@ def append(
     return encode_bytes(message, entry)
 
 
-def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:
+def confirm(own: Identity, term: int, number: int, stamped: int, flags: int = 0) -> list[Frame]:
     message = _message(own, Command.CONFIRM, term, own.incarnation)
-    message.call, message.sequence = number, stamped
+    message.call, message.sequence, message.flags = number, stamped, flags
     return encode(message)
 
 

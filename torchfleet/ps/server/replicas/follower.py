@@ -13,7 +13,7 @@ from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import Frame, Message
 from torchfleet.ps.server.log.log_entry import Entry, decode_entry
 from torchfleet.ps.server.log.replay import Replay
-from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
+from torchfleet.ps.server.replicas.between import IN_VIEW, STUCK, Identity, LostBody, confirm, follow, replica_of
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, MISSED, RECHECK, RESTORE, SILENCE
 from torchfleet.ps.server.replicas.replica_log import ReplicaLog
@@ -102,7 +102,7 @@ class Follower:
             return confirm(self._own, message.term, self.number, self._stamp)
         if message.flags & IN_VIEW:
             self._log.note(message.term)
-        return None if message.call else confirm(self._own, message.term, self._log.confirmed, self._stamp)
+        return None if message.call else self._confirm(self._log, message.term, self._log.confirmed)
 
     @property
     def has_confirmation(self) -> bool:
@@ -114,7 +114,10 @@ class Follower:
         if self._log is None or not self.has_confirmation:
             return None
         self._num_confirmed = self._log.confirmed
-        return confirm(self._own, self._told, self._num_confirmed, self._stamp)
+        return self._confirm(self._log, self._told, self._num_confirmed)
+
+    def _confirm(self, log: ReplicaLog, term: int, number: int) -> list[Frame]:
+        return confirm(self._own, term, number, self._stamp, STUCK if log.is_stuck else 0)
 
     def _write(self, log: ReplicaLog, frames: Sequence[Frame]) -> None:
         """Give the message with the number `number` to the log."""

@@ -11,7 +11,7 @@ from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import MAX_BODY, Message, unpack
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
-from torchfleet.ps.server.replicas.between import IN_VIEW, FollowBody, Identity, LostBody, replica_of, seconds
+from torchfleet.ps.server.replicas.between import IN_VIEW, STUCK, FollowBody, Identity, LostBody, replica_of, seconds
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, LEASE, MISSED, PATIENCE
 from torchfleet.ps.server.replicas.signs_of_life import SignsOfLife
@@ -42,6 +42,7 @@ class Primary:
         self._mark: int | None = None  # number of the message that a new backup must confirm next in `_join`
         self._lease = self._beaten = now
         self._renewed = now
+        self._suspected = now - BEAT  # when a client last made it read the view
         self._is_backup_lost = False
         self._is_unanswered = False  # it is unknown whether the view has changed, or will, as this replica has asked
         self._may_have_dropped = False  # one of those changes is to go on alone
@@ -82,7 +83,7 @@ class Primary:
             self._signs = SignsOfLife(lambda: self._connect(number), sink.sign, self._own.shard, message.client, now)
         self.logged.add_sink(sink)
         sink.beat()
-        self.logged.copy_to(sink.append, lambda: sink.num_waiting < _WINDOW)
+        self.logged.copy_to(sink.append_piece, lambda: sink.num_waiting < _WINDOW)
         self._say(f"replica {number} is being filled")
 
     def listen(self, now: float) -> None:
@@ -103,6 +104,7 @@ class Primary:
             return
         self._silence.hear()
         self._lease = max(self._lease, seconds(message.sequence) + LEASE)
+        self._sink.is_stuck = bool(message.flags & STUCK)
         self._sink.confirm(message.call)
         if not self.has_backup or self._is_unanswered:
             self._join()
@@ -134,7 +136,14 @@ class Primary:
     def _is_backup_gone(self, sink: BackupSink) -> bool:
         if not self._is_backup_lost and self._silence.seconds > MISSED:
             self._is_backup_lost = self._liveness.is_refused(replica_of(self._backup))
-        return self._is_backup_lost or self._silence.exceeds(PATIENCE if sink.is_counted else GIVE_UP)
+        is_lost = self._is_backup_lost or sink.is_hopeless
+        return is_lost or self._silence.exceeds(PATIENCE if sink.is_counted else GIVE_UP)
+
+    def suspect(self, now: float) -> None:
+        """A client has seen a later term. Reads the view, at most every BEAT seconds: a client may make terms up."""
+        if now - self._suspected >= BEAT:
+            self._suspected = now
+            self.check_view()
 
     def check_view(self) -> None:
         """Read the view again, because another replica may have changed it. If so, this one is deposed."""
@@ -200,7 +209,7 @@ class Primary:
             if not self._replace(self.view.alone()):
                 return
         self.logged.remove_sink(sink)
-        self.logged.end_copy(sink.append)
+        self.logged.end_copy(sink.append_piece)
         sink.close()
         if self._signs is not None:
             self._signs.close()

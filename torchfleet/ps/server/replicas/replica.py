@@ -139,7 +139,7 @@ class Replica:
             return self._take(peer, frames, envelope, proved)
         primary = self._primary
         if primary is not None and envelope.term > primary.view.term:
-            primary.check_view()
+            primary.suspect(self._clock())
         if primary is None or self.deposed or not primary.is_sure(self._clock()) or envelope.term > primary.view.term:
             return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
         return primary.logged.handle(peer, frames, role)
@@ -155,7 +155,8 @@ class Replica:
         return primary.logged.ready()
 
     def tick(self, now: float) -> Replies:
-        """As Handler.tick. May make a follower primary. Raises FleetError if the state of the shard is lost."""
+        """As Handler.tick. May make a follower primary. Raises FleetError if the state of the shard is lost, and
+        LogError if the log cannot be written any longer."""
         if not self.has_role and now - self._asked >= BEAT:
             self._asked = now
             self._find_role()
@@ -169,9 +170,11 @@ class Replica:
         if self._follower is not None:
             return self._confirmations(self._follower)
         if self._restored is not None:
+            self._restored.logged.check()
             self._ask_for_shard(self._restored)
         if self._primary is None:
             return []
+        self._primary.logged.check()  # also while it answers nothing: another replica can take over once it has ended
         self._primary.tick(now)
         self._server.state.has_backup = self._primary.has_backup
         if self._primary.has_backup and self._server.loading == NO_BACKUP:

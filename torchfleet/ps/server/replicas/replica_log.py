@@ -98,6 +98,11 @@ class ReplicaLog:
         """The highest number up to which all messages are in the log."""
         return 0 if self._writer is None else self._writer.confirmed()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no entry can be written now, because the disk is full or read-only."""
+        return self._writer is not None and self._writer.is_stuck
+
     def end_copy(self) -> None:
         """All pieces of the state were appended."""
         if self._writer is not None:
