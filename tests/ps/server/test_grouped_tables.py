@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.cases import each_of
@@ -11,7 +13,7 @@ from support.messages import naming
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.net.transport import InProcess
-from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS
+from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, VERSIONS
 from torchfleet.ps.server import arrays, commands
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -40,7 +42,8 @@ class Job:
             TableSpec(f"t{size}", "array", dim=1 + 4 * (i % 2), size=size, rule=rule, initializer=first)
             for i, size in enumerate(SIZES)
         ]
-        for spec in (*self.specs, TableSpec("block", "dense", size=101, rule=rule)):
+        unbounded = msgspec.structs.replace(rule, low=-math.inf, high=math.inf)
+        for spec in (*self.specs, TableSpec("block", "dense", size=101, rule=unbounded)):
             self.client.create_table(spec)
         self.client.set_dense("block", np.ones(101, np.float32))
 
@@ -48,12 +51,13 @@ class Job:
         found = self.client.pull_tables(keys, create).result()
         return [*(found.rows[name].copy() for name in keys), found.versions]
 
-    def push(self, grads: dict[str, Any], versions: dict[str, Any]) -> list[Any]:
+    def push(self, grads: dict[str, Any], versions: dict[str, Any], is_bounded: bool = False) -> list[Any]:
         rates = dict.fromkeys(list(grads)[::2], 0.1)
-        found = self.client.push_tables(grads, rates, versions, DENSE_BACK | VERSIONS).result()
+        flags, settings = DENSE_BACK | VERSIONS | (BOUNDED if is_bounded else 0), [1] if is_bounded else []
+        found = self.client.push_tables(grads, rates, versions, flags, settings=settings).result()
         return [found["block"].copy(), found.versions]
 
-    def train(self, num_steps: int, repeat: bool = False) -> list[Any]:
+    def train(self, num_steps: int, repeat: bool = False, is_bounded: bool = False) -> list[Any]:
         """All that its requests were answered."""
         rng, answers = np.random.default_rng(0), list[Any]()
         for step in range(num_steps):
@@ -64,7 +68,7 @@ class Job:
             for spec in self.specs:
                 own = keys[spec.name]
                 grads[spec.name] = own, rng.normal(size=(len(own), spec.dim)).astype(np.float32)
-            answers += self.push(grads, answers[len(answers) - 1])
+            answers += self.push(grads, answers[len(answers) - 1], is_bounded)
         return [*answers, self.tables()]
 
     def tables(self) -> dict[str, Any]:
@@ -99,6 +103,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(work: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(arrays, "push_grouped", lambda *_: None)
+            patch.setattr(commands, "push_grouped", lambda *_: None)
             patch.setattr(commands, "pull_grouped", lambda *_: None)
             patch.setattr(Client, "_joined_requests", lambda *_: None)
             return work()
@@ -132,6 +137,12 @@ def test_keys_that_repeat_are_summed(used: list[str], apart: Any) -> None:
     found = Job(Rule("adagrad")).train(6, repeat=True)
     assert "push" not in used
     assert_same(found, apart(lambda: Job(Rule("adagrad")).train(6, repeat=True)))
+
+
+def test_pushes_that_a_bound_may_hold_are_the_same(used: list[str], apart: Any) -> None:
+    found = Job(Rule("adagrad")).train(6, is_bounded=True)
+    assert used.count("push") == 2 * 5  # checked when it comes, and when it is applied
+    assert_same(found, apart(lambda: Job(Rule("adagrad")).train(6, is_bounded=True)))
 
 
 def test_rows_that_exist_are_read_together_and_new_ones_table_by_table(used: list[str]) -> None:

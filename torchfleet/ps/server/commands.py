@@ -109,12 +109,9 @@ def given_tables(state: State, request: Request) -> Answer:
 
 def pull(state: State, request: Request) -> Answer | None:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
-    create = not request.message.flags & NO_CREATE
-    if isinstance(request.message.arrays, JoinedArrays):
-        grouped = _pull_together(state, request, request.message.arrays, create)
-        if grouped is not None:
-            return grouped
-    return _pull(state, request, create)
+    arrays, flags = request.message.arrays, request.message.flags
+    grouped = _pull_together(state, arrays, flags) if isinstance(arrays, JoinedArrays) else None
+    return _pull(state, request, create=not flags & NO_CREATE) if grouped is None else grouped
 
 
 def pull_again(state: State, request: Request) -> Answer | None:
@@ -122,11 +119,9 @@ def pull_again(state: State, request: Request) -> Answer | None:
     return _pull(state, request, create=False)
 
 
-def _pull_together(state: State, request: Request, arrays: JoinedArrays, create: bool) -> Answer | None:
-    """A pull of many small tables; None if it must be made table by table."""
-    if create:
-        state.budgets.check_new_rows(request.peer, request.arrived)
-    reply = pull_grouped(state.grouped, state.tables, arrays, request.message.flags)
+def _pull_together(state: State, arrays: JoinedArrays, flags: int) -> Answer | None:
+    """A pull of many small tables, of rows that exist; None if it must be made table by table."""
+    reply = pull_grouped(state.grouped, state.tables, arrays, flags)
     if reply is not None and state.counters.hot_keys.is_on:
         _note_hot_keys(state.counters.hot_keys, key_sections(state, arrays))
     return reply
@@ -178,7 +173,6 @@ def _note_hot_keys(hot_keys: HotKeys, sections: Sequence[PulledKeys]) -> None:
 def push(state: State, request: Request) -> Answer | None:
     """Update each section's table once. All sections are checked before the first is applied."""
     flags = request.message.flags
-    state.budgets.check_new_rows(request.peer, request.arrived)
     kind = flags & (SYNC | DELTA | GATHERED | BOUNDED)
     if kind.bit_count() > 1:
         raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
@@ -188,6 +182,8 @@ def push(state: State, request: Request) -> Answer | None:
     is_alone = kind in (0, BOUNDED) or (kind == SYNC and state.num_workers == 1)
     is_joined = is_alone and isinstance(request.message.arrays, JoinedArrays)
     grouped = push_grouped(state.grouped, state.tables, request) if is_joined else None
+    if grouped is None:  # a group makes no rows
+        state.budgets.check_new_rows(request.peer, request.arrived)
     sections: Sequence[AnySection] = push_sections(state, request) if grouped is None else grouped
     for section in sections:
         section.check()
@@ -210,6 +206,7 @@ def push(state: State, request: Request) -> Answer | None:
 
 def _add(state: State, request: Request) -> Answer:
     """A push of differences."""
+    state.budgets.check_new_rows(request.peer, request.arrived)
     sections, num_new = push_sections(state, request), 0
     for section in sections:
         section.table.check_add(section.keys, section.grads)

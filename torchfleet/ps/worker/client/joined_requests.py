@@ -35,8 +35,6 @@ class JoinedRequests:
         self._push[0] = 0, DOUBLES, 0, len(tables)
         self._sparse = np.array([i for i, table in enumerate(tables) if not table.is_dense], np.int64)
         self._dims = np.array([table.dim for table in tables if not table.is_dense], np.int64)
-        self._settings = np.zeros(1, ENTRY)
-        self._settings[0] = 0, KEYS, 1, 0
 
     @staticmethod
     def suit(tables: Sequence[KnownTable]) -> bool:
@@ -121,14 +119,15 @@ class JoinedRequests:
         blocks: list[tuple[int, Floats]],
     ) -> JoinedArrays:
         """Room for the request, with its first and last array."""
-        entries = np.concatenate([self._push, self._settings]) if settings else self._push.copy()
+        entries = np.zeros(len(self._push) + bool(settings), ENTRY)  # not by concatenate, which drops the padding
+        entries[: len(self._push)] = self._push
         places: Any = 1 + 2 * self._sparse
         entries["columns"][0] = heads.shape[1]
         entries["rows"][places] = entries["rows"][places + 1] = counts
         for i, block in blocks:
             entries["rows"][2 + 2 * i] = len(block)
         if settings:
-            entries["rows"][-1] = len(settings)
+            entries[-1] = 0, KEYS, 1, len(settings)
         made = JoinedArrays.room_for(entries)
         made.words[: heads.size] = heads.reshape(-1).view(np.uint64)
         if settings:
