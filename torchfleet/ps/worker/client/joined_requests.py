@@ -44,11 +44,11 @@ class JoinedRequests:
     def pull(self, keys: Mapping[str, npt.ArrayLike]) -> JoinedArrays | None:
         """The request for the rows of these keys."""
         parts = [as_keys(wanted) for wanted in keys.values()]
-        words: Keys = np.concatenate(parts)
         counts = list(map(len, parts))
-        has_blocks, num_floats = len(self._sparse) < len(self._tables), int(np.dot(counts, self._dims))
-        if has_blocks or max(4 * num_floats, words.nbytes) > MAX_JOINED:
+        has_blocks = len(self._sparse) < len(self._tables)
+        if has_blocks or 8 * sum(counts) > MAX_JOINED or 4 * int(np.dot(counts, self._dims)) > MAX_JOINED:
             return None
+        words: Keys = np.concatenate(parts)
         entries = self._pull.copy()
         entries["rows"] = counts
         starts = np.zeros(len(parts) + 1, np.int64)
