@@ -5,7 +5,8 @@ python -m benchmarks.deepfm_cpu --quick --json    shorter, to see that it works
 
 Plain torch has one thread, and the cheaper of dense and sparse gradients. A fleet's figure is the processor time of a
 worker, all its threads; in one process that of worker and server together. `deepfm_cpu_ratio` is the smallest ratio of
-deepctr-torch's DeepFM over the modes and batches; `cpu_ratio` has all of them.
+deepctr-torch's DeepFM over the modes and batches; `cpu_ratio` has all of them, and `auc` what each has learned: a fleet
+of two workers has made as many steps as plain torch, each with twice the samples.
 """
 
 from __future__ import annotations
@@ -47,17 +48,24 @@ def options() -> argparse.Namespace:
     return chosen
 
 
-def measured(chosen: argparse.Namespace, model: str, batch: int) -> dict[str, float]:
-    """By setting: milliseconds of processor time of a step, medians over processes and rounds."""
+def measured(chosen: argparse.Namespace, model: str, batch: int) -> tuple[dict[str, float], dict[str, float]]:
+    """By setting: milliseconds of processor time of a step, and AUC: medians over processes and rounds."""
     words = ["--model", model, "--slots", str(chosen.slots)]
     times: dict[str, list[float]] = {name: [] for name in (*_PLAIN, *SETTINGS)}
+    aucs: dict[str, list[float]] = {name: [] for name in times}
     for _ in range(chosen.rounds):
         for name, (contender, workers) in {**_PLAIN, **SETTINGS}.items():
             sized = argparse.Namespace(
                 rows=batch * chosen.steps * max(1, workers), batch=batch, dim=8, largest=chosen.largest, seed=0
             )
-            times[name] += [found["cpu_ms"] for found in run(sized, [*words, *contender], workers)]
-    return {name: statistics.median(found) for name, found in times.items()}
+            found = run(sized, [*words, *contender], workers)
+            times[name] += [worker["cpu_ms"] for worker in found]
+            aucs[name].append(found[0]["auc"])
+    return _medians(times), _medians(aucs)
+
+
+def _medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(numbers) for name, numbers in found.items()}
 
 
 def ratios(step_ms: dict[str, float]) -> dict[str, float]:
@@ -71,16 +79,19 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for model in chosen.models:
         for batch in chosen.batches:
-            step_ms = measured(chosen, model, batch)
-            found[f"{model} {batch}"] = {"step_ms": step_ms, "cpu_ratio": ratios(step_ms)}
-            told = ", ".join(f"{name} {value:.2f}" for name, value in ratios(step_ms).items())
-            log(f"{model}, batch {batch}: plain {min(step_ms[name] for name in _PLAIN):.2f} ms; {told}")
+            step_ms, auc = measured(chosen, model, batch)
+            beside, best = ratios(step_ms), min(step_ms[name] for name in _PLAIN)
+            found[f"{model} {batch}"] = {"step_ms": step_ms, "cpu_ratio": beside, "auc": auc}
+            log(f"{model}, batch {batch}: CPU ms of a step, beside plain torch at its best, AUC")
+            for name, value in step_ms.items():
+                log(f"  {name:12} {value:8.2f} {best / value:6.2f} {auc[name]:8.4f}")
     of_deepfm = [min(told["cpu_ratio"].values()) for name, told in found.items() if name.startswith("deepfm")]
     report(
         {
             "deepfm_cpu_ratio": min(of_deepfm, default=None),
             "cpu_ratio": {name: told["cpu_ratio"] for name, told in found.items()},
             "step_ms": {name: told["step_ms"] for name, told in found.items()},
+            "auc": {name: told["auc"] for name, told in found.items()},
             **{name: getattr(chosen, name) for name in ("slots", "steps", "rounds", "largest")},
         },
         chosen.json,

@@ -103,6 +103,7 @@ class DenseNetwork:
         use_execution(settings)
         self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
         self._rows = _mark_rows(model, plan)
+        self._trained = [parameter for parameter in model.parameters() if not is_local(parameter)]
         self._world = world
         self._job = NetworkJob(info, settings, world, model.forward, average)
         self._average = average
@@ -199,7 +200,7 @@ class DenseNetwork:
 
     def check_finite(self, step: int) -> None:
         """Raise TableError that names the parameters whose gradients have NaN or infinity, the same on all workers."""
-        named = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        named = [(p, p.grad) for p in self._trained if p.grad is not None]
         if not named or bool(torch.isfinite(torch.stack(torch._foreach_norm([grad for _, grad in named]))).all()):
             return
         found = [self._names[id(p)] for p, grad in named if not bool(torch.isfinite(grad).all())]

@@ -8,6 +8,7 @@ which the other servers are asked for their means. ps/server/meeting/quorum.py d
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +132,7 @@ class QuorumRounds(ServerRounds):
             self.leaves_copy = decided.leaver == self.worker
 
 
-def _mean(reply: list[Array]) -> Floats:
+def _mean(reply: Sequence[Array]) -> Floats:
     """Empty in a reply that says that the round is over."""
     if len(reply) == 1:
         return np.empty(0, np.float32)

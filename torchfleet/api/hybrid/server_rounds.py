@@ -54,7 +54,7 @@ class Part:
 
     bucket: int
     server: int
-    future: Future[list[Array]]
+    future: Future[Sequence[Array]]
 
 
 @dataclass
@@ -173,7 +173,7 @@ class ServerRounds:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _read(reply: list[Array]) -> tuple[Made, Floats]:
+def _read(reply: Sequence[Array]) -> tuple[Made, Floats]:
     if len(reply) != 2 or reply[1].data.dtype != np.float32:
         raise WireError(f"expected the workers of a mean and the mean, found {len(reply)} arrays")
     return unpack(reply[0], Made), reply[1].data.reshape(-1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from torchfleet.base.errors import FleetError
 
 _END: Any = object()
 
@@ -27,6 +31,10 @@ class Agreement:
         The question about a batch is sent when the previous batch is returned, and its answer is awaited when the batch
         is requested: with a consumer that reads one batch ahead, a whole step lies in between.
         """
+        numbers = self._numbers(exact_length(loader))
+        if min(numbers) >= 0:
+            yield from self._counted(loader, numbers)
+            return
         source = iter(loader)
         ahead = self._ask(next(source, _END))
         num_read = 0
@@ -41,6 +49,29 @@ class Agreement:
         ahead.ended()  # all ranks have asked: nothing is in flight when the next loop begins
         if asked.batch is not _END:
             self._tell(loader, num_read, ended, 1 + (ahead.batch is not _END))
+
+    def _numbers(self, own: int | None) -> list[int]:
+        """By rank: how many batches it has; -1 if it does not know."""
+        numbers = torch.zeros(self._size, dtype=torch.int64)
+        numbers[self._rank] = -1 if own is None else own
+        dist.all_reduce(numbers, group=self._group)
+        found: list[int] = numbers.tolist()
+        return found
+
+    def _counted(self, loader: Iterable[Any], numbers: list[int]) -> Iterator[Any]:
+        """`batches` where every rank knows how many it has: nothing more is asked."""
+        least, own = min(numbers), numbers[self._rank]
+        num_read = 0
+        for batch in itertools.islice(loader, least):
+            yield batch
+            num_read += 1
+        if num_read < least:
+            raise FleetError(
+                f"{self._noun} {self._rank}: its loader ended after {num_read} batches, and has a length of {own}: the "
+                f"other {self._noun}s wait for the rest"
+            )
+        if own > least:
+            self._tell(loader, num_read, [rank for rank, number in enumerate(numbers) if number == least], 1)
 
     def _ask(self, batch: Any) -> Asked:
         flags = torch.zeros(self._size, dtype=torch.uint8)
@@ -58,6 +89,18 @@ class Agreement:
             f"{left} left unused",
             flush=True,
         )
+
+
+def exact_length(loader: Any) -> int | None:
+    """The number of batches, if the loader is sure to yield as many; None for others, such as a stream that estimates
+    its length, or a sampler of the user's.
+    """
+    if isinstance(loader, (list, tuple)):
+        return len(loader)
+    is_plain = type(loader) is DataLoader and type(getattr(loader, "batch_sampler", None)) is BatchSampler
+    if is_plain and type(loader.sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+        return len(loader)
+    return None
 
 
 class Asked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.kernels import lookup, merge, partition, pooling, rows
+from torchfleet.ps.kernels import lookup, merge, partition, pooling, rows, table_groups
 
 _DIM, _NUM = 2, 3
 
@@ -26,6 +26,8 @@ def _split(keys: np.ndarray, values: np.ndarray) -> None:
     rows.gather(values.reshape(-1), _DIM, 0, places, values.copy())
     rows.scatter(values.reshape(-1), _DIM, 0, places, values.copy())
     rows.all_finite(values.reshape(-1).view(np.uint32))
+    counts, starts = np.ones(1, np.int64), np.arange(2)
+    table_groups.put_pairs(keys, values.reshape(-1), counts, counts, np.zeros(2, np.uint64), starts[:1], starts[1:])
 
 
 def _merge(keys: np.ndarray, values: np.ndarray) -> None:

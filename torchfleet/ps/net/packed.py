@@ -58,7 +58,7 @@ def away(peer: bytes) -> bytes:
     return _AWAY + peer
 
 
-def pack_answer(answer: list[Array] | FleetError | None) -> PackedAnswer:
+def pack_answer(answer: Sequence[Array] | FleetError | None) -> PackedAnswer:
     if isinstance(answer, FleetError):
         return type(answer).__name__, str(answer)
     return None if answer is None else pack_arrays(answer)

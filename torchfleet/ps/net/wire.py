@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from torchfleet.base.errors import WireError
+from torchfleet.ps.net.joined_arrays import CODES, DTYPES, ENTRY, Array, JoinedArrays
+
+__all__ = ["Array"]  # part of every message
 
 MAGIC = b"TFLT"
 VERSION = 2
@@ -33,8 +35,6 @@ HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # the same in every version
 _START = struct.Struct("<4sB")  # magic bytes and version
 _ARRAY = struct.Struct("<IBxxxIQ")
-_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 Frame = Any  # bytes, memoryview, zmq.Frame's buffer or a numpy array: anything with the buffer protocol
 Body = TypeVar("Body")
@@ -102,14 +102,6 @@ STATE = 128  # flag of PULL: rows come with the state of their rule; of SET: the
 
 
 @dataclass(slots=True)
-class Array:
-    """An array frame and the number of its table. The data is two-dimensional, (rows, columns)."""
-
-    number: int  # of the table; in a reply to GATHER, of the worker that sent the array; else 0
-    data: npt.NDArray[Any]
-
-
-@dataclass(slots=True)
 class Message:
     """A request."""
 
@@ -121,7 +113,7 @@ class Message:
     call: int = 0  # numbers a client's requests, so that replies can be matched
     sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
     floor: int = 0  # all changes of this client below this sequence number are settled
-    arrays: list[Array] = field(default_factory=list)
+    arrays: Sequence[Array] = field(default_factory=list)
     incarnation: int = 0  # a random number per process: distinguishes a worker from its previous process
     shard: int = 0  # the number of the server, if servers have replicas; else 0
     term: int = 0  # the shard's highest term that the sender has seen; 0: no replicas, or no term seen yet
@@ -140,7 +132,7 @@ class Reply:
     worker: int
     incarnation: int  # a random number per server process
     call: int
-    arrays: list[Array] = field(default_factory=list)
+    arrays: Sequence[Array] = field(default_factory=list)
     term: int = 0  # the server's term; 0: it has no replicas
     taken: int = 0  # of a traced request: when the server received it, in nanoseconds since 1970 by its clock; else 0
     answered: int = 0  # of a traced request: when the server answered it, by the same clock; else 0
@@ -168,7 +160,9 @@ def encode(message: Message) -> list[Frame]:
     num_arrays = len(message.arrays)
     if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
-    parts = [b""]
+    if isinstance(message.arrays, JoinedArrays):
+        return [_header(message) + message.arrays.entries.tobytes(), message.arrays.words]
+    parts = [_header(message)]
     frames: list[Frame] = [b""]
     num_bytes = 0
     for array in message.arrays:
@@ -180,16 +174,19 @@ def encode(message: Message) -> list[Frame]:
                 f"an array of {data.nbytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
                 "Send it in ranges, or use more servers."
             )
-        parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
+        parts.append(_ARRAY.pack(array.number, CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
         num_bytes += data.nbytes
-    parts[0] = HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays,
+    frames[0] = b"".join(parts)
+    return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
+
+
+def _header(message: Message) -> bytes:
+    return HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
         message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
         message.shard, message.term,
     )  # fmt: skip
-    frames[0] = b"".join(parts)
-    return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
 
 
 def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
@@ -258,14 +255,14 @@ def _most_arrays(role: int) -> int:
     return MAX_ENTRY if role == Role.SERVER else MAX_ARRAYS
 
 
-def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> list[Array]:
+def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> Sequence[Array]:
     """The arrays behind the header, one per frame."""
     arrays = []
     for index in range(len(frames) - 1):
         number, code, num_columns, num_rows = _ARRAY.unpack_from(header, HEADER.size + index * _ARRAY.size)
-        dtype, frame = _DTYPES.get(code), frames[1 + index]
+        dtype, frame = DTYPES.get(code), frames[1 + index]
         if dtype is None:
-            raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+            raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(DTYPES)}")
         size, expected = memoryview(frame).nbytes, num_rows * num_columns * dtype.itemsize
         if size != expected:
             raise WireError(
@@ -281,7 +278,7 @@ def _decode_arrays(header: Frame, frames: Sequence[Frame]) -> list[Array]:
     return arrays
 
 
-def _split_arrays(header: Frame, num_arrays: int, frame: Frame) -> list[Array]:
+def _split_arrays(header: Frame, num_arrays: int, frame: Frame) -> JoinedArrays:
     """The arrays behind the header that share one frame."""
     size = memoryview(frame).nbytes
     if size > MAX_JOINED + 8 * MAX_ENTRY or size % 8:
@@ -289,25 +286,27 @@ def _split_arrays(header: Frame, num_arrays: int, frame: Frame) -> list[Array]:
     words = np.frombuffer(frame, np.uint64) if size else np.empty(0, np.uint64)
     if not words.flags.aligned:
         words = words.copy()
-    data, arrays, start = words.view(np.uint8), [], 0
-    for index, (number, code, num_columns, num_rows) in enumerate(
-        _ARRAY.iter_unpack(memoryview(header)[HEADER.size :])
-    ):
-        dtype = _DTYPES.get(code)
+    arrays = JoinedArrays.split(np.frombuffer(header, ENTRY, num_arrays, HEADER.size), words)
+    if arrays is None:
+        raise WireError(_wrong_entries(header, size))
+    return arrays
+
+
+def _wrong_entries(header: Frame, size: int) -> str:
+    """What is wrong with the first array that does not fit a shared frame of `size` bytes."""
+    start = 0
+    for index, (_, code, num_columns, num_rows) in enumerate(_ARRAY.iter_unpack(memoryview(header)[HEADER.size :])):
+        dtype = DTYPES.get(code)
         if dtype is None:
-            raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+            return f"array {index} has the unknown dtype code {code}; known are {sorted(DTYPES)}"
         num_bytes = num_rows * num_columns * dtype.itemsize
         if num_bytes > size - start or num_rows > MAX_FRAME:
-            raise WireError(
+            return (
                 f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is {num_bytes} bytes; its "
                 f"frame has {size - start} more"
             )
-        own = data[start : start + num_bytes].view(dtype)
-        arrays.append(Array(number, own.reshape(num_rows, num_columns)))
         start += num_bytes + -num_bytes % 8
-    if start != size:
-        raise WireError(f"the header announces {start} bytes of arrays, their frame has {size}")
-    return arrays
+    return f"the header announces {start} bytes of arrays, their frame has {size}"
 
 
 def pack(body: object) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -139,7 +140,7 @@ def send(state: State, request: Request) -> Answer:
     body = unpack(_bodies(request, 2)[0], SendBody, MAX_BODY)
     if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
         raise WireError(f"no worker has number {body.to}")
-    accepted = state.meetings.mail.send(request.message.worker, body, request.message.arrays[1:])
+    accepted = state.meetings.mail.send(request.message.worker, body, list(request.message.arrays[1:]))
     return [Array(0, np.array([accepted], np.uint64))]
 
 
@@ -214,7 +215,7 @@ def _forget(state: State, worker: int) -> None:
     apply_waiting(state)
 
 
-def _bodies(request: Request, at_least: int, at_most: int = MAX_ARRAYS) -> list[Array]:
+def _bodies(request: Request, at_least: int, at_most: int = MAX_ARRAYS) -> Sequence[Array]:
     if not at_least <= len(request.message.arrays) <= at_most:
         raise WireError(f"expected {at_least} to {at_most} arrays, found {len(request.message.arrays)}")
     return request.message.arrays

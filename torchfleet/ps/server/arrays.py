@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +11,13 @@ import numpy.typing as npt
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import BOUNDED, GATHERED, Array
+from torchfleet.ps.server.grouped_tables import MAX_SAMPLES, AnySection, push_grouped
 from torchfleet.ps.server.sections import Section
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import Table
 
 MAX_WORKERS = 1 << 16
 MAX_STEP = 1 << 53  # updates of a table: float64 holds such numbers exactly
-MAX_SAMPLES = 1e15  # samples of one push: float64 adds such numbers exactly
 
 
 def only(request: Request) -> Array:
@@ -51,19 +52,19 @@ def check_worker(state: State, request: Request) -> None:
         raise WireError(f"there are {num_workers} workers, numbered from 0; found number {request.message.worker}")
 
 
-def _expect_distinct(arrays: list[Array]) -> None:
+def _expect_distinct(arrays: Sequence[Array]) -> None:
     if len(arrays) > 1 and len({array.number for array in arrays}) < len(arrays):
         raise WireError("a table appears twice in one message: put its keys together")
 
 
-def key_sections(state: State, arrays: list[Array]) -> list[tuple[Table, npt.NDArray[np.uint64]]]:
+def key_sections(state: State, arrays: Sequence[Array]) -> list[tuple[Table, npt.NDArray[np.uint64]]]:
     """(table, keys) of each array. Raises WireError if a table appears twice."""
     _expect_distinct(arrays)
     return [(state.table(array.number), column(array, np.uint64)) for array in arrays]
 
 
 def pairs(
-    state: State, arrays: list[Array], are_gradients: bool = False
+    state: State, arrays: Sequence[Array], are_gradients: bool = False
 ) -> list[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
     """(table, keys, values or gradients) of each pair of arrays. Raises WireError if a table appears twice."""
     if len(arrays) % 2:
@@ -78,12 +79,21 @@ def pairs(
     return found
 
 
-def given_steps(last: list[Array], num: int) -> list[int]:
+def given_steps(last: Sequence[Array], num: int) -> list[int]:
     """The steps of `num` tables, from the last array of a request. Raises WireError for others."""
     steps = column(last[0], np.uint64).tolist() if last else []
     if len(steps) != num or any(step > MAX_STEP for step in steps):
         raise WireError(f"expected the steps of {num} tables, each at most {MAX_STEP}, found {steps[:8]}")
     return steps
+
+
+def checked_sections(state: State, request: Request) -> Sequence[AnySection]:
+    """The sections of a push, after their checks; those of many small tables may come as one."""
+    grouped = push_grouped(state.grouped, state.tables, request)
+    sections: Sequence[AnySection] = push_sections(state, request) if grouped is None else grouped
+    for section in sections:
+        section.check()
+    return sections
 
 
 def push_sections(state: State, request: Request) -> list[Section]:

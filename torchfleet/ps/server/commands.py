@@ -16,6 +16,7 @@ import numpy as np
 from torchfleet import __version__
 from torchfleet.base.errors import FleetError, TableError, WireError
 from torchfleet.base.process_place import own_place
+from torchfleet.ps.net.joined_arrays import JoinedArrays
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import (
     BOUNDED,
@@ -47,6 +48,7 @@ from torchfleet.ps.server.arrays import (
 from torchfleet.ps.server.changed_rows import subscribe
 from torchfleet.ps.server.exchange import enter, exchange
 from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
+from torchfleet.ps.server.grouped_tables import AnySection, pull_grouped, push_grouped
 from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import check_queue, in_slices, inspect, set_clock, shrink_tables, walk
@@ -107,12 +109,22 @@ def given_tables(state: State, request: Request) -> Answer:
 
 def pull(state: State, request: Request) -> Answer | None:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
-    return _pull(state, request, create=not request.message.flags & NO_CREATE)
+    arrays, flags = request.message.arrays, request.message.flags
+    grouped = _pull_together(state, arrays, flags) if isinstance(arrays, JoinedArrays) else None
+    return _pull(state, request, create=not flags & NO_CREATE) if grouped is None else grouped
 
 
 def pull_again(state: State, request: Request) -> Answer | None:
     """Repeat a pull whose reply was lost. It neither counts keys nor creates rows a second time."""
     return _pull(state, request, create=False, is_repeat=True)
+
+
+def _pull_together(state: State, arrays: JoinedArrays, flags: int) -> Answer | None:
+    """A pull of many small tables, of rows that exist; None if it must be made table by table."""
+    reply = pull_grouped(state.grouped, state.tables, arrays, flags)
+    if reply is not None and state.counters.hot_keys.is_on:
+        _note_hot_keys(state.counters.hot_keys, key_sections(state, arrays))
+    return reply
 
 
 def _pull(state: State, request: Request, create: bool, is_repeat: bool = False) -> Answer | None:
@@ -167,16 +179,20 @@ def _note_hot_keys(hot_keys: HotKeys, sections: Sequence[PulledKeys]) -> None:
 def push(state: State, request: Request) -> Answer | FleetError | None:
     """Update each section's table once. All sections are checked before the first is applied."""
     flags = request.message.flags
-    state.budgets.check_new_rows(request.peer, request.arrived)
-    sections = push_sections(state, request)
-    for section in sections:
-        if flags & DELTA:
-            section.table.check_add(section.keys, section.grads)
-        else:
-            section.check()
     kind = flags & (SYNC | DELTA | GATHERED | BOUNDED)
     if kind.bit_count() > 1:
         raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
+    if kind == DELTA:
+        return _add(state, request)
+    # the mean of several pushes is made table by table
+    is_alone = kind in (0, BOUNDED) or (kind == SYNC and state.num_workers == 1)
+    is_joined = is_alone and isinstance(request.message.arrays, JoinedArrays)
+    grouped = push_grouped(state.grouped, state.tables, request) if is_joined else None
+    if grouped is None:  # a group makes no rows
+        state.budgets.check_new_rows(request.peer, request.arrived)
+    sections: Sequence[AnySection] = push_sections(state, request) if grouped is None else grouped
+    for section in sections:
+        section.check()
     if kind == SYNC:
         keep_for_step(state, request, sections)
         return None
@@ -187,15 +203,27 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
     num_new = 0
     for section in sections:
         before = section.table.num_rows
-        if kind == DELTA:
-            section.table.add(section.keys, section.grads)
-            state.pushes.changes.note(section.table.spec.number, section.keys, request.message.worker)
-        else:
-            section.apply()
+        section.apply()
         num_new += section.table.num_rows - before
     if num_new:
         state.budgets.note_new_rows(request.peer, num_new, request.arrived)
     return answer(request, sections) if flags & DENSE_BACK else []
+
+
+def _add(state: State, request: Request) -> Answer:
+    """A push of differences."""
+    state.budgets.check_new_rows(request.peer, request.arrived)
+    sections, num_new = push_sections(state, request), 0
+    for section in sections:
+        section.table.check_add(section.keys, section.grads)
+    for section in sections:
+        before = section.table.num_rows
+        section.table.add(section.keys, section.grads)
+        state.pushes.changes.note(section.table.spec.number, section.keys, request.message.worker)
+        num_new += section.table.num_rows - before
+    if num_new:
+        state.budgets.note_new_rows(request.peer, num_new, request.arrived)
+    return answer(request, sections) if request.message.flags & DENSE_BACK else []
 
 
 def pull_changed(state: State, request: Request) -> Answer:

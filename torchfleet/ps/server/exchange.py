@@ -68,7 +68,7 @@ def enter(state: State, request: Request) -> Answer | None:
         )
     if body.made:
         hold = state.budgets.take(request.peer, request.num_bytes)
-        entrance.leave_copy(body.made, arrays[1:], hold)
+        entrance.leave_copy(body.made, list(arrays[1:]), hold)
         close_rounds(state)
         return []
     if not body.number:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from torchfleet.base.errors import FleetError, TableError, WireError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS, Array
-from torchfleet.ps.server.arrays import check_worker, column, push_sections
+from torchfleet.ps.server.arrays import check_worker, checked_sections, column, push_sections
+from torchfleet.ps.server.grouped_tables import AnySection
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.sections import Section, mean_section
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import new_dense_values
 
 MAX_GATHERED = 1024
+Checked = TypeVar("Checked", bound=AnySection)
 
 
-def gather_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | TableError:
+def gather_push(state: State, request: Request, sections: Sequence[AnySection]) -> Answer | TableError:
     """Keep a checked push. Once the requested number of pushes is here, update the tables once with their mean. Returns
     the error if that fails: the pushes are gone then, so it is the outcome of a change, not a refusal.
 
@@ -69,7 +72,7 @@ def apply_gathered(state: State) -> TableError | None:
     return None
 
 
-def bounded_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | None:
+def bounded_push(state: State, request: Request, sections: Sequence[AnySection]) -> Answer | None:
     """Hold a checked push while applying it would raise another worker's staleness above the limit.
 
     The reply comes when the push is applied. A push without sections says that this worker computes nothing now, so
@@ -95,11 +98,10 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
 def apply_waiting(state: State) -> None:
     """Apply the held pushes that the bound now allows, and answer them."""
     for request in state.pushes.bound.ready():
-        sections = push_sections(state, request)
-        fresh = _without_old(sections, state.pushes.bound.limit)  # a worker that was given up may exceed the limit
+        sections: Sequence[AnySection] = ()
         try:
-            for section in fresh:
-                section.check()
+            sections = checked_sections(state, request)
+            fresh = _without_old(sections, state.pushes.bound.limit)  # a worker that was given up may exceed the limit
         except FleetError as error:
             state.pushes.bound.release(request.message.worker)
             state.finish(request, error)
@@ -111,7 +113,7 @@ def apply_waiting(state: State) -> None:
         state.finish(request, answer(request, sections))
 
 
-def answer(request: Request, sections: Sequence[Section]) -> Answer:
+def answer(request: Request, sections: Sequence[AnySection]) -> Answer:
     """The reply to a push. Flag DENSE_BACK adds the new values of its dense tables, flag VERSIONS their steps."""
     flags = request.message.flags
     if not flags & DENSE_BACK:
@@ -123,7 +125,7 @@ def answer(request: Request, sections: Sequence[Section]) -> Answer:
     return reply
 
 
-def _without_old(sections: Sequence[Section], max_staleness: int) -> list[Section]:
+def _without_old(sections: Sequence[Checked], max_staleness: int) -> list[Checked]:
     """The sections without dense gradients of a larger staleness. Late sparse gradients do no harm."""
     return [section for section in sections if not section.table.spec.is_dense or section.staleness() <= max_staleness]
 

@@ -23,7 +23,7 @@ from torchfleet.base.errors import FleetError, ServerLoading
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import Array, Command, pack
 
-Answer = list[Array]  # the arrays of a reply
+Answer = Sequence[Array]  # the arrays of a reply
 Result = Answer | FleetError | None  # None: the reply comes later, through State.finish
 Run = Callable[[Request], Result]
 

@@ -8,12 +8,12 @@ from torchfleet.base.errors import FleetError, TableError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import DENSE_BACK, Array
 from torchfleet.ps.server.arrays import check_worker, push_sections
-from torchfleet.ps.server.layers import Answer
+from torchfleet.ps.server.grouped_tables import AnySection
 from torchfleet.ps.server.sections import Section, mean_section
 from torchfleet.ps.server.state.state import State
 
 
-def keep_for_step(state: State, request: Request, sections: list[Section]) -> None:
+def keep_for_step(state: State, request: Request, sections: Sequence[AnySection]) -> None:
     """Keep a worker's checked gradients until all workers have pushed. The last push makes the step, and all requests
     of the step are answered then."""
     check_worker(state, request)
@@ -39,7 +39,7 @@ def close_sync_step(state: State) -> None:
         _make_step(state, {})
 
 
-def _make_step(state: State, checked: Mapping[int, list[Section]]) -> None:
+def _make_step(state: State, checked: Mapping[int, Sequence[AnySection]]) -> None:
     """Update the tables once with the mean gradient, summed in the order of the workers, and answer all requests.
 
     `checked`: sections that were just checked, by worker.
@@ -49,7 +49,9 @@ def _make_step(state: State, checked: Mapping[int, list[Section]]) -> None:
     state.pushes.step, state.pushes.num_steps = {}, state.pushes.num_steps + 1
     per_worker = [checked[w] if w in checked else push_sections(state, step[w]) for w in sorted(step)]
     try:
-        merged = per_worker[0] if state.num_workers == 1 and checked else _merged(state, per_worker)
+        merged: Sequence[AnySection] = (
+            per_worker[0] if state.num_workers == 1 and checked else _merged(state, per_worker)
+        )
         for section in merged:
             section.apply()
     except (FleetError, ValueError) as error:
@@ -62,9 +64,10 @@ def _make_step(state: State, checked: Mapping[int, list[Section]]) -> None:
         state.finish(step[worker], new_dense_values(sections) if is_asked else [])
 
 
-def _merged(state: State, per_worker: Sequence[list[Section]]) -> list[Section]:
+def _merged(state: State, per_worker: Sequence[Sequence[AnySection]]) -> list[Section]:
     """One checked section per table, with the mean of all workers' gradients."""
-    pushed = [sections for sections in per_worker if sections]  # a worker without sections does not count in the mean
+    apart = [[section for section in sections if isinstance(section, Section)] for sections in per_worker]
+    pushed = [sections for sections in apart if sections]  # a worker without sections does not count in the mean
     merged = [mean_section(list(same_table)) for same_table in zip(*pushed, strict=True)]
     for table in state.tables.values():
         table.admit_waiting()
@@ -81,7 +84,7 @@ def _count_out(state: State) -> None:
             state.meetings.members.count_out(worker, incarnation, state.pushes.num_steps)
 
 
-def new_dense_values(sections: Sequence[Section]) -> Answer:
+def new_dense_values(sections: Sequence[AnySection]) -> list[Array]:
     """The values of the sections' dense tables after the push."""
     reply = []
     for section in sections:

@@ -25,7 +25,7 @@ from torchfleet.ps.tables.settings.spec import KINDS, TableSpec
 from torchfleet.ps.tables.settings.storage import IN_MEMORY, default_storage
 from torchfleet.ps.tables.table import Table
 from torchfleet.ps.tables.tiers.warm import warm_up_tiers
-from torchfleet.ps.tables.warm import NUM_ROWS, keep, read_only, train
+from torchfleet.ps.tables.warm import NUM_ROWS, keep, read_only, train, train_together
 
 _BYTES, _DIM = 1 << 22, 64  # of the tables that are used
 COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
@@ -65,6 +65,8 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
             train(table)
             if are_copied:
                 keep(table)
+        if not specs or sum(spec.kind == "array" for spec in specs) > 1:
+            train_together()
         if not specs or default_storage().memory or any(spec.storage.memory for spec in specs):
             warm_up_tiers()
         if not specs:

@@ -67,7 +67,7 @@ class RowStore(Table):
         self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock, self.decisions)
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
-        self._is_open = self.admission is None and self._capacity is None  # every key gets a row while there is memory
+        self.is_open = self.admission is None and self._capacity is None  # every key gets a row while there is memory
         self.tracking: AnyTracking | None = None
         self._keeps_numbers = not isinstance(self.index, PackedMap)  # a row has the same number as long as it exists
         self.bounds = UpdateBounds(spec)
@@ -121,7 +121,7 @@ class RowStore(Table):
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
         if isinstance(self.index, KeyRange):  # every id has its row
             self.index.check(keys)
-        elif create and (not self._is_open or len(keys) + self.num_waiting > self.index.max_rows - self.index.num_keys):
+        elif create and (not self.is_open or len(keys) + self.num_waiting > self.index.max_rows - self.index.num_keys):
             self._check_room(keys)
 
     def _check_room(self, keys: Keys) -> None:

@@ -293,6 +293,12 @@ class SparseTable(RowStore):
 
         TEAM.share(work, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
 
+    def note_updated(self, at: Rows) -> None:
+        """Rows of a table of a range were updated from outside (table_group.py)."""
+        self._mark(at)
+        if self.watch is not None:
+            self._tell(self.index.alive(at)[0])
+
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
         """Record the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
         distinct, inverse = unique(keys)

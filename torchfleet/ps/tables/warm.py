@@ -12,7 +12,9 @@ from torchfleet.ps.tables.kinds import make_table
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, Table
+from torchfleet.ps.tables.table_group import TableGroup
 
 NUM_ROWS = 1000
 _BYTES = 1 << 22  # of a copy
@@ -48,6 +50,23 @@ def train(table: Table, given: Given = writable) -> None:
         many = given(np.arange(NUM_ROWS, dtype=np.uint64))
         _pull(table, many)
         _push(table, many, _grads(table, NUM_ROWS, given))
+
+
+def train_together() -> None:
+    """Pull from two tables of ranges, and push to them, in one call each."""
+    specs = [TableSpec(f"warm{i}", "array", dim=2, size=4) for i in range(2)]
+    tables = [make_table(spec, _BYTES) for spec in specs]
+    for table in tables:
+        _pull(table, np.arange(2, dtype=np.uint64))
+    group = TableGroup.of(tables)
+    assert group is not None
+    frame = np.zeros(6, np.uint64)  # the keys 0 and 1, and gradients of zeros
+    frame[1] = 1
+    address, places, counts = frame.ctypes.data, np.zeros(2, np.int64), np.full(2, 2, np.int64)
+    group.read(address, places, counts, np.empty(8, np.float32), np.arange(0, 4, 2))
+    update = group.checked(address, places, places + 2, counts, [None, None])
+    assert update is not None
+    update.apply()
 
 
 def keep(table: Table, given: Given = writable) -> None:

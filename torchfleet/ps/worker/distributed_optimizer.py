@@ -179,7 +179,8 @@ class DistributedOptimizer(AdoptedOptimizer):
             return
         for group in self.param_groups:  # torch's own does the same, but takes a millisecond
             for parameter in group["params"]:
-                parameter.grad = None
+                if not isinstance(parameter, RowWeight) or self._engine is None:  # else dropped above
+                    parameter.grad = None
 
 
 def _unscaled(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -26,8 +26,9 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
         block = gradients.dense[group.spec.name]
         if not _all_finite(block):
             found += _parameters(group, block)
+    finite = _finite_wholes(gradients.sparse.values()) if len(gradients.sparse) > 1 else ()
     for table, (keys, grads) in gradients.sparse.items():
-        if not _all_finite(grads):
+        if id(grads.base) not in finite and not _all_finite(grads):
             found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
     for update in gradients.cached:
         if not update.is_finite():
@@ -41,6 +42,27 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
         "was sent. Look for it in the loss (torch.autograd.set_detect_anomaly(True) says where it begins), lower the "
         "learning rate, or clip the gradients."
     )
+
+
+def _finite_wholes(gradients: Collection[tuple[Keys, Floats]]) -> set[int]:
+    """Arrays, by their ids, that consist of several of these gradients and are finite: one look at each of them.
+    Gradients of many small tables lie in one array (grouped_rows.py).
+    """
+    wholes: dict[int, list[int]] = {}  # how many parts and numbers
+    for _, part in gradients:
+        if part.base is not None:
+            known = wholes.setdefault(id(part.base), [0, 0])
+            known[0] += 1
+            known[1] += part.size
+    found = set()
+    for _, part in gradients:
+        whole = part.base
+        if whole is None or id(whole) in found or not isinstance(whole, np.ndarray):
+            continue
+        is_all = wholes[id(whole)][0] > 1 and wholes[id(whole)][1] == whole.size
+        if is_all and whole.dtype == np.float32 and whole.flags.c_contiguous and _all_finite(whole):
+            found.add(id(whole))
+    return found
 
 
 def _parameters(group: DenseGroup, block: Floats) -> Iterator[str]:

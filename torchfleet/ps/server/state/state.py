@@ -9,6 +9,7 @@ from typing import Any
 
 from torchfleet.base.errors import FleetError, ServerBusy, TableError
 from torchfleet.ps.net.request import Request
+from torchfleet.ps.server.grouped_tables import GroupedTables
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.bound import Bound
 from torchfleet.ps.server.meeting.meetings import Meetings
@@ -54,6 +55,7 @@ class State:
     max_table_bytes: int
     num_workers: int = 0  # the server stops when this many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
+    grouped: GroupedTables = field(default_factory=GroupedTables)  # tables that requests name together
     clock: Clock = field(default_factory=Clock)  # of the tables
     sessions: Sessions = field(default_factory=Sessions)
     budgets: Budgets = field(default_factory=Budgets)

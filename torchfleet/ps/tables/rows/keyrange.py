@@ -31,7 +31,7 @@ class KeyRange:
     def __init__(self, table: str, num_words: int, max_bytes: int, size: int, shard: int, num_shards: int) -> None:
         self.width = num_words
         self._table = table
-        self._size, self._shard, self._num_shards = size, shard, num_shards
+        self.size, self.shard, self.num_shards = size, shard, num_shards
         self.num_row_numbers = max(0, -(-(size - shard) // num_shards))
         self.max_rows = self.num_row_numbers
         if self.num_row_numbers * num_words * 4 > max_bytes:
@@ -41,7 +41,8 @@ class KeyRange:
             )
         self._memory = Memory(4 * num_words * self.num_row_numbers)
         self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
-        self._in_use: npt.NDArray[np.bool_] = Memory(self.num_row_numbers).array(np.bool_)[: self.num_row_numbers]
+        # by row number: whether it is in use
+        self.marks: npt.NDArray[np.bool_] = Memory(self.num_row_numbers).array(np.bool_)[: self.num_row_numbers]
         self.num_keys = 0
 
     @property
@@ -76,31 +77,31 @@ class KeyRange:
         """Raise TableError unless every key is below size and belongs to this server."""
         if not len(keys):
             return
-        check_range(keys, self._size, f"table '{self._table}'")
-        if self._num_shards > 1 and not all_of_shard(keys, np.uint64(self._shard), np.uint64(self._num_shards)):
+        check_range(keys, self.size, f"table '{self._table}'")
+        if self.num_shards > 1 and not all_of_shard(keys, np.uint64(self.shard), np.uint64(self.num_shards)):
             raise TableError(
-                f"ids of this server leave the remainder {self._shard} when divided by {self._num_shards}; found "
+                f"ids of this server leave the remainder {self.shard} when divided by {self.num_shards}; found "
                 "others. All clients must use the same list of servers, in the same order."
             )
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
-        return int(rows_in_use(keys, np.uint64(self._num_shards), self._in_use, rows))
+        return int(rows_in_use(keys, np.uint64(self.num_shards), self.marks, rows))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
-        rows[:] = keys // np.uint64(self._num_shards)
-        fresh = np.flatnonzero(~self._in_use[rows])
+        rows[:] = keys // np.uint64(self.num_shards)
+        fresh = np.flatnonzero(~self.marks[rows])
         fresh = fresh[np.unique(rows[fresh], return_index=True)[1]]
-        self._in_use[rows[fresh]] = True
+        self.marks[rows[fresh]] = True
         self.num_keys += len(fresh)
         return fresh.astype(np.int64)
 
     def erase(self, keys: Keys) -> int:
-        rows = np.unique((keys // np.uint64(self._num_shards)).astype(np.int64))
-        num = int(self._in_use[rows].sum())
-        self._in_use[rows] = False
+        rows = np.unique((keys // np.uint64(self.num_shards)).astype(np.int64))
+        num = int(self.marks[rows].sum())
+        self.marks[rows] = False
         self.num_keys -= num
         return num
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
-        rows = rows[self._in_use[rows]]
-        return (rows * self._num_shards + self._shard).astype(np.uint64), rows
+        rows = rows[self.marks[rows]]
+        return (rows * self.num_shards + self.shard).astype(np.uint64), rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchfleet.ps.kernels import dense_rules, rows
+from torchfleet.ps.kernels import dense_rules, rows, table_groups
 from torchfleet.ps.tables.rules.decay import decay_bounds, decays, ratio
 from torchfleet.ps.tables.settings.rule import Floats, RowRule, Rule
 
@@ -41,6 +41,9 @@ class Adam(RowRule):
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
     ) -> None:
         rows.adam(store, *layout, at, grads, rate, rule.beta1, rule.beta2, rule.eps, step, rule.low, rule.high)
+
+    def group_kernel(self, rule: Rule) -> int | None:
+        return table_groups.ADAM
 
     def apply_to_block(
         self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchfleet.ps.kernels import dense_rules, rows, sparse_rules
+from torchfleet.ps.kernels import dense_rules, rows, sparse_rules, table_groups
 from torchfleet.ps.tables.rules.decay import decay_bounds, decays, velocity_bound
 from torchfleet.ps.tables.settings.rule import Floats, RowRule, Rule
 
@@ -58,6 +58,9 @@ class Sgd(RowRule):
             sparse_rules.momentum_sgd(store, *layout, at, grads, rate, *how, rule.low, rule.high)
         else:
             rows.sgd(store, *layout, at, grads, rate, rule.low, rule.high)
+
+    def group_kernel(self, rule: Rule) -> int | None:
+        return None if rule.momentum else table_groups.SGD
 
     def apply_to_block(
         self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int

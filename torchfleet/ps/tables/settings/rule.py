@@ -168,6 +168,10 @@ class RowRule(ABC):
         A row is `width` numbers of the store. Its values start at `offset`, followed by their state and the row's own.
         """
 
+    def group_kernel(self, rule: Rule) -> int | None:
+        """The number in kernels/table_groups.py of the kernel that `apply_to_rows` calls; None: it has none."""
+        return None
+
     @abstractmethod
     def apply_to_block(
         self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int

@@ -77,6 +77,7 @@ class Expected:
     """
 
     slots: Sequence[tuple[Way, torch.Tensor | Keys]]
+    _known: tuple[Keys, Stamp | None, list[Guess]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def origin(self) -> tuple[Any, ...]:
@@ -95,29 +96,29 @@ class Expected:
     @property
     def keys(self) -> Keys:
         """All of them, without padding."""
-        return self._made[0]
+        return (self._known or self._found_once())[0]
 
     @property
     def stamped(self) -> tuple[Keys, Stamp | None]:
         """The keys, and a stamp for ids that lie in the batch and have no padding; all others are a copy."""
-        return self._made[:2]
+        return (self._known or self._found_once())[:2]
 
     @property
     def guesses(self) -> list[Guess]:
         """Of the ways that compute ids."""
         for way, _ in self.slots:
             if way.recipe.is_computed:
-                return self._made[2]
+                return (self._known or self._found_once())[2]
         return []
 
-    @cached_property
-    def _made(self) -> tuple[Keys, Stamp | None, list[Guess]]:
+    def _found_once(self) -> tuple[Keys, Stamp | None, list[Guess]]:
         in_batch = []
         for way, ids in self.slots:
             if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed:
                 in_batch.append(ids)
         if len(in_batch) == len(self.slots):
-            return keys_of(in_batch), stamp_of(in_batch), []
+            self._known = keys_of(in_batch), stamp_of(in_batch), []
+            return self._known
         keys, guesses = [], []
         for way, ids in self.slots:
             own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
@@ -125,7 +126,8 @@ class Expected:
                 own = own if way.recipe.makes_memory else own.copy()
                 guesses.append(Guess(way, own))
             keys.append(own if way.padding_idx is None else own[is_no_padding(own, way.padding_idx)])
-        return (keys[0] if len(keys) == 1 else np.concatenate(keys)), None, guesses
+        self._known = (keys[0] if len(keys) == 1 else np.concatenate(keys)), None, guesses
+        return self._known
 
 
 @dataclass

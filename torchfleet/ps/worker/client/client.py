@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,25 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.checkpoint.manifest import Parameter
+from torchfleet.ps.net.joined_arrays import JoinedArrays
 from torchfleet.ps.net.transport import Channel
-from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, STATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.ps.net.wire import (
+    BOUNDED,
+    DENSE_BACK,
+    FEW_ARRAYS,
+    NO_CREATE,
+    STATE,
+    SYNC,
+    VERSIONS,
+    Array,
+    Command,
+    pack,
+)
 from torchfleet.ps.server.given_tables import GivenTables
 from torchfleet.ps.tables.dense_table import WITH_STATE
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled, joined_block
+from torchfleet.ps.worker.client.joined_requests import JoinedRequests
 from torchfleet.ps.worker.client.known_tables import NO_KEYS, KnownTable, KnownTables
 from torchfleet.ps.worker.client.shard import Floats, Keys, Shards, as_keys
 from torchfleet.ps.worker.client.walks import Walks
@@ -34,6 +48,7 @@ class Client(Walks):
     def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
         super().__init__(channels, **options)
         self._tables = KnownTables()
+        self._joined: dict[tuple[str, ...], JoinedRequests | None] = {}  # by tables
         self._unawaited: deque[Future[Dense]] = deque()
 
     def create_table(self, spec: TableSpec) -> None:
@@ -64,6 +79,7 @@ class Client(Walks):
     def attach(self, spec: TableSpec) -> None:
         """Use a table that another client created."""
         self._tables[spec.name] = KnownTable(spec, self.num_servers)
+        self._joined.clear()
 
     def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
         """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat. Missing keys are created, or
@@ -77,6 +93,10 @@ class Client(Walks):
         """Rows of several tables in one message per server, or in several messages if there are too many rows for one.
         `in_step`: the pull belongs to a step that all workers make together.
         """
+        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
+        joined = self._joined_requests(keys) if len(keys) > FEW_ARRAYS else None
+        if joined is not None and (asked := joined.pull(keys)) is not None:
+            return self._pull_joined(joined, keys, asked, flags)
         shards: dict[str, Shards] = {}
         num_bytes, counts = 0, False
         for name, wanted in keys.items():
@@ -84,11 +104,31 @@ class Client(Walks):
             shards[name] = table.shard_keys(wanted)
             num_bytes += 4 * table.dim * shards[name].num_keys
             counts = counts or (create and table.counts_pulls)
-        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
         # A pull that counts appearances must be one message: a server counts a key once per message.
         if num_bytes > MAX_PULLED and not counts:
             return self._pull_in_parts(keys, -(-num_bytes // MAX_PULLED), flags)
         return self._pull(shards, flags, once=counts)
+
+    def _joined_requests(self, tables: Iterable[str]) -> JoinedRequests | None:
+        """Requests for these tables as one; None if they are made table by table."""
+        names = tuple(tables)
+        if names not in self._joined:
+            known = [self._tables[name] for name in names]
+            is_joined = self.num_servers == 1 and JoinedRequests.suit(known)
+            self._joined[names] = JoinedRequests(known) if is_joined else None
+        return self._joined[names]
+
+    def _pull_joined(
+        self, joined: JoinedRequests, keys: Mapping[str, npt.ArrayLike], asked: JoinedArrays, flags: int
+    ) -> Future[Pulled]:
+        def finish(replies: list[Sequence[Array]]) -> Pulled:
+            found = joined.pulled(asked, replies[0])
+            if found is None:
+                return self._pulled({name: self._tables[name].shard_keys(own) for name, own in keys.items()}, replies)
+            rows, versions = found
+            return Pulled(dict(zip(keys, rows, strict=True)), dict(zip(keys, versions, strict=True)))
+
+        return self._ask(Command.PULL, [asked], flags, finish=finish)
 
     def _pull_in_parts(self, keys: Mapping[str, npt.ArrayLike], num: int, flags: int) -> Future[Pulled]:
         parts = {name: np.array_split(as_keys(wanted), num) for name, wanted in keys.items()}
@@ -104,17 +144,17 @@ class Client(Walks):
                 arrays.append(Array(self._tables[name].number, own.keys[server]))
             messages.append(arrays)
 
-        def finish(replies: list[list[Array]]) -> Pulled:
-            pulled = Pulled({}, {})
-            for i, (name, own) in enumerate(shards.items()):
-                rows, seen = [], []
-                for reply in replies:
-                    rows.append(reply[i].data)
-                    seen.append(float(reply[-1].data[i, 0]))
-                pulled.rows[name], pulled.versions[name] = self._tables[name].join_rows(own, rows), seen
-            return pulled
+        return self._ask(Command.PULL, messages, flags, once=once, finish=partial(self._pulled, shards))
 
-        return self._ask(Command.PULL, messages, flags, once=once, finish=finish)
+    def _pulled(self, shards: Mapping[str, Shards], replies: list[Sequence[Array]]) -> Pulled:
+        pulled = Pulled({}, {})
+        for i, (name, own) in enumerate(shards.items()):
+            rows, seen = [], []
+            for reply in replies:
+                rows.append(reply[i].data)
+                seen.append(float(reply[-1].data[i, 0]))
+            pulled.rows[name], pulled.versions[name] = self._tables[name].join_rows(own, rows), seen
+        return pulled
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a sparse table; `lr` overrides the table's own. Do not change `grads` until the
@@ -144,20 +184,24 @@ class Client(Walks):
         while self._unawaited and self._unawaited[0].is_done:
             self._await_oldest()
         messages = self._push_heads(list(grads), rates or {}, versions or {}, num_samples)
+        joined = self._joined_requests(grads) if 2 * len(grads) > FEW_ARRAYS else None
+        made = None if joined is None else joined.push(grads, messages[0][0].data, settings, are_finite)
         dense = []
         for name, block in grads.items():
-            for message, pair in zip(messages, self._tables[name].shard_gradients(block, are_finite), strict=True):
-                message.extend(pair)
             if not isinstance(block, tuple):
                 dense.append(name)
-        if settings:
+            if made is None:
+                for message, pair in zip(messages, self._tables[name].shard_gradients(block, are_finite), strict=True):
+                    message.extend(pair)
+        if settings and made is None:
             for message in messages:
                 message.append(Array(0, np.array(settings, np.uint64)))
 
-        def finish(replies: list[list[Array]]) -> Dense:
+        def finish(replies: list[Sequence[Array]]) -> Dense:
             return Dense.joined(dense, replies) if flags & DENSE_BACK else Dense()
 
-        future = self._ask(Command.PUSH, messages, flags, once=True, timeout=timeout, finish=finish)
+        sent = messages if made is None else [made]
+        future = self._ask(Command.PUSH, sent, flags, once=True, timeout=timeout, finish=finish)
         self._unawaited.append(future)
         return future
 
@@ -194,7 +238,7 @@ class Client(Walks):
             for last in received
         ]
 
-        def finish(replies: list[list[Array]]) -> Changed:
+        def finish(replies: list[Sequence[Array]]) -> Changed:
             rows: dict[str, tuple[Keys, Floats]] = {}
             for i, name in enumerate(tables):
                 keys = np.concatenate([reply[1 + 2 * i].data.reshape(-1) for reply in replies])
@@ -219,7 +263,7 @@ class Client(Walks):
             [Array(known.number, np.array([0, stop - start, WITH_STATE], np.uint64))] for start, stop in known.ranges
         ]
 
-        def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
+        def finish(replies: list[Sequence[Array]]) -> tuple[Floats, int]:
             blocks = [reply[0].data.reshape(num_rows, -1) for reply in replies]
             return np.concatenate(blocks, axis=1), max(int(reply[-1].data[0, 0]) for reply in replies)
 
@@ -278,7 +322,7 @@ class Client(Walks):
         known = self._tables[table]
         shards = known.shard_keys(keys)
 
-        def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
+        def finish(replies: list[Sequence[Array]]) -> tuple[Floats, int]:
             rows = known.join_rows(shards, [reply[0].data for reply in replies], with_state=True)
             return rows, max(int(reply[-1].data[0, 0]) for reply in replies)
 

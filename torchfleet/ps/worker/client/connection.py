@@ -85,7 +85,7 @@ class Call:
     attempt: int = 1
     num_refused: int = 0
     refused: FleetError | None = None  # why the server does not accept it now
-    reply: list[Array] | None = None
+    reply: Sequence[Array] | None = None
     error: FleetError | None = None
     traced: Request | None = None  # set if it belongs to a traced step
 
@@ -124,7 +124,12 @@ class Connection:
         self._heard = self._looked = channel.now()
 
     def submit(
-        self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
+        self,
+        command: Command,
+        arrays: Sequence[Array],
+        flags: int = 0,
+        once: bool = False,
+        timeout: float | None = None,
     ) -> Call:
         """Send a request. Blocks only while the window is full. `once`: the server applies it once, however often it is
         sent.
@@ -155,7 +160,7 @@ class Connection:
             raise
         return call
 
-    def wait(self, call: Call) -> list[Array]:
+    def wait(self, call: Call) -> Sequence[Array]:
         """Wait for the reply and return it, or raise the call's error. Returns at the latest after the
         call's time-out.
         """
@@ -294,7 +299,7 @@ class Connection:
         if call is not None:
             call.error = WireError(f"{self.name}: {error}")
 
-    def _is_busy(self, call: Call, arrays: list[Array]) -> bool:
+    def _is_busy(self, call: Call, arrays: Sequence[Array]) -> bool:
         """Whether the server is too busy for the call; if so, schedules a retry within its time-out."""
         error = self._error(call, arrays)
         if not isinstance(error, ServerBusy):
@@ -304,7 +309,7 @@ class Connection:
         call.resend_at = min(self._channel.now() + pause, call.started + call.timeout)
         return True
 
-    def _error(self, call: Call, arrays: list[Array]) -> FleetError:
+    def _error(self, call: Call, arrays: Sequence[Array]) -> FleetError:
         """The server's error, as the same class if that is one of ours."""
         try:
             body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}

@@ -24,7 +24,7 @@ class Dense(dict[str, Floats]):
         self.versions: dict[str, list[float]] = {}
 
     @classmethod
-    def joined(cls, tables: Sequence[str], replies: list[list[Array]]) -> Dense:
+    def joined(cls, tables: Sequence[str], replies: list[Sequence[Array]]) -> Dense:
         """Join the servers' shards into tables, with their versions if the replies have them. Empty if a server sent no
         values because it answered a retry.
         """
@@ -40,7 +40,7 @@ class Dense(dict[str, Floats]):
         return found
 
 
-def joined_block(replies: list[list[Array]], index: int) -> Floats:
+def joined_block(replies: list[Sequence[Array]], index: int) -> Floats:
     """Join the servers' shards of a dense table: the arrays with this index."""
     if len(replies) == 1:
         return replies[0][index].data.reshape(-1)
@@ -88,7 +88,7 @@ class Future(Generic[Result]):
     """Requests in flight to the servers that they concern; `finish` makes the result from the replies."""
 
     _waits: Sequence[tuple[Connection, Call]]
-    _finish: Callable[[list[list[Array]]], Result]
+    _finish: Callable[[list[Sequence[Array]]], Result]
     is_awaited: bool = False
 
     @property
@@ -112,7 +112,7 @@ class Future(Generic[Result]):
         numbers = [len(future._waits) for future in futures]
         ends = [sum(numbers[: i + 1]) for i in range(len(numbers))]
 
-        def finish(replies: list[list[Array]]) -> Result:
+        def finish(replies: list[Sequence[Array]]) -> Result:
             parts = zip(futures, numbers, ends, strict=True)
             return join([future._finish(replies[end - num : end]) for future, num, end in parts])
 

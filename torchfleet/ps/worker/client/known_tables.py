@@ -32,6 +32,8 @@ class KnownTable:
         self._num_servers = num_servers
         self._pulled, self._pushed = pulled_rows(spec), pushed_rows(spec)
         self._num_pushes = 0
+        # requests for it may be joined with those for others (joined_requests.py)
+        self.is_plain = not self.counts_pulls and not self._has_statistics and self._pulled is None is self._pushed
         self.ranges: list[tuple[int, int]] = []  # for a dense table: the elements that each server holds
         if self.is_dense:
             self.ranges = [shard_range(spec.size, server, num_servers) for server in range(num_servers)]

@@ -121,7 +121,7 @@ class Requests:
         reply = keeper.wait(keeper.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
         return {array.number: array.data.tobytes() for array in reply}
 
-    def enter(self, number: int, timeout: float) -> list[Array]:
+    def enter(self, number: int, timeout: float) -> Sequence[Array]:
         """Take part in the exchange of the network from its next round on. Server 0 says which that is, which workers
         take part, and which of them have the newest network; a copy of the network may follow. `number`: of this
         process's calls; 0: only the copy, if there is one."""
@@ -135,7 +135,7 @@ class Requests:
 
     def exchange(
         self, server: int, body: dict[str, Any], values: npt.NDArray[np.float32] | None, timeout: float
-    ) -> Future[list[Array]]:
+    ) -> Future[Sequence[Array]]:
         """Give one server a part of this worker's gradients; the result has the mean of all workers' parts, once all
         have come. Do not change `values` until then."""
         connection = self._connections[server]
@@ -243,21 +243,23 @@ class Requests:
     ) -> None:
         self.close()
 
-    def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[list[Array]]:
+    def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[Sequence[Array]]:
         """Run a long command on all servers. A retry of the request is recognized by its token."""
         packed = pack({**body, "token": token or secrets.randbits(63)})
         arrays = [[packed]] * self.num_servers
-        asked: Future[list[list[Array]]] = self._ask(command, arrays, timeout=timeout, finish=lambda replies: replies)
+        asked: Future[list[Sequence[Array]]] = self._ask(
+            command, arrays, timeout=timeout, finish=lambda replies: replies
+        )
         return asked.result()
 
     def _ask(
         self,
         command: Command,
-        arrays: Sequence[list[Array]] | None = None,
+        arrays: Sequence[Sequence[Array]] | None = None,
         flags: int = 0,
         once: bool = False,
         timeout: float | None = None,
-        finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
+        finish: Callable[[list[Sequence[Array]]], Any] = lambda replies: None,
     ) -> Future[Any]:
         """One message to each server. `arrays`: by server; empty unless given."""
         by_server = arrays if arrays is not None else [[]] * self.num_servers
@@ -267,7 +269,7 @@ class Requests:
         return Future(waits, finish)
 
 
-def _summed(replies: list[list[Array]]) -> dict[str, int]:
+def _summed(replies: list[Sequence[Array]]) -> dict[str, int]:
     """Sum the servers' counts by table."""
     total: Counter[str] = Counter()
     for reply in replies:

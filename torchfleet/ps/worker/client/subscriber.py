@@ -47,7 +47,7 @@ class Subscriber(Client):
         return asked.result()
 
 
-def _changed(reply: list[Array]) -> Changed:
+def _changed(reply: Sequence[Array]) -> Changed:
     if not reply:
         raise WireError("expected what changed, found no array")
     body = unpack(reply[0], ChangedBody)

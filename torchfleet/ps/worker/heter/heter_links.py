@@ -47,7 +47,7 @@ class Link:
     connection: Connection
     sent: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def ask(self, command: Command, arrays: list[Array], timeout: float) -> list[Array]:
+    def ask(self, command: Command, arrays: Sequence[Array], timeout: float) -> Sequence[Array]:
         """Wait for the answer for up to `timeout` seconds, as long as the heter worker shows signs of life."""
         return self.connection.wait(self.connection.submit(command, arrays, timeout=timeout))
 

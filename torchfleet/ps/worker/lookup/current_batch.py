@@ -77,8 +77,9 @@ class Batch:
     def take_grouped(self, table: str, weight: torch.Tensor, ids: torch.Tensor) -> GroupPlace | None:
         """The table's place in its group, for the first lookup of exactly the predicted ids; None for any other."""
         place = self.grouped[table]
-        rows = place.rows
-        if not ids.is_cpu or place.group.weights[place.number] is not weight or not weight.requires_grad:
+        group, number, _ = place
+        rows = group.rows[number]
+        if not ids.is_cpu or group.weights[number] is not weight or not weight.requires_grad:
             return None
         if not (rows.is_expected(keys_of([ids])) if rows.stamp is None else rows.stamp == stamp_of([ids])):
             return None
@@ -200,7 +201,8 @@ class ThreadState(threading.local):
     def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None:
         """Replace the pending gradient, or with None drop it."""
         if gradient is None:
-            self.drop_gradients([table])
+            if self.pending or self.cached.is_used:
+                self.drop_gradients([table])
             return
         pending = self.gradient(table)
         if pending is None or pending.shape != gradient.shape:
@@ -285,7 +287,8 @@ class ThreadState(threading.local):
 
     def _keep_for_step(self, table: str, rows: BatchRows) -> None:
         rows.stamp = None  # the predicted ids may be freed from now on, and other ids may get their memory
-        alive = [there for there in self._step.get(table, []) if there() is not None]
+        known = self._step.get(table)
+        alive = [there for there in known if there() is not None] if known else []
         self._step[table] = [*alive, weakref.ref(rows)]
 
 

@@ -19,7 +19,7 @@ from torchfleet.ps.worker.cache.cached_batch import pooled as pooled_rows
 from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
-from torchfleet.ps.worker.lookup.current_batch import Batch
+from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
 from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
 
@@ -33,9 +33,10 @@ class Engine(LookingAhead):
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
-        batch = self._own.batch
-        if create and batch is not None and table in batch.grouped and self._own.recorder is None:
-            out = self._of_group(batch, table, weight, ids)
+        own = self._own
+        batch = own.batch
+        if create and batch is not None and table in batch.grouped and own.recorder is None:
+            out = self._of_group(own, batch, table, weight, ids)
             if out is not None:
                 return out
         if create and table in self.caches:
@@ -50,16 +51,25 @@ class Engine(LookingAhead):
         looked_up: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
         return self._given(looked_up.view(*ids.shape, rows.dim), weight, ids)
 
-    def _of_group(self, batch: Batch, table: str, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+    def _of_group(
+        self, own: ThreadState, batch: Batch, table: str, weight: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor | None:
         """`lookup` for training of predicted ids, together with those of other tables; None if it is another lookup."""
         place = batch.take_grouped(table, weight, ids) if ids.dtype in _WHOLE else None
         if place is None:
             return None
-        self._begin_lookup(table, (), create=True)
-        self._receive()
+        self.num_lookups += 1
+        if self.on_training is not None:
+            self.on_training()
+        if batch.foreseen:
+            self._receive()
         rows = place.rows
-        self._own.note_lookup(table, rows, rows.expected_index)
-        return place.output().view(*ids.shape, rows.dim)
+        own.note_lookup(table, rows, rows.expected_index)
+        out = place.output()
+        if out.shape[:-1] != ids.shape:
+            out = out.view(*ids.shape, rows.dim)
+            self._suffixes[table] = tuple(ids.shape[1:])
+        return out
 
     def pooled(
         self,

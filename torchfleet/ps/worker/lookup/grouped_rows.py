@@ -6,6 +6,7 @@ A model with many small tables spends its time on the calls of each table, not o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,10 +59,12 @@ class GroupedRows:
 
     def __init__(self, rows: Sequence[BatchRows], weights: Sequence[torch.Tensor], parts: DistinctParts) -> None:
         self.rows, self.weights, self._parts = list(rows), tuple(weights), parts
+        # by table: the shape of its ids behind the first dimension, if known. A view would be a function of its own.
+        self.suffixes: Sequence[tuple[int, ...]] = [()] * len(self.rows)
 
     def looked_up(self) -> Sequence[torch.Tensor]:
-        """By table: the rows of its ids, in their order, (ids, dim). The graph holds this group: who keeps the result
-        in it makes a circle.
+        """By table: the rows of its ids, in their order, (ids, *suffix, dim). The graph holds this group: who keeps the
+        result in it makes a circle.
         """
         found: Sequence[torch.Tensor] = _GroupedLookup.apply(self, *self.weights)  # type: ignore[no-untyped-call]
         return found
@@ -76,8 +79,11 @@ class GroupedRows:
         out = np.empty((len(index), dim), np.float32)
         gather(values.reshape(-1), dim, 0, index, out)
         found, first = [], 0
-        for end in self._parts.ends:
-            found.append(torch.from_numpy(out[first:end]))
+        for end, suffix in zip(self._parts.ends, self.suffixes, strict=True):
+            own = out[first:end]
+            if suffix and not (end - first) % math.prod(suffix):
+                own = own.reshape(-1, *suffix, dim)
+            found.append(torch.from_numpy(own))
             first = end
         return found
 
@@ -92,7 +98,7 @@ class GroupedRows:
             self._add_each(grads)
             return
         dim = self.rows[0].dim
-        flat: Floats = torch.cat(grads).detach().numpy()  # type: ignore[arg-type]
+        flat: Floats = _side_by_side(grads, dim).detach().numpy()  # type: ignore[arg-type]
         sums = np.full((starts[-1], dim), lookup.NOTHING, np.float32)
         touched = np.empty(starts[-1], np.bool_)
         lookup.add_rows(flat.reshape(-1), dim, dim, self._parts.index, sums.reshape(-1), touched)
@@ -103,54 +109,67 @@ class GroupedRows:
         first = 0
         for rows, grad, end in zip(self.rows, grads, self._parts.ends, strict=True):
             if grad is not None:
-                rows.add(self._parts.own[first:end], grad)
+                rows.add(self._parts.own[first:end], grad.reshape(-1, rows.dim))
             first = end
+
+
+def _side_by_side(grads: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The gradients of all tables, one after the other."""
+    suffix = grads[0].shape[1:]
+    for grad in grads:
+        if grad.shape[1:] != suffix:
+            return torch.cat([own.reshape(-1, dim) for own in grads])
+    return torch.cat(list(grads))
 
 
 def groups_of(
     expected: Mapping[str, Expected],
-    embedding_of: Callable[[str], Embedding | None],
+    groupable: Mapping[str, Embedding],
     new_rows: Callable[[str], BatchRows],
 ) -> Iterator[tuple[list[str], GroupedRows]]:
     """The groups of a batch with these predicted lookups: (tables, their rows), with keys and without values.
 
-    `embedding_of`: the layer of a table that may be in a group; None if the table may not. A group with a wrong
-    prediction is left out: what is wrong with its ids is found by the lookup of each table.
+    `groupable`: the layers of the tables that may be in a group. A group with a wrong prediction is left out: what is
+    wrong with its ids is found by the lookup of each table.
     """
     by_dim: dict[int, list[str]] = {}
-    layers: dict[str, Embedding] = {}
+    layers: dict[str, tuple[Embedding, torch.Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # the weights' properties are read
         for table, found in expected.items():
-            layer = embedding_of(table) if len(found.slots) == 1 and found.slots[0][0].padding_idx is None else None
-            if layer is not None and layer.training and layer.weight.requires_grad and layer.weight.is_cpu:
-                layers[table] = layer
+            layer = groupable.get(table)
+            if layer is None or not layer.training or len(found.slots) > 1 or found.slots[0][0].padding_idx is not None:
+                continue
+            weight = layer.weight
+            if weight.requires_grad and weight.is_cpu:
+                layers[table] = layer, weight
                 by_dim.setdefault(layer.dim, []).append(table)
     known: dict[Any, DistinctParts] = {}  # layers of several widths with the same ids share their keys
     for tables in by_dim.values():
         ids = [expected[table].keys for table in tables]
         if len(tables) == 1 or not 0 < min(map(len, ids)) <= max(map(len, ids)) <= MOST_IDS:
             continue
-        sizes = tuple(layers[table].num_embeddings for table in tables)
-        origin = sizes, tuple(expected[table].origin for table in tables)
+        sizes = tuple([layers[table][0].num_embeddings for table in tables])
+        origin = sizes, tuple([expected[table].slots[0][0].origin for table in tables])
         parts = known[origin] = known.get(origin) or DistinctParts.of(ids, sizes)
         if parts.are_below:
-            yield tables, _begin(tables, expected, parts, layers, new_rows)
+            weights = [layers[table][1] for table in tables]
+            yield tables, GroupedRows(_begin(tables, expected, parts, new_rows), weights, parts)
 
 
 def _begin(
     tables: Sequence[str],
     expected: Mapping[str, Expected],
     parts: DistinctParts,
-    layers: Mapping[str, Embedding],
     new_rows: Callable[[str], BatchRows],
-) -> GroupedRows:
+) -> list[BatchRows]:
+    """By table: its rows, with keys and without values."""
     begun, first = [], 0
     for table, (start, stop), end in zip(tables, pairwise(parts.starts), parts.ends, strict=True):
         rows = new_rows(table)
         rows.expect_part(parts.keys[start:stop], parts.own[first:end], *expected[table].stamped)
         begun.append(rows)
         first = end
-    return GroupedRows(begun, [layers[table].weight for table in tables], parts)
+    return begun
 
 
 class GroupPlace(NamedTuple):
@@ -165,7 +184,7 @@ class GroupPlace(NamedTuple):
         return self.group.rows[self.number]
 
     def output(self) -> torch.Tensor:
-        """The rows of the table's ids, in their order: (ids, dim)."""
+        """The rows of the table's ids, in their order: (ids, *suffix, dim)."""
         if not self.outputs:
             self.outputs.extend(self.group.looked_up())
         return self.outputs[self.number]

@@ -48,6 +48,13 @@ class LookingAhead:
         """
         self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
         self.caches = dict(caches or {})
+        # by table whose lookups may be grouped with those of others: its one layer
+        self._groupable = {
+            table: layers[0]
+            for table, layers in self._embeddings.items()
+            if len(layers) == 1 and table not in self._entries and table not in self.caches
+        }
+        self._suffixes: dict[str, tuple[int, ...]] = {}  # by table: how its ids were shaped, behind the first dimension
         self.look_ahead = _BATCHES_AHEAD if self.caches else 1  # batches that `prefetch` takes from a loader early
         self._own = ThreadState()
         self._count = threading.Lock()
@@ -195,7 +202,8 @@ class LookingAhead:
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
         if len(predicted) > 1 and torch.is_grad_enabled():
-            for tables, group in groups_of(predicted, self._embedding_of_group, self._new_rows):
+            for tables, group in groups_of(predicted, self._groupable, self._new_rows):
+                group.suffixes = [self._suffixes.get(table, ()) for table in tables]
                 batch.put_group(tables, group, [predicted.pop(table).guesses for table in tables])
         for table, expected in predicted.items():
             if table in self.caches and self._trains(table):
@@ -214,12 +222,6 @@ class LookingAhead:
             if found:
                 guesses[table] = found
         return batch
-
-    def _embedding_of_group(self, table: str) -> Embedding | None:
-        """The one layer of a table whose lookups may be grouped with those of others."""
-        layers = self._embeddings[table]
-        is_apart = len(layers) > 1 or table in self._entries or table in self.caches
-        return None if is_apart else layers[0]
 
     def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
         """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
@@ -243,7 +245,7 @@ class LookingAhead:
         for table, rows in batch.foreseen.items():
             if table not in batch.guesses and table not in batch.grouped:  # those of groups are checked
                 self._check_range(table, rows.keys)
-            create = has_grad and any(map(_is_training, self._embeddings[table]))
+            create = has_grad and (table in batch.grouped or any(map(_is_training, self._embeddings[table])))
             keys.setdefault(create, {})[table] = rows.keys
         for create, wanted in keys.items():
             batch.under_way.append((create, self._source.pull(wanted, create)))

@@ -38,6 +38,8 @@ class Plan:
     num_groups: int = 0  # param groups of the optimizer, if this is one optimizer's share
     # options that were accepted, by table
     _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    # all param groups, with their options when they were last checked
+    _accepted: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list, repr=False)
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -59,6 +61,12 @@ class Plan:
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if an option other than the learning rate has changed: the tables cannot follow."""
+        for known, accepted in self._accepted:
+            if _options(known) != accepted:
+                break
+        else:
+            if self._accepted:
+                return
         groups: tuple[DenseGroup | SparseGroup, ...] = (*self.dense, *self.sparse.values())
         found_options: dict[int, dict[str, Any]] = {}  # by param group, which many tables share
         for group in groups:
@@ -79,6 +87,9 @@ class Plan:
                     "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
                 )
             self._checked[group.spec.name] = options
+        if all(group.spec.name in self._checked for group in groups):  # not while parameters are swapped
+            seen = {id(group.group): group.group for group in groups}
+            self._accepted = [(group, found_options[number]) for number, group in seen.items()]
 
     def describe(self) -> list[tuple[str, ...]]:
         """Rows of (table, kind, shape, rule, initializer, entry, parameters)."""
