@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
+from torchfleet.base.direct_file import DirectFile
 from torchfleet.base.errors import CheckpointError, FleetError
 
 Buffer = Any  # bytes, or an array's memory
 
 _MAX_WRITE = 1 << 24  # bytes per system call
+_LARGE = 1 << 23  # bytes of a local file that is written past the page cache
 # Stores that show an upload only when it is complete. They have no rename: theirs copies and deletes.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
@@ -43,21 +45,22 @@ class Storage:
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> None:
         """Write a file from these buffers. A local file is synced to disk before it is renamed."""
-        with self.writing(name) as file:
-            for buffer in buffers:
-                view = memoryview(buffer)
+        views = [memoryview(buffer) for buffer in buffers]
+        with self.writing(name, is_large=sum(view.nbytes for view in views) >= _LARGE) as file:
+            for view in views:
                 rest = view.cast("B") if view.nbytes else b""  # an empty block cannot be cast
                 while len(rest):
                     rest = rest[file.write(rest[:_MAX_WRITE]) :]
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
+    def writing(self, name: str, is_large: bool = False) -> Iterator[Any]:
         """Open a new file for writing bytes. It appears when the block ends; if the block fails, it is removed.
 
-        Raises OSError if a local file cannot be written, and CheckpointError for a file elsewhere.
+        `is_large`: a local file is written past the page cache, and can only be appended to. Raises OSError if a local
+        file cannot be written, and CheckpointError for a file elsewhere.
         """
         if self.is_local:
-            with self._writing_here(self.place(name)) as file:
+            with self._writing_here(self.place(name), DirectFile if is_large else _plain_file) as file:
                 yield file
             return
         write_whole = self._uploading if self._is_object_store else self._renaming
@@ -65,10 +68,10 @@ class Storage:
             yield file
 
     @contextlib.contextmanager
-    def _writing_here(self, place: str) -> Iterator[Any]:
+    def _writing_here(self, place: str, make: Callable[[str], Any]) -> Iterator[Any]:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
-            with _new_file(f"{place}.tmp") as file:
+            with _new_file(f"{place}.tmp", make) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -244,13 +247,17 @@ class Storage:
             os.close(folder)
 
 
-def _new_file(place: str) -> Any:
-    """Create a new file. A link, or a file left by a killed process, is removed and not written to."""
+def _plain_file(place: str) -> Any:
+    return open(place, "xb")
+
+
+def _new_file(place: str, make: Callable[[str], Any]) -> Any:
+    """Create a new file by `make`. A link, or a file left by a killed process, is removed and not written to."""
     try:
-        return open(place, "xb")
+        return make(place)
     except FileExistsError:
         os.remove(place)
-        return open(place, "xb")
+        return make(place)
 
 
 def split_place(path: str) -> tuple[str, str]:

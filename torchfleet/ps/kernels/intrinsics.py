@@ -125,3 +125,20 @@ def leading_zeros(typing_context: Any, x: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def system_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The result of a system call of Linux with up to four arguments, or -errno."""
+    word = ir.IntType(64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = [context.cast(builder, *pair, types.int64) for pair in zip(args, signature.args, strict=True)]
+        call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [word], True), "syscall")
+        result = builder.call(call, [*words, word(0)])
+        kind = ir.FunctionType(ir.IntType(32).as_pointer(), [])
+        place = builder.call(cgutils.get_or_insert_function(builder.module, kind, "__errno_location"), [])
+        error = builder.sext(builder.load(place), word)
+        return builder.select(builder.icmp_signed("<", result, word(0)), builder.neg(error), result)
+
+    return types.int64(number, a, b, c, d), codegen

@@ -42,30 +42,51 @@ def take(
         copy_words(flat, np.uint64(i) * width, page_words, source, width)
 
 
-@kernel
-def checksums(pages_PD: np.ndarray, sums_P: np.ndarray) -> None:
-    """A checksum over all 64-bit words of a page but the first, which holds it. The number of words is even."""
-    for p in range(len(pages_PD)):
-        # four sums side by side: each step of one waits for the step before
-        a, b, c, d = _PRIME, _PRIME << _ONE, _PRIME << _S29, _mixed(pages_PD[p, 1])
-        for i in range(2, pages_PD.shape[1] - 3, 4):
-            a = (a + _mixed(pages_PD[p, i])) * _PRIME
-            b = (b + _mixed(pages_PD[p, i + 1])) * _PRIME
-            c = (c + _mixed(pages_PD[p, i + 2])) * _PRIME
-            d = (d + _mixed(pages_PD[p, i + 3])) * _PRIME
-        if pages_PD.shape[1] % 4 == 0:
-            a = (a + _mixed(pages_PD[p, -2])) * _PRIME
-            b = (b + _mixed(pages_PD[p, -1])) * _PRIME
-        a = (a ^ (b >> _S29) ^ b) * _PRIME
-        c = (c ^ (d >> _S29) ^ d) * _PRIME
-        a = (a + (c ^ (c >> _S32))) * _PRIME
-        sums_P[p] = a ^ (a >> _S32)
-
-
 @inlined
 def _mixed(word: np.uint64) -> np.uint64:
     word *= _PRIME
     return word ^ (word >> _S32)
+
+
+@inlined
+def _checksum(pages_PD: np.ndarray, p: int) -> np.uint64:
+    """A checksum over all 64-bit words of a page but the first, which holds it. The number of words is even."""
+    # four sums side by side: each step of one waits for the step before
+    a, b, c, d = _PRIME, _PRIME << _ONE, _PRIME << _S29, _mixed(pages_PD[p, 1])
+    for i in range(2, pages_PD.shape[1] - 3, 4):
+        a = (a + _mixed(pages_PD[p, i])) * _PRIME
+        b = (b + _mixed(pages_PD[p, i + 1])) * _PRIME
+        c = (c + _mixed(pages_PD[p, i + 2])) * _PRIME
+        d = (d + _mixed(pages_PD[p, i + 3])) * _PRIME
+    if pages_PD.shape[1] % 4 == 0:
+        a = (a + _mixed(pages_PD[p, -2])) * _PRIME
+        b = (b + _mixed(pages_PD[p, -1])) * _PRIME
+    a = (a ^ (b >> _S29) ^ b) * _PRIME
+    c = (c ^ (d >> _S29) ^ d) * _PRIME
+    a = (a + (c ^ (c >> _S32))) * _PRIME
+    return a ^ (a >> _S32)
+
+
+@kernel
+def checksums(pages_PD: np.ndarray, sums_P: np.ndarray) -> None:
+    """sums_P[p] = the checksum of page p."""
+    for p in range(len(pages_PD)):
+        sums_P[p] = _checksum(pages_PD, p)
+
+
+@inlined
+def is_page(pages_PD: np.ndarray, p: int, number: int) -> bool:
+    """Whether page p has this number, and its checksum."""
+    return pages_PD[p, 1] == np.uint64(number) and pages_PD[p, 0] == _checksum(pages_PD, p)
+
+
+@kernel
+def first_wrong(pages_PD: np.ndarray, numbers_P: np.ndarray) -> int:
+    """The first page that does not have its number, or not its checksum; -1 if there is none."""
+    for p in range(len(numbers_P)):
+        if not is_page(pages_PD, p, numbers_P[p]):
+            return p
+    return -1
 
 
 @kernel

@@ -45,11 +45,12 @@ class PageReader:
         """Read pages or blocks, as long as the rows of `memory`, into it. `places`: in the file, counted in such rows;
         `numbers`: of all pages. Raises TableError if the disk does not return the pages with these numbers.
         """
-        results = self._disk.read(places * memory.shape[1], memory)
+        results = self._disk.read(places * memory.shape[1], memory, numbers)
         wrong = results[results != memory.shape[1]]
         if len(wrong):
+            if (wrong == -errno.EBADMSG).any():
+                self._layout.check(memory.view(np.uint32), numbers, self._folder)
             raise file_error(self._folder, "cannot be read", -int(wrong[0]) if wrong[0] < 0 else errno.EIO)
-        self._layout.check(memory.view(np.uint32), numbers, self._folder)
 
     def close(self) -> None:
         self._disk.close()

@@ -18,7 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.ps.kernels.disk_reads import EVENT_WORDS, REQUEST_WORDS, read_blocks
+from torchfleet.ps.kernels.pages import first_wrong
+
 Offsets = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 DEPTH = 256  # requests under way at once; the system has 65,536 for all processes, and counts each twice
 THREADS = 32
@@ -26,13 +30,14 @@ _NUMBERS = {  # of the system calls: io_setup, io_destroy, io_getevents, io_subm
     "x86_64": (206, 207, 208, 209),
     "aarch64": (0, 1, 4, 2),
 }
-_READ, _WRITE = 0, 1
+_WRITE = 1
 _REQUEST = np.dtype(  # struct iocb
     [("data", "u8"), ("key", "u4"), ("flags", "i4"), ("command", "u2"), ("priority", "i2"), ("file", "u4"),
      ("buffer", "u8"), ("length", "u8"), ("offset", "i8"), ("reserved", "u8"), ("more_flags", "u4"),
      ("event_file", "u4")]
 )  # fmt: skip
 _EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")])  # struct io_event
+_NO_NUMBERS: Numbers = np.empty(0, np.int64)
 
 
 class Disk(ABC):
@@ -41,8 +46,12 @@ class Disk(ABC):
     """
 
     @abstractmethod
-    def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
-        """Read one block of blocks_NB at each offset, all at once. Returns the bytes read, or -errno, of each."""
+    def read(self, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers = _NO_NUMBERS) -> npt.NDArray[np.int64]:
+        """Read one block of blocks_NB at each offset, all at once. Returns the bytes read, or -errno, of each.
+
+        numbers_P: of all pages of the blocks. A block with a page that is not the one with this number, as it was
+        written, gets -EBADMSG. Without numbers, pages are not looked at.
+        """
 
     @abstractmethod
     def begin_write(self, number: int, offset: int, block: Bytes) -> None:
@@ -77,6 +86,8 @@ class _Queue:
         self._context = ctypes.c_ulong(0)
         self._checked(self._call(self._setup, DEPTH, ctypes.byref(self._context)))
         self._events = np.zeros(DEPTH, _EVENT)
+        self._requests = np.zeros((DEPTH, REQUEST_WORDS), np.uint64)  # of reads
+        self._pointers = self._requests.ctypes.data + self._requests.strides[0] * np.arange(DEPTH, dtype=np.uint64)
 
     def submit(self, pointers: npt.NDArray[np.uint64]) -> int:
         """Hand over requests; returns how many of them the kernel has taken."""
@@ -97,6 +108,15 @@ class _Queue:
             except InterruptedError:
                 continue
 
+    def read(self, file: int, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers, results: Offsets) -> None:
+        """As Disk.read. Nothing else may be under way."""
+        address, size = blocks_NB.ctypes.data, blocks_NB.shape[1]
+        pages_PD = blocks_NB.reshape(max(1, len(numbers_P)), -1).view(np.uint64)
+        events = self._events.view(np.uint64).reshape(DEPTH, EVENT_WORDS)
+        calls = self._submit, self._getevents, self._context.value
+        buffers = self._requests, self._pointers, events
+        read_blocks(*calls, file, offsets, address, size, *buffers, pages_PD, numbers_P, results)
+
     def close(self) -> None:
         self._call(self._destroy, self._context)
 
@@ -112,26 +132,19 @@ class _AsynchronousDisk(Disk):
         self._file, self._queue = file, _Queue()
         self._under_way: dict[int, tuple[npt.NDArray[Any], Bytes]] = {}  # writes: request and block
 
-    def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
+    def read(self, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers = _NO_NUMBERS) -> npt.NDArray[np.int64]:
         assert not self._under_way
-        requests, pointers = self._requests(_READ, offsets, blocks_NB)  # the kernel reads them until they end
-        results = np.empty(len(offsets), np.int64)
-        num_submitted = num_ended = 0
-        while num_ended < len(offsets):
-            room = DEPTH - (num_submitted - num_ended)
-            if room and num_submitted < len(offsets):
-                num_submitted += self._queue.submit(pointers[num_submitted : num_submitted + room])
-            events = self._queue.events(1)
-            results[events["data"].astype(np.int64)] = events["result"]
-            num_ended += len(events)
-        del requests
+        results = np.full(len(offsets), -errno.EIO, np.int64)
+        if len(offsets):
+            self._queue.read(self._file, offsets, blocks_NB, numbers_P, results)
         return results
 
     def begin_write(self, number: int, offset: int, block: Bytes) -> None:
-        requests, pointers = self._requests(_WRITE, np.array([offset]), block.reshape(1, -1))
-        requests["data"] = number
-        self._under_way[number] = requests, block
-        self._queue.submit(pointers)
+        request = np.zeros(1, _REQUEST)
+        request["data"], request["command"], request["file"] = number, _WRITE, self._file
+        request["buffer"], request["length"], request["offset"] = block.ctypes.data, block.nbytes, offset
+        self._under_way[number] = request, block
+        self._queue.submit(np.array([request.ctypes.data], np.uint64))
 
     def end_writes(self, fewest: int) -> list[tuple[int, int]]:
         events = self._queue.events(min(fewest, len(self._under_way)))
@@ -145,14 +158,6 @@ class _AsynchronousDisk(Disk):
             self.end_writes(1)
         self._queue.close()
 
-    def _requests(self, command: int, offsets: Offsets, blocks_NB: Bytes) -> tuple[npt.NDArray[Any], Any]:
-        requests = np.zeros(len(offsets), _REQUEST)
-        requests["data"] = np.arange(len(offsets))
-        requests["command"], requests["file"], requests["length"] = command, self._file, blocks_NB.shape[1]
-        requests["buffer"] = blocks_NB.ctypes.data + blocks_NB.strides[0] * np.arange(len(offsets))
-        requests["offset"] = offsets
-        return requests, requests.ctypes.data + _REQUEST.itemsize * np.arange(len(offsets), dtype=np.uint64)
-
 
 class _ThreadedDisk(Disk):
     def __init__(self, file: int) -> None:
@@ -160,8 +165,10 @@ class _ThreadedDisk(Disk):
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tier")
         self._under_way: dict[int, Future[int]] = {}
 
-    def read(self, offsets: Offsets, blocks_NB: Bytes) -> npt.NDArray[np.int64]:
-        return np.fromiter(self._threads.map(self._read, offsets.tolist(), blocks_NB), np.int64, len(offsets))
+    def read(self, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers = _NO_NUMBERS) -> npt.NDArray[np.int64]:
+        by_block = numbers_P.reshape(max(1, len(offsets)), -1)
+        found = self._threads.map(self._read, offsets.tolist(), blocks_NB, by_block)
+        return np.fromiter(found, np.int64, len(offsets))
 
     def begin_write(self, number: int, offset: int, block: Bytes) -> None:
         self._under_way[number] = self._threads.submit(self._write, offset, block)
@@ -177,11 +184,13 @@ class _ThreadedDisk(Disk):
     def close(self) -> None:
         self._threads.shutdown()
 
-    def _read(self, offset: int, block: Bytes) -> int:
+    def _read(self, offset: int, block: Bytes, numbers_P: Numbers) -> int:
         try:
-            return os.preadv(self._file, [memoryview(block.data)], offset)
+            num = os.preadv(self._file, [memoryview(block.data)], offset)
         except OSError as error:
             return -(error.errno or errno.EIO)
+        pages_PD = block.reshape(max(1, len(numbers_P)), -1).view(np.uint64)
+        return num if num != len(block) or first_wrong(pages_PD, numbers_P) < 0 else -errno.EBADMSG
 
     def _write(self, offset: int, block: Bytes) -> int:
         try:

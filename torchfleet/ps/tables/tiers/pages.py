@@ -95,13 +95,11 @@ class Layout:
     def check(self, pages: Words, numbers: npt.NDArray[np.int64], place: str) -> None:
         """Raise TableError unless these are the pages with these numbers, as they were written."""
         words = pages.view(np.uint64).reshape(-1, self.page_bytes // 8)
-        sums = np.empty(len(words), np.uint64)
-        kernels.checksums(words, sums)
-        wrong = np.flatnonzero((sums != words[:, 0]) | (words[:, 1] != numbers.astype(np.uint64)))
-        if len(wrong):
+        wrong = kernels.first_wrong(words, numbers)
+        if wrong >= 0:
             raise TableError(
-                f"{place}: {len(wrong)} of {len(words)} pages are not as they were written, page {numbers[wrong[0]]} "
-                "among them. The disk has lost or changed rows: start again from the last save, on another disk."
+                f"{place}: page {numbers[wrong]} is not as it was written. The disk has lost or changed rows: start "
+                "again from the last save, on another disk."
             )
 
 
