@@ -80,10 +80,11 @@ def orders(mode: str, size: int, vpp_degree: int, num: int) -> list[list[Action]
 class _StageOfTorch:
     """What a schedule of torch reads of a stage when it computes its order."""
 
-    def __init__(self, index: int, num_stages: int, size: int) -> None:
-        self.stage_index, self.num_stages = index, num_stages
-        self.group_rank, self.group_size = 0, size
-        self.is_first, self.is_last = index == 0, index == num_stages - 1
+    def __init__(self, index: int, rank_of: Sequence[int]) -> None:
+        self.stage_index, self.num_stages = index, len(rank_of)
+        self.group_rank, self.group_size = 0, max(rank_of) + 1
+        self.is_first, self.is_last = index == 0, index == len(rank_of) - 1
+        self.stage_index_to_group_rank = dict(enumerate(rank_of))  # older versions of torch read it
         self.submod = torch.nn.Module()
         self.has_backward = True
 
@@ -92,8 +93,8 @@ def _of_torch(mode: str, size: int, vpp_degree: int, num: int) -> list[list[Acti
     kind: Any = getattr(schedules, f"Schedule{mode}", None)
     if kind is None:
         raise StrategyError(f"pipeline_configs['schedule_mode']={mode!r} needs a newer torch than {torch.__version__}")
-    own = [stage for stage, rank in enumerate(ranks_of_stages(mode, size, vpp_degree)) if rank == 0]
-    stages = [_StageOfTorch(index, size * vpp_degree, size) for index in own]
+    rank_of = ranks_of_stages(mode, size, vpp_degree)
+    stages = [_StageOfTorch(stage, rank_of) for stage, rank in enumerate(rank_of) if rank == 0]
     try:
         made = kind(stages, num, loss_fn=torch.nn.functional.mse_loss)
     except ValueError as error:
