@@ -33,6 +33,10 @@ class Runner(Protocol):
     def is_last(self) -> bool:
         """Whether this rank computes the outputs of the model."""
 
+    @property
+    def is_at_outputs(self) -> bool:
+        """Whether the layers that run now, in a call of the model, are those that compute its outputs."""
+
     def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
         """Run forward and backward of one batch; returns the loss where `is_last`, None elsewhere."""
 

@@ -22,8 +22,8 @@ import torchfleet as fleet
 from torchfleet.base.device_guard import device_guard
 from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.collective.pipeline import stages
-from torchfleet.collective.pipeline.flow import order, shape_of
 from torchfleet.collective.pipeline.micro_batches import batch_size_of, cut_batch, num_micro_batches
+from torchfleet.collective.pipeline.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("traced")
 prepare_ranks = export_once
@@ -361,18 +361,6 @@ def test_what_is_no_tensor_cannot_cross() -> None:
     for wrong in ({}, torch.zeros(1, dtype=torch.complex64)):
         with pytest.raises(ModelError, match=r"dict|torch\.complex64"):
             shape_of(wrong)
-
-
-def test_1f1b_begins_backward_early_and_keeps_few() -> None:
-    def written(mode: str, rank: int, num: int = 4, has_loss: bool = True) -> str:
-        return " ".join(f"{'BF'[forward]}{index}" for forward, index in order(mode, rank, 3, num, has_loss))
-
-    assert written("1F1B", 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert written("1F1B", 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert written("1F1B", 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
-    assert written("F-then-B", 1) == "F0 F1 F2 F3 B0 B1 B2 B3"
-    assert written("1F1B", 0, num=2) == "F0 F1 B0 B1"
-    assert written("1F1B", 0, has_loss=False) == "F0 F1 F2 F3"
 
 
 # Mistakes that ranks find

@@ -88,8 +88,21 @@ class ShardingConfigs(
 class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": "accumulate_steps"}):
     accumulate_steps = Key(1, at_least=1)
     micro_batch_size = Key(0, at_least=0)  # 0: derived from the batch and accumulate_steps
-    schedule_mode = Key("1F1B", choices=("1F1B", "F-then-B"))
+    schedule_mode = Key(
+        "1F1B", choices=("1F1B", "F-then-B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    )
+    vpp_degree = Key(1, at_least=1)  # stages on each rank
     stages = ListKey(str)  # the names of the modules at which the second, third, ... stage begins
+
+    def _check_together(self) -> None:
+        mode, degree = self.schedule_mode, self.vpp_degree
+        fitting = {"Interleaved1F1B": degree > 1, "InterleavedZeroBubble": True, "ZBVZeroBubble": degree == 2}
+        if not fitting.get(mode, degree == 1):
+            raise StrategyError(
+                f"pipeline_configs: schedule_mode={mode!r} and vpp_degree={degree} contradict each other: 1F1B and "
+                "F-then-B have one stage on each rank, Interleaved1F1B at least two, ZBVZeroBubble two, and "
+                "InterleavedZeroBubble any number"
+            )
 
 
 class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):

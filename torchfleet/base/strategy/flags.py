@@ -25,6 +25,7 @@ _DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
     **OBJECTS,
 }
+_WIDTH = 30  # of choices: longer ones are written apart, for lines to break between them
 HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() if field.help}
 
 
@@ -97,7 +98,8 @@ def _shown(key: Key[Any]) -> str:
         return f"[{','.join(map(str, key.default))}]"
     if isinstance(key.default, bool):
         return str(key.default).lower()
-    return "|".join(map(str, key.choices)) if key.choices else str(key.default)
+    text = "|".join(map(str, key.choices)) if key.choices else str(key.default)
+    return text if len(text) <= _WIDTH else text.replace("|", " | ")
 
 
 def _field(name: str) -> Any:

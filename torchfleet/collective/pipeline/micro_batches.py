@@ -12,7 +12,7 @@ from torchfleet.collective.strategy import CallArguments, LossFn
 
 
 class MicroBatches:
-    """`num` micro-batches of equal size, taken in order, on the device; collects their losses or outputs.
+    """`num` micro-batches of equal size, on the device; collects their losses or outputs.
 
     `inputs`: a tensor, a tuple or list of arguments, a dict of keyword arguments, or CallArguments.
     """
@@ -21,7 +21,6 @@ class MicroBatches:
         self.num, self._loss_fn, self._device = num, loss_fn, device
         self.inputs = [_arguments(micro_batch) for micro_batch in cut_batch(inputs, num)]
         self._targets = cut_batch(target, num)
-        self._num_called = 0
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
 
@@ -29,14 +28,13 @@ class MicroBatches:
     def has_loss(self) -> bool:
         return self._loss_fn is not None
 
-    def next_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._num_called += 1
-        return self._here(self.inputs[self._num_called - 1])  # type: ignore[no-any-return]
+    def inputs_of(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._here(self.inputs[index])  # type: ignore[no-any-return]
 
-    def loss(self, outputs: Any) -> torch.Tensor:
-        """The tensor to call backward on: this micro-batch's share of the mean loss of the batch."""
+    def loss(self, outputs: Any, index: int) -> torch.Tensor:
+        """The tensor to call backward on: the share that micro-batch `index` has in the mean loss of the batch."""
         assert self._loss_fn is not None
-        loss = self._loss_fn(outputs, self._here(self._targets[len(self.losses)]))
+        loss = self._loss_fn(outputs, self._here(self._targets[index]))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ModelError(f"train_batch: loss_fn must return one number, the mean over samples; found {found}")

@@ -10,14 +10,13 @@ micro-batches,
 
     g = (1/n) · Σ_{i=1..n} ∂ loss_i / ∂ w,
 
-and equal those of the whole batch if the loss is a mean over samples (batch norm sees micro-batches). Of (n + p - 1)
-time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins
-backward as soon as it can and keeps activations of at most p micro-batches instead of n.
+and equal those of the whole batch if the loss is a mean over samples (batch norm sees micro-batches). `schedule_mode`
+sets the order of forward and backward passes, and `vpp_degree` the number of stages on each rank (orders.py).
 
 Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees.
 `fleet.device_guard` or `stages` sets the stages; a Sequential without either is split evenly (stages.py). A Sequential
 is split directly. Any other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns
-its outputs as a tensor or a flat tuple. After the split a rank has only the parameters of its own stage, under their
+its outputs as a tensor or a flat tuple. After the split a rank has only the parameters of its own stages, under their
 original names.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B). Composes with amp, recompute, gradient_merge,
@@ -28,28 +27,21 @@ whole), tensor_parallel and data parallelism, whose all-reduce runs during the b
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.gradient_average import GradientAverage
-from torchfleet.collective.pipeline import stages
-from torchfleet.collective.pipeline.flow import (
-    Schedule,
-    Shape,
-    as_tuple,
-    recv_described,
-    send_described,
-    shape_of,
-    wire_device,
-)
+from torchfleet.collective.pipeline import orders, stages
+from torchfleet.collective.pipeline.exploring import explore
+from torchfleet.collective.pipeline.flow import Call, Schedule
 from torchfleet.collective.pipeline.micro_batches import (
     MicroBatches,
     batch_size_of,
@@ -57,6 +49,7 @@ from torchfleet.collective.pipeline.micro_batches import (
     own_loss,
     signature,
 )
+from torchfleet.collective.pipeline.shapes import Wire
 from torchfleet.collective.pipeline.stage_ties import StageTies, ties
 from torchfleet.collective.pipeline.traced import TracedStage, Tracer
 from torchfleet.collective.strategies.recomputation.offload import Offload
@@ -74,20 +67,34 @@ class Pipeline(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
+        _check(settings)
         self._axis = world.axis("pipe")
+        self._mode, self._vpp_degree = settings.pipeline_configs.schedule_mode, settings.pipeline_configs.vpp_degree
+        # A model of several stages can be tried out in one process: it is then one stage.
+        self._rank_of = [0]
+        if self._axis.size > 1:
+            self._rank_of = orders.ranks_of_stages(self._mode, self._axis.size, self._vpp_degree)
+            self._wire = Wire(self._axis, world.device)
+        self._own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._axis.rank]
+        self._stage = self._own[-1]  # the one that runs
         self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
         self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
         self._tied = StageTies([], world)
         self._tracer: Tracer | None = None
+        self._parts: dict[int, list[torch.nn.Module]] = {}  # of a Sequential with several stages on a rank
         self._recomputed: list[str] = []
         # From stage 2 on, sharding puts gathered parameters into the model for the duration of a call.
         self._is_gathered = settings.sharding and settings.sharding_configs.stage > 1
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's stage computes the model's outputs."""
-        return self._axis.rank == self._axis.size - 1
+        """Whether one of this rank's stages computes the model's outputs."""
+        return self._rank_of[-1] == self._axis.rank
+
+    @property
+    def is_at_outputs(self) -> bool:
+        return self._stage == len(self._rank_of) - 1
 
     @property
     def refusal(self) -> str:
@@ -101,21 +108,27 @@ class Pipeline(Strategy):
     # The model
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Remove everything from the model that does not belong to this rank's stage. Names do not change."""
+        """Remove everything from the model that does not belong to this rank's stages. Names do not change."""
         if self._axis.size == 1:
-            return model  # a model of several stages can be tried out in one process
-        first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
+            return model
+        first = stages.starts(model, self.settings.pipeline_configs.stages, len(self._rank_of))
         stage_of = stages.stage_of_modules(model, first)
-        found = ties(model, stage_of)
+        rank_of = {name: self._rank_of[stage] for name, stage in stage_of.items()}
+        found = ties(model, rank_of)
         self._tied = StageTies(found, self.world)
-        others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
+        others = [name for name, rank in rank_of.items() if rank != self._axis.rank]
         if stages.is_cut_in_chain(model, first):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
+            if len(self._own) > 1:
+                for name in stages.chain(model):
+                    self._parts.setdefault(stage_of[name], []).append(model.get_submodule(name))
+                model.forward = self._run_part
             return model
         if self.settings.recompute:
             again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
             self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
-        self._tracer, self._buffers = Tracer(model, first, found, self.world.device), dict(model.named_buffers())
+        self._tracer = Tracer(model, first, found, self._rank_of, self.world.device)
+        self._buffers = dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         vars(model)["fleet_traced"] = True  # its modules are never called themselves
@@ -149,7 +162,7 @@ class Pipeline(Strategy):
         self._tied.begin()
         if self._axis.size == 1:
             for index in range(num):
-                loss = batches.loss(self._call(None, (), batches.next_inputs()))
+                loss = batches.loss(self._call(0, None, (), batches.inputs_of(index)), index)
                 if index == num - 1:
                     self._average.begin(self._exchanging)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -181,10 +194,9 @@ class Pipeline(Strategy):
         if self._axis.size == 1:
             assert loss is not None
             return loss
-        assert self._axis.group is not None
-        wire = wire_device(self._axis, self.world.device)
+        wire = self._wire.device
         number = torch.zeros((), dtype=torch.float64, device=wire) if loss is None else loss.detach().double().to(wire)
-        dist.broadcast(number, dist.get_global_rank(self._axis.group, self._axis.size - 1), self._axis.group)
+        dist.broadcast(number, self._wire.global_rank(self._rank_of[-1]), self._axis.group)
         return number.float().to(self.world.device)
 
     def _outputs(self, inputs: Any) -> MicroBatches:
@@ -194,26 +206,32 @@ class Pipeline(Strategy):
         num = next(num for num in range(most, 0, -1) if size % num == 0)
         batches = MicroBatches(inputs, None, num, None, self.world.device)
         if self._axis.size == 1:
-            batches.outputs = [self._call(None, (), batches.next_inputs()) for _ in range(num)]
+            batches.outputs = [self._call(0, None, (), batches.inputs_of(index)) for index in range(num)]
         else:
             self._schedule(batches).run(batches)
         return batches
 
-    def _call(self, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
-        """Run this rank's stage on one micro-batch; returns the tensors for the next stage, or the model's outputs."""
-        args, kwargs = inputs
+    def _call(self, stage: int, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
+        """Run a stage of this rank on one micro-batch; returns the tensors for the next stage, or the outputs."""
+        self._stage, (args, kwargs) = stage, inputs
         if traced is None:
-            return self._forward(*received) if self._axis.rank else self._forward(*args, **kwargs)
+            return self._forward(*received) if stage else self._forward(*args, **kwargs)
         self._traced, flat = traced, tree_leaves(inputs)
         outputs = self._forward(*traced.arguments(received, flat))
         outgoing = traced.outgoing(received, flat, outputs)
-        return outgoing[0] if self.is_last and len(outgoing) == 1 else outgoing
+        return outgoing[0] if self.is_at_outputs and len(outgoing) == 1 else outgoing
 
     def _run_traced(self, *args: Any) -> Any:
         """The model's forward, which the other strategies wrap."""
         if self._is_gathered:
             self._traced.adopt(self._model, self._buffers)
         return self._traced.module(*args)
+
+    def _run_part(self, input: Any) -> Any:
+        """The forward of a Sequential that has several stages here."""
+        for module in self._parts[self._stage]:
+            input = module(input)
+        return input
 
     # The schedule of batches of one shape
 
@@ -222,46 +240,49 @@ class Pipeline(Strategy):
         inputs = batches.inputs[0]
         key = (batches.has_loss, self._model.training, batches.num, signature(inputs))
         if key not in self._schedules:
-            traced = None if self._tracer is None else self._trace(self._tracer, *inputs)
-            call = partial(self._call, traced)
-            crossing = self._explore(call, inputs)
-            self._schedules[key] = Schedule(
-                call, crossing, self._axis, self.world.device, self.settings.pipeline_configs.schedule_mode
-            )
+            if batches.has_loss:
+                every = orders.orders(self._mode, self._axis.size, self._vpp_degree, batches.num)
+            else:
+                every = orders.forwards(self._rank_of, batches.num)
+            actions = orders.with_receives(every, self._rank_of)[self._axis.rank]
+            parts = explore(self._calls(*inputs), inputs, self._model, self._rank_of, self._wire)
+            self._schedules[key] = Schedule(parts, actions, self._rank_of, self._axis.rank, self._wire)
             if len(self._schedules) > _NUM_KEPT:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
-        traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
-        if not self._is_gathered:
-            traced.adopt(self._model, self._buffers)
-        is_offloaded = self.settings.recompute_configs.enable_offload
-        traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
-        return traced
-
-    def _explore(self, call: Callable[..., Any], inputs: Any) -> tuple[list[Shape], list[Shape]]:
-        """Run one micro-batch forward, stage by stage, to learn the shapes that are sent. It changes no state."""
-        incoming: list[Shape] = []
-        received: list[torch.Tensor] = []
-        device = self.world.device
-        if self._axis.rank:
-            incoming, received = recv_described(self._axis, device)
-        if self.is_last:
-            return incoming, []
-        with torch.no_grad(), _unchanged(self._model, device):
-            outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)))
-        send_described(outputs, self._axis, device)
-        return incoming, [shape_of(output) for output in outputs]
+    def _calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Call]:
+        """How each stage of this rank is called."""
+        if self._tracer is None:
+            return {stage: partial(self._call, stage, None) for stage in self._own}
+        calls: dict[int, Call] = {}
+        for stage, traced in self._tracer.trace(args, kwargs, self._model.training, self._own).items():
+            if not self._is_gathered:
+                traced.adopt(self._model, self._buffers)
+            is_offloaded = self.settings.recompute_configs.enable_offload
+            traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
+            calls[stage] = partial(self._call, stage, traced)
+        return calls
 
 
-@contextlib.contextmanager
-def _unchanged(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers (running statistics) and random states on exit."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+def _check(settings: DistributedStrategy) -> None:
+    """Refuse what a rank with several stages, and a backward pass in two parts, cannot be combined with."""
+    configs, is_split = settings.pipeline_configs, settings.pipeline_configs.schedule_mode.endswith("ZeroBubble")
+    mode = f"pipeline_configs['schedule_mode']={configs.schedule_mode!r}"
+    stage = settings.sharding_configs.stage
+    if settings.sharding and stage > 1 and (is_split or configs.vpp_degree > 1):
+        raise StrategyError(
+            f"{mode} and sharding (stage {stage}) cannot be used together: from stage 2 on the parameters of all "
+            "stages of a rank would be gathered for each of them. Use sharding_configs={'stage': 1}, or 1F1B."
+        )
+    if is_split and settings.tensor_parallel:
+        raise StrategyError(
+            f"{mode} and tensor_parallel cannot be used together: the gradients of weights are computed later, without "
+            "the hooks by which cut layers add theirs. Use Interleaved1F1B or 1F1B."
+        )
+    if is_split and settings.recompute:
+        raise StrategyError(
+            f"{mode} and recompute cannot be used together: the gradients of weights are computed one after another, "
+            "and modules would be run again for each of them. Use Interleaved1F1B or 1F1B."
+        )

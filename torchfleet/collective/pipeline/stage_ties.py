@@ -1,9 +1,9 @@
-"""Parameters that several stages of a pipeline use (an embedding that is the head's weight too).
+"""Parameters that stages on several ranks of a pipeline use (an embedding that is the head's weight too).
 
-Each of the stages has a copy, under the parameter's name in that stage, and computes its own share of the gradient. The
-shares are summed at the end of a batch, so that copies that start equal, and make equal steps, stay equal:
+Each of the ranks has a copy, under the parameter's name there, and computes its own share of the gradient. The shares
+are summed at the end of a batch, so that copies that start equal, and make equal steps, stay equal:
 
-    g = Σ_{s: stage s uses it} g_s
+    g = Σ_{r: rank r uses it} g_r
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import AXES, World
 
-Tie = dict[int, list[str]]  # stage → the names of one parameter there
+Tie = dict[int, list[str]]  # rank of the pipeline → the names of one parameter there
 
 
 class _Tied(NamedTuple):
@@ -26,28 +26,28 @@ class _Tied(NamedTuple):
     num_copies: int
 
 
-def ties(model: torch.nn.Module, stages: dict[str, int]) -> list[Tie]:
-    """Parameters that more than one stage uses, in the order of the model."""
+def ties(model: torch.nn.Module, rank_of: dict[str, int]) -> list[Tie]:
+    """Parameters that more than one rank uses, in the order of the model; `rank_of`: the rank of each module."""
     found: dict[torch.Tensor, Tie] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, {}).setdefault(stages[name.rpartition(".")[0]], []).append(name)
+        found.setdefault(parameter, {}).setdefault(rank_of[name.rpartition(".")[0]], []).append(name)
     return [tie for tie in found.values() if len(tie) > 1]
 
 
 class StageTies:
-    """The tied parameters of this rank's stage. All ranks create it together, with the same ties."""
+    """The tied parameters of this rank. All ranks create it together, with the same ties."""
 
     def __init__(self, found: Sequence[Tie], world: World) -> None:
-        self._stage = world.axis("pipe").rank
+        self._rank = world.axis("pipe").rank
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._own: list[tuple[str, dist.ProcessGroup, int]] = []
         for tie in found:
-            stages = tuple(tie)
-            if stages not in groups:
-                groups[stages] = _group(stages, world)
-            group = groups[stages]
+            ranks = tuple(tie)
+            if ranks not in groups:
+                groups[ranks] = _group(ranks, world)
+            group = groups[ranks]
             if group is not None:
-                self._own.append((tie[self._stage][0], group, len(tie)))
+                self._own.append((tie[self._rank][0], group, len(tie)))
         self._tied: list[_Tied] = []
         self._is_summed = False  # whether the gradients are summed at present
 
@@ -77,13 +77,13 @@ class StageTies:
         self._is_summed = True
 
 
-def _group(stages: tuple[int, ...], world: World) -> dist.ProcessGroup | None:
-    """The ranks of this pipeline that have these stages. All ranks call it together."""
+def _group(ranks: tuple[int, ...], world: World) -> dist.ProcessGroup | None:
+    """The group of these ranks of this pipeline. All ranks call it together."""
     grid = torch.arange(world.size).reshape([world.degrees[axis] for axis in AXES])
-    pipelines = grid.movedim(AXES.index("pipe"), -1)[..., list(stages)].reshape(-1, len(stages)).tolist()
+    pipelines = grid.movedim(AXES.index("pipe"), -1)[..., list(ranks)].reshape(-1, len(ranks)).tolist()
     own = None
-    for ranks in pipelines:
-        group = dist.new_group(ranks)
-        if world.rank in ranks:
+    for members in pipelines:
+        group = dist.new_group(members)
+        if world.rank in members:
             own = group
     return own

@@ -45,7 +45,7 @@ def starts(model: torch.nn.Module, given: Sequence[str], num_stages: int) -> lis
     if len(found) != num_stages - 1:
         raise StrategyError(
             f"{where} makes {len(found) + 1} stages ({', '.join(found)} begin the later ones), and the pipeline has "
-            f"{num_stages} ranks: make as many stages as hybrid_configs['pp_degree']"
+            f"{num_stages}: hybrid_configs['pp_degree'] times pipeline_configs['vpp_degree']"
         )
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.base.errors import ModelError
-from torchfleet.collective.pipeline.flow import as_tuple
+from torchfleet.collective.pipeline.shapes import as_tuple
 from torchfleet.collective.pipeline.stage_ties import Tie
 from torchfleet.collective.pipeline.stages import stage_of_modules
 from torchfleet.collective.strategies.recomputation.offload import Offload
@@ -30,9 +31,16 @@ class Tracer:
     """A copy of a model without memory, which is traced for batches of different shapes."""
 
     def __init__(
-        self, model: torch.nn.Module, starts: Sequence[str], tied: Sequence[Tie], device: torch.device
+        self,
+        model: torch.nn.Module,
+        starts: Sequence[str],
+        tied: Sequence[Tie],
+        rank_of: Sequence[int],
+        device: torch.device,
     ) -> None:
-        """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
+        """`rank_of`: the rank of each stage. `device`: where the stages will compute; the model is not there yet, and
+        may have no values yet.
+        """
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         # A layer that is sharded over ranks communicates, which a trace does not record. A replacement with the same
         # shapes is traced, and the layer itself takes its place in the stage.
@@ -45,11 +53,14 @@ class Tracer:
         self._model = self._without_memory(model, memo)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-        self._stage_of = stage_of_modules(model, starts)
+        self._rank_of = rank_of
+        self._rank_of_module = {name: rank_of[stage] for name, stage in stage_of_modules(model, starts).items()}
         self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
 
-    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
-        """Trace stage `index` for inputs like these. Its parameters have no memory until `adopt` sets them."""
+    def trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, indices: Sequence[int]
+    ) -> dict[int, TracedStage]:
+        """Trace stages for inputs like these. Their parameters have no memory until `adopt` sets them."""
         model = copy.deepcopy(
             self._model, {id(tensor): tensor for tensor in self._tensors}
         )  # the cuts are marked in this copy
@@ -66,10 +77,13 @@ class Tracer:
                 "its stages, or take what depends on values (branches, .item()) out of its forward."
             ) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
-        own = {name: tie[index][0] for name, tie in self._ties.items() if index in tie}
-        stage = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
-        stage.put_back(self._opaque)
-        return stage
+        found: dict[int, TracedStage] = {}
+        for index in indices:
+            rank = self._rank_of[index]
+            own = {name: tie[rank][0] for name, tie in self._ties.items() if rank in tie}
+            found[index] = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
+            found[index].put_back(self._opaque)
+        return found
 
     def _without_memory(self, module: torch.nn.Module, memo: Mapping[int, Any] | None = None) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -92,10 +106,10 @@ class Tracer:
                 f"{len(modules)} stages instead of {len(self._split) + 1}: each must be called once, after the last one"
             )
         for stage, module in enumerate(modules):
+            rank = self._rank_of[stage]
             for name, _ in module.named_parameters():
-                if self._stage_of.get(name.rpartition(".")[0], stage) != stage and stage not in self._ties.get(
-                    name, ()
-                ):
+                owner = self._rank_of_module.get(_original(name).rpartition(".")[0], rank)
+                if owner != rank and rank not in self._ties.get(name, ()):
                     raise ModelError(
                         f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
                         "the model has its modules. Assign modules in the order forward calls them, or let the stages "
@@ -121,7 +135,12 @@ class TracedStage:
         """Take this stage's tensors by name from the model; `buffers` has those of all stages."""
         own = {**buffers, **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         own.update({name: own[here] for name, here in self._tied.items()})
-        for name, traced in [*self.module.named_parameters(), *self.module.named_buffers()]:
+        every = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        for place, traced in every:
+            name, (parent, _, last) = _original(place), place.rpartition(".")
             if name not in own:
                 continue  # a constant of the trace
             if own[name].is_meta:
@@ -129,7 +148,6 @@ class TracedStage:
                     f"pipeline: stage {self._index} uses the buffer {name!r} of another stage, which is on the meta "
                     "device and gets its values there: make it with device='cpu'"
                 )
-            parent, _, last = name.rpartition(".")
             holder = self.module.get_submodule(parent)
             tensors = holder._parameters if last in holder._parameters else holder._buffers
             tensors[last] = own[name] if name not in buffers else own[name].to(traced.device)  # type: ignore[assignment]
@@ -138,10 +156,10 @@ class TracedStage:
         """Replace stand-ins by the layers themselves, by name. Layers to be recomputed are already set up for it."""
         self._put_back = set(layers)
         modules = dict(self.module.named_modules())
-        for name, layer in layers.items():
-            if name in modules:
+        for name, traced in modules.items():
+            if _original(name) in layers:
                 parent, _, last = name.rpartition(".")
-                modules[parent]._modules[last] = _in_its_order(modules[name], layer)
+                modules[parent]._modules[last] = _in_its_order(traced, layers[_original(name)])
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """The arguments of the stage, from the values that crossed the cut before it and the model's inputs (flat)."""
@@ -157,11 +175,15 @@ class TracedStage:
 
     def recompute(self, names: Iterable[str], offload: Offload | None) -> None:
         """Apply recompute to the modules of these names, since a trace does not keep it. The stage must be new."""
-        modules = dict(self.module.named_modules())
-        for name in names:
-            if name in modules and name not in self._put_back:
-                _keep_buffers_in_backward(modules[name])
-                recompute(modules[name], offload)
+        chosen = {*names} - self._put_back
+        for module in [found for name, found in self.module.named_modules() if _original(name) in chosen]:
+            _keep_buffers_in_backward(module)
+            recompute(module, offload)
+
+
+def _original(name: str) -> str:
+    """The name in the model. A trace has a module of its own, `name@1`, for the second call of a module."""
+    return re.sub(r"@\d+", "", name)
 
 
 Value = tuple[int, int]  # (stage, index of its output); stage -1 stands for the inputs of the model

@@ -37,7 +37,7 @@ from torchfleet.collective.strategies.mixed_precision.masters import Masters
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.strategies.mixed_precision.scaled_backward import ScaledBackward
-from torchfleet.collective.strategy import Forward, JobView, Strategy
+from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import shards
 from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
@@ -61,7 +61,7 @@ class Amp(Strategy):
         self.has_own_backward = self.scaling is not None
         self._backward = ScaledBackward(self.row_scale, self.end_backward)
         self._is_sharded = False  # gradients may overflow on one rank and not on another
-        self._returns_outputs = True  # forward returns the model's outputs, not those of an earlier stage
+        self._runner: Runner | None = None
         self._is_scaled = False  # whether the gradients are scaled at present
         self._num_backwards = 0  # since the last step
         self._masters = Masters(*_shares(settings, world))
@@ -80,8 +80,7 @@ class Amp(Strategy):
         self._model, self._fixed = job.model, None if job.is_sharded else list(job.model.parameters())
         self._is_sharded = job.is_sharded or (self.is_pure and self._masters.num_shares > 1)
         self._backward.begin = job.begin_backward
-        if job.runner is not None:
-            self._returns_outputs = job.runner.is_last
+        self._runner = job.runner
 
     def wrap_forward(self, forward: Forward) -> Forward:
         device = self.world.device.type
@@ -94,7 +93,8 @@ class Amp(Strategy):
                 outputs = forward(*args, **kwargs)
             # A loss computed from them is then as precise as one inside the model; in float16, gradients are scaled
             # before they are rounded to half precision.
-            return map_tensors(_float32, outputs) if self._returns_outputs else outputs
+            is_output = self._runner is None or self._runner.is_at_outputs
+            return map_tensors(_float32, outputs) if is_output else outputs
 
         return with_amp
 
