@@ -221,7 +221,7 @@ class SparseTable(RowStore):
         rate = learning_rate(self.spec.rule, lr, self.step)
         is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
-        if pulled is None and is_many and self._is_open and grads.shape[1] == self.spec.dim:
+        if pulled is None and is_many and self.is_open and grads.shape[1] == self.spec.dim:
             pulled = self._rows_of_distinct(keys)
         if pulled is not None:
             self._change(keys, pulled, grads, rate, self.step)
