@@ -64,7 +64,7 @@ def test_fleetrun_decides_on_one_machine_and_leaves_nothing_behind() -> None:
     [
         (["--coordinator", "etcd://e:1/run"], "there are none: add --replicas 2"),
         (["--replicas", "2", "--coordinator", "e:1"], "expected etcd://host:port/NAME"),
-        (["--replicas", "2", "--durability", "log", "--cluster", "ray", "--log_store", "/l"], "use one of them"),
+        (["--replicas", "2", "--durability", "log", "--cluster", "ray", "--log_store", "/l"], "--coordinator"),
         (
             ["--replicas", "2", "--servers", "127.0.0.1:7000,192.0.2.1:7000", "--workers", "127.0.0.1:0"],
             "a third party",

@@ -331,6 +331,16 @@ class TestPull:
         reply = first.ask(Command.PULL_CHANGED, Array(0, np.ones(1, np.uint64)), keys_of(ROWS, []))
         assert reply.arrays[1].data.reshape(-1).tolist() == [7]
 
+    def test_workers_that_share_a_copy_ask_in_the_name_of_one_of_them(self) -> None:
+        server = Server(num_workers=2)
+        first, second = Talk(server, 1), Talk(server, 2, Role.WORKER, worker=1)
+        first.create(ROWS)
+        body = {"host": "h", "pid": 1, "num_workers": 2, "timeout": 5.0, "sync_timeout": 9.0}
+        for talk in (first, second):
+            assert_ok(talk.ask(Command.JOIN, pack(body)))
+        asked = Array(0, np.zeros(1, np.uint64)), keys_of(ROWS, [])
+        assert_ok(second.ask(Command.PULL_CHANGED, *asked, worker=0))
+
     def test_a_reply_that_cannot_be_encoded_is_answered_with_an_error(
         self, talk: Talk, monkeypatch: pytest.MonkeyPatch
     ) -> None:

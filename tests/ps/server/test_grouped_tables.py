@@ -199,7 +199,7 @@ def test_changed_rows_are_noted_for_saves_and_told_to_followers(used: list[str])
     for _ in range(2):  # the second has nothing to write
         table.begin_save(is_committed=True)
     told: list[Any] = []
-    table.watch = lambda number, keys: told.append((number, keys.tolist()))
+    table.watch = lambda number, keys, _at=None: told.append((number, keys.tolist()))
     some = {spec.name: np.array([2, 0], np.uint64) for spec in job.specs}
     job.client.push_tables({s.name: (some[s.name], np.ones((2, s.dim), np.float32)) for s in job.specs}).result()
     assert used[-1] == "push"

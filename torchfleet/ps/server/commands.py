@@ -240,6 +240,8 @@ def pull_changed(state: State, request: Request) -> Answer:
     tables = [state.table(array.number) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
+    if not received[0]:  # begins anew: not for a late copy of a request of the worker's predecessor
+        state.meetings.presence.check_joined(request.message.worker, request.message.incarnation)
     most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
     message = request.message
     number, changed, rest = state.pushes.changes.since(message.worker, int(received[0]), most, message.client)
@@ -325,7 +327,7 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.BARRIER: CommandHandler(barrier, _ALL, once=True, as_worker=True),
     Command.LEAVE: CommandHandler(leave, _ALL),
     Command.STOP: CommandHandler(stop, _LAUNCHER),
-    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL, as_worker=True),
+    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
     Command.GATHER: CommandHandler(gather, _ALL, as_worker=True),
     Command.SEND: CommandHandler(send, _ALL, as_worker=True),
     Command.TAKE: CommandHandler(take, _ALL, as_worker=True),

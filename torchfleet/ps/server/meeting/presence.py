@@ -105,6 +105,13 @@ class Presence:
                 "silent. What this process still sends is not taken; end it."
             )
 
+    def check_joined(self, worker: int, incarnation: int) -> None:
+        """Raise RoleError if a process has joined as this worker, and the one that asks in its name has joined under no
+        number. Workers that share a copy of the tables ask in the name of one of them.
+        """
+        if worker in self._members and all(known.incarnation != incarnation for known in self._members.values()):
+            self.check(worker, incarnation)
+
     def hear(self, worker: int, now: float) -> None:
         """Note a sign of life of the worker."""
         known = self._members.get(worker)

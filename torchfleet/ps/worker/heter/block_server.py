@@ -102,7 +102,7 @@ class BlockServer:
         self._heard = time.monotonic()
         self._queued = 0  # bytes
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._done: deque[Job] = deque()
+        self._done: deque[tuple[Job, Result]] = deque()  # `ready` sets the result: a repeat is answered once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.is_stopping, self.desertion = False, ""
         self.num_computed, self.seconds = 0, 0.0
@@ -224,8 +224,7 @@ class BlockServer:
             start = time.perf_counter()
             result = self._result(job)
             self.seconds += time.perf_counter() - start
-            job.result = result
-            self._done.append(job)
+            self._done.append((job, result))
             os.eventfd_write(self._wake, 1)
 
     def _result(self, job: Job) -> Result:
@@ -244,11 +243,11 @@ class BlockServer:
         """As Handler.ready."""
         replies = []
         while self._done:
-            job = self._done.popleft()
-            assert job.result is not None
+            job, result = self._done.popleft()
+            job.result = result
             self.num_computed += 1
             self._queued -= _num_bytes(job.message)
-            replies.append((job.peer, self._encoded(job.message, job.result)))
+            replies.append((job.peer, self._encoded(job.message, result)))
             job.message.arrays = []  # frees the request's memory
         return replies
 
