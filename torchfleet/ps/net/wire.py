@@ -160,9 +160,13 @@ def encode(message: Message) -> list[Frame]:
     num_arrays = len(message.arrays)
     if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
+    header = HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays, message.trace,
+        message.client, message.call, message.sequence, message.floor, message.incarnation, message.shard, message.term,
+    )  # fmt: skip
     if isinstance(message.arrays, JoinedArrays):
-        return [_header(message) + message.arrays.entries.tobytes(), message.arrays.words]
-    parts = [_header(message)]
+        return [header + message.arrays.entries.tobytes(), message.arrays.words]
+    parts = [header]
     frames: list[Frame] = [b""]
     num_bytes = 0
     for array in message.arrays:
@@ -179,14 +183,6 @@ def encode(message: Message) -> list[Frame]:
         num_bytes += data.nbytes
     frames[0] = b"".join(parts)
     return _joined(frames) if num_arrays > FEW_ARRAYS and num_bytes <= MAX_JOINED else frames
-
-
-def _header(message: Message) -> bytes:
-    return HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
-        message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
-        message.shard, message.term,
-    )  # fmt: skip
 
 
 def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
