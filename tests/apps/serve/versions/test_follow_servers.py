@@ -151,7 +151,7 @@ def test_servers_rest_from_answers_that_take_long(training: Training) -> None:
         training.follower.step()
     pushed = training.follower._subscription()
     assert pushed.answer_seconds > 0
-    for seconds, expected in ((0.001, every), (0.02, 0.4), (5.0, follower_module.LONGEST_REST)):
+    for seconds, expected in ((0.001, every), (0.02, 0.8), (5.0, follower_module.LONGEST_REST)):
         pushed.answer_seconds = seconds
         assert training.follower.pause == pytest.approx(expected)
 

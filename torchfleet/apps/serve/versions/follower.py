@@ -24,8 +24,8 @@ from torchfleet.ps.worker.client.subscriber import Subscriber
 
 RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
-REST = 20.0  # times what the servers took for their last answers, until they are asked again: training comes first
-LONGEST_REST = 0.6  # seconds
+REST = 40.0  # times what the servers took for their last answers, until they are asked again: training comes first
+LONGEST_REST = 1.2  # seconds
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
 
