@@ -14,7 +14,7 @@ from support.messages import naming
 from torchfleet.base.errors import TableError
 from torchfleet.ps.net.transport import InProcess
 from torchfleet.ps.net.wire import BOUNDED, DENSE_BACK, VERSIONS
-from torchfleet.ps.server import arrays, commands
+from torchfleet.ps.server import commands, kept_pushes
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
@@ -102,7 +102,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(work: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(arrays, "push_grouped", lambda *_: None)
+            patch.setattr(kept_pushes, "push_grouped", lambda *_: None)
             patch.setattr(commands, "push_grouped", lambda *_: None)
             patch.setattr(commands, "pull_grouped", lambda *_: None)
             patch.setattr(Client, "_joined_requests", lambda *_: None)

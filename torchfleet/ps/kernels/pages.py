@@ -82,7 +82,7 @@ def is_page(pages_PD: np.ndarray, p: int, number: int) -> bool:
 
 @kernel
 def first_wrong(pages_PD: np.ndarray, numbers_P: np.ndarray) -> int:
-    """The first page that does not have its number, or not its checksum; -1 if there is none."""
+    """The first page whose number or checksum is wrong; -1 if all pages are right."""
     for p in range(len(numbers_P)):
         if not is_page(pages_PD, p, numbers_P[p]):
             return p

@@ -76,17 +76,12 @@ class JoinedArrays(Sequence[Array]):
     def __getitem__(self, index: int | slice) -> Array | list[Array]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        number, code, columns, rows = self.entries[index].tolist()
-        start, dtype = 8 * int(self.starts[:-1][index]), DTYPES[code]
-        own = self.words.view(np.uint8)[start : start + rows * columns * dtype.itemsize].view(dtype)
-        return Array(number, own.reshape(rows, columns))
+        return _array(self.words.view(np.uint8), self.entries[index].tolist(), int(self.starts[:-1][index]))
 
     def __iter__(self) -> Iterator[Array]:
         data = self.words.view(np.uint8)
-        for (number, code, columns, rows), start in zip(self.entries.tolist(), self.starts.tolist(), strict=False):
-            dtype = DTYPES[code]
-            own = data[8 * start : 8 * start + rows * columns * dtype.itemsize].view(dtype)
-            yield Array(number, own.reshape(rows, columns))
+        for entry, start in zip(self.entries.tolist(), self.starts.tolist(), strict=False):
+            yield _array(data, entry, start)
 
     @property
     def floats(self) -> npt.NDArray[np.float32]:
@@ -97,6 +92,14 @@ class JoinedArrays(Sequence[Array]):
         """Write zeros into the last word of each array, before its numbers are written."""
         ends = self.starts[1:][self.starts[1:] > self.starts[:-1]]
         self.words[ends - 1] = 0
+
+
+def _array(data: npt.NDArray[np.uint8], entry: tuple[int, int, int, int], start: int) -> Array:
+    """`start`: the word of `data` at which the array begins."""
+    number, code, columns, rows = entry
+    dtype = DTYPES[code]
+    own = data[8 * start : 8 * start + rows * columns * dtype.itemsize].view(dtype)
+    return Array(number, own.reshape(rows, columns))
 
 
 def _starts(entries: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import BOUNDED, GATHERED, Array
-from torchfleet.ps.server.grouped_tables import MAX_SAMPLES, AnySection, push_grouped
+from torchfleet.ps.server.grouped_tables import MAX_SAMPLES, AnySection
 from torchfleet.ps.server.sections import Section
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.table import Table
@@ -87,9 +87,10 @@ def given_steps(last: Sequence[Array], num: int) -> list[int]:
     return steps
 
 
-def checked_sections(state: State, request: Request) -> Sequence[AnySection]:
-    """The sections of a push, after their checks; those of many small tables may come as one."""
-    grouped = push_grouped(state.grouped, state.tables, request)
+def checked_sections(
+    state: State, request: Request, grouped: Sequence[AnySection] | None = None
+) -> Sequence[AnySection]:
+    """The sections of a push, after their checks. `grouped`: the result of push_grouped, if that was called."""
     sections: Sequence[AnySection] = push_sections(state, request) if grouped is None else grouped
     for section in sections:
         section.check()

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from torchfleet.ps.net.wire import (
 from torchfleet.ps.server.among_workers import barrier, files, gather, join, leave, send, take
 from torchfleet.ps.server.arrays import (
     check_worker,
+    checked_sections,
     column,
     given_steps,
     key_sections,
@@ -48,10 +50,11 @@ from torchfleet.ps.server.arrays import (
 from torchfleet.ps.server.changed_rows import subscribe
 from torchfleet.ps.server.exchange import enter, exchange
 from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
-from torchfleet.ps.server.grouped_tables import AnySection, pull_grouped, push_grouped
-from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
+from torchfleet.ps.server.grouped_tables import pull_grouped, push_grouped
+from torchfleet.ps.server.kept_pushes import Checked, answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import check_queue, in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.ps.server.sections import Section
 from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulled, pulls_long, steps_of
 from torchfleet.ps.server.state.counters import HotKeys
 from torchfleet.ps.server.state.state import State
@@ -186,13 +189,10 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
         return _add(state, request)
     # the mean of several pushes is made table by table
     is_alone = kind in (0, BOUNDED) or (kind == SYNC and state.num_workers == 1)
-    is_joined = is_alone and isinstance(request.message.arrays, JoinedArrays)
-    grouped = push_grouped(state.grouped, state.tables, request) if is_joined else None
+    grouped = push_grouped(state.grouped, state.tables, request) if is_alone else None
     if grouped is None:  # a group makes no rows
         state.budgets.check_new_rows(request.peer, request.arrived)
-    sections: Sequence[AnySection] = push_sections(state, request) if grouped is None else grouped
-    for section in sections:
-        section.check()
+    sections = checked_sections(state, request, grouped)
     if kind == SYNC:
         keep_for_step(state, request, sections)
         return None
@@ -200,26 +200,29 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
         return bounded_push(state, request, sections)
     if kind == GATHERED:
         return gather_push(state, request, sections)
-    num_new = 0
-    for section in sections:
-        before = section.table.num_rows
-        section.apply()
-        num_new += section.table.num_rows - before
-    if num_new:
-        state.budgets.note_new_rows(request.peer, num_new, request.arrived)
-    return answer(request, sections) if flags & DENSE_BACK else []
+    return _applied(state, request, sections, methodcaller("apply"))
 
 
 def _add(state: State, request: Request) -> Answer:
     """A push of differences."""
     state.budgets.check_new_rows(request.peer, request.arrived)
-    sections, num_new = push_sections(state, request), 0
+    sections = push_sections(state, request)
     for section in sections:
         section.table.check_add(section.keys, section.grads)
-    for section in sections:
-        before = section.table.num_rows
+
+    def add(section: Section) -> None:
         section.table.add(section.keys, section.grads)
         state.pushes.changes.note(section.table.spec.number, section.keys, request.message.worker)
+
+    return _applied(state, request, sections, add)
+
+
+def _applied(state: State, request: Request, sections: Sequence[Checked], apply: Callable[[Checked], None]) -> Answer:
+    """Apply checked sections, and charge the rows that they make to their client."""
+    num_new = 0
+    for section in sections:
+        before = section.table.num_rows
+        apply(section)
         num_new += section.table.num_rows - before
     if num_new:
         state.budgets.note_new_rows(request.peer, num_new, request.arrived)

@@ -12,7 +12,7 @@ from torchfleet.base.errors import FleetError, TableError, WireError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS, Array
 from torchfleet.ps.server.arrays import check_worker, checked_sections, column, push_sections
-from torchfleet.ps.server.grouped_tables import AnySection
+from torchfleet.ps.server.grouped_tables import AnySection, push_grouped
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.sections import Section, mean_section
 from torchfleet.ps.server.state.state import State
@@ -100,7 +100,8 @@ def apply_waiting(state: State) -> None:
     for request in state.pushes.bound.ready():
         sections: Sequence[AnySection] = ()
         try:
-            sections = checked_sections(state, request)
+            grouped = push_grouped(state.grouped, state.tables, request)
+            sections = checked_sections(state, request, grouped)
             fresh = _without_old(sections, state.pushes.bound.limit)  # a worker that was given up may exceed the limit
         except FleetError as error:
             state.pushes.bound.release(request.message.worker)

@@ -249,8 +249,8 @@ class SparseTable(RowStore):
                 self._tell_rows(some, at)
 
     def _rows_of_distinct(self, keys: Keys) -> Rows | None:
-        """The rows of these keys, made where there is none; None if a key repeats. A backup applies pushes without the
-        pulls before them: to see that no row repeats takes less than to compare keys."""
+        """Find the rows of these keys, and make those that are missing. Returns None if a key repeats. A backup applies
+        pushes without the pulls before them; comparing rows takes less time than comparing keys."""
         assert isinstance(self.index, KeyMap)
         at = np.empty(len(keys), np.int64)
         for start in range(0, len(keys), CHUNK):
