@@ -88,11 +88,6 @@ class JoinedArrays(Sequence[Array]):
         """The frame as float32 numbers, two in a word."""
         return self.words.view(np.float32)
 
-    def clear_ends(self) -> None:
-        """Write zeros into the last word of each array, before its numbers are written."""
-        ends = self.starts[1:][self.starts[1:] > self.starts[:-1]]
-        self.words[ends - 1] = 0
-
 
 def _array(data: npt.NDArray[np.uint8], entry: tuple[int, int, int, int], start: int) -> Array:
     """`start`: the word of `data` at which the array begins."""
