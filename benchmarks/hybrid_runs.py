@@ -74,8 +74,10 @@ def step_table(runs: Iterable[Found]) -> dict[str, float]:
     (waiting for means beyond that). They add up to `step`."""
     totals = []
     for worker in (worker for workers in runs for worker in workers):
-        spent = worker["spent"]
-        parts = {name: 1000 * spent[name] / spent["rounds"] for name in ("computed", "waited", "slowest", "rows")}
+        spent, num = worker["spent"], worker["steps"]
+        if not spent["rounds"]:  # one worker exchanges nothing
+            spent = {**spent, "computed": worker["seconds"]}
+        parts = {name: 1000 * spent[name] / num for name in ("computed", "waited", "slowest", "rows")}
         rows = min(parts["rows"], parts["computed"])
         own = (parts["computed"] - rows, rows, parts["slowest"], parts["waited"] - parts["slowest"])
         totals.append({**dict(zip(PARTS, own, strict=True)), "step": parts["computed"] + parts["waited"]})

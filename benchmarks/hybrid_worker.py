@@ -197,6 +197,7 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
         lambda: before.update(spent()), warm,
     )  # fmt: skip
     found: dict[str, Any] = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
+    found["steps"] = num_steps
     found["spent"] = {name: value - before[name] for name, value in spent().items()}
     return ended(found, model)
 
