@@ -90,6 +90,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 def give_bytes(place: Storage, data: bytes) -> None:
     """From now on its files have these bytes: without a disk, for tests of thousands of damages."""
     place.read = lambda name: data  # type: ignore[method-assign]
+    place.read_buffer = lambda name: memoryview(bytearray(data))  # type: ignore[method-assign]
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -231,6 +232,24 @@ class TestStorage:
         array = np.arange((1 << 22) + 12_345, dtype=np.float32).reshape(-1, 1)
         storage.write("large", [b"head", array.data])
         assert storage.read("large") == b"head" + array.tobytes()
+        assert storage.read_buffer("large") == b"head" + array.tobytes()
+
+    def test_a_buffer_may_be_written_to_and_the_file_stays(self, storage: Storage) -> None:
+        for data in (b"", b"0123456789"):
+            storage.write("a", [data])
+            buffer = storage.read_buffer("a")
+            assert (bytes(buffer), buffer.readonly) == (data, False)
+            buffer[:1] = b"9"[: len(data)]
+            assert storage.read("a") == data
+
+    def test_short_reads_are_continued(self, folder: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Short(io.FileIO):
+            def readinto(self, buffer: Any) -> int | None:
+                return super().readinto(memoryview(buffer)[:3])
+
+        folder.write("a", [b"0123456789"])
+        monkeypatch.setattr(storages, "open", lambda path, mode, **_: Short(path, mode), raising=False)
+        assert folder.read_buffer("a") == b"0123456789"
 
     def test_short_writes_are_continued(self, folder: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         class Short(io.FileIO):
@@ -257,6 +276,8 @@ class TestStorage:
     def test_a_missing_file_is_named(self, storage: Storage) -> None:
         with pytest.raises(CheckpointError, match=naming("model/save-1/a")):
             storage.read("save-1/a")
+        with pytest.raises(CheckpointError, match=naming("model/save-1/a")):
+            storage.read_buffer("save-1/a")
         assert not storage.exists("save-1/a")
 
     def test_a_folder_where_a_file_is_expected_is_named(self, folder: Storage) -> None:

@@ -97,7 +97,7 @@ def checksum(buffers: list[Any]) -> int:
     return crc
 
 
-def decode(data: bytes, place: str) -> Arrays:
+def decode(data: bytes | memoryview, place: str) -> Arrays:
     """The arrays as views of the file's bytes. Raises CheckpointError if it is not such a file."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(_MAX_HEADER, len(data) - 8):

@@ -36,7 +36,7 @@ def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
     place = storage.place(name)
     if storage.leads_outside(name):
         raise CheckpointError(f"{place} leads outside of {storage.path}: a saved model has its files in its own folder")
-    data = storage.read(name)
+    data = storage.read_buffer(name)
     if len(data) != part.bytes:
         raise CheckpointError(f"{place} is damaged: {len(data):,} bytes, and {part.bytes:,} were saved")
     if part_file.checksum([data]) != part.crc32:
