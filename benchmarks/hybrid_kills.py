@@ -3,8 +3,8 @@ that count steps show which of these are lost or doubled.
 
 While a worker is away, the others' rounds have fewer samples. So the model is held against two undisturbed runs: one
 that trains as many samples, in fewer rounds, and one that makes as many rounds, with more samples. No sample is trained
-twice: a worker that joins again goes on with its data where it was. With data that are repeated, the share of the worker
-that is never killed is repeated most, and the model learns it by heart.
+twice: a worker that joins again goes on with its data where it was. If data were repeated, those of the worker that is
+never killed would be repeated most, and the model would learn them by heart.
 """
 
 from __future__ import annotations

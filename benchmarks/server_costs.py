@@ -10,8 +10,8 @@ servers). The figures are microseconds of processor time for one pull with its p
 `loop` is the server's own thread, `zmq` those of ZeroMQ, `others` the log's threads, pyzmq's and the signs of life;
 `system` is the part of all of them that was spent in the kernel, `switches` how often a thread went to sleep. What the
 kernel's own threads spend on writing to a disk is not in them. `--pin`: the loop of the server, or of the primary, has
-core 0, and all else has the others. Without it, on two cores, the backup and the clients take turns with the loop on its
-core, and it finds its caches cold: most of what a backup then seems to cost the loop.
+core 0, and all else has the other cores. Without it, on two cores, the backup and the clients take turns with the loop
+on its core, and it finds its caches cold.
 """
 
 from __future__ import annotations
