@@ -46,15 +46,18 @@ def numbered(batches: Iterator[Batch], worker: int, first: int) -> Iterator[tupl
 
 
 def train(
-    chosen: argparse.Namespace, model: torch.nn.Module, step: Callable[[], None], batches: Iterator[Batch]
-) -> tuple[float, int]:
-    """Train until there is a file, which worker 0 makes after its last step; others may be killed meanwhile. Returns
+    chosen: argparse.Namespace, model: torch.nn.Module, step: Callable[[], None],
+    batches_from: Callable[[int], Iterator[Batch]],
+) -> tuple[float, int]:  # fmt: skip
+    """Train until there is a file, which worker 0 makes after its last step; others may be killed meanwhile. A worker
+    that has joined again goes on with the batch behind the last one that it had begun: `batches_from(number)`. Returns
     the longest time between two steps, and the number of steps."""
     board = Board(Path(chosen.until).with_name("board"))
     mine = board.begin(fleet.worker_index(), int(os.environ.get("FLEET_RESTART", "0")))
     print(f"\nPID {os.getpid()}", flush=True)
     longest, before, first, number = 0.0, time.perf_counter(), mine.begun, 0
-    for number, (ids, dense, clicked, own) in enumerate(fleet.prefetch(numbered(batches, mine.worker, first)), start=1):
+    source = fleet.prefetch(numbered(batches_from(first), mine.worker, first))
+    for number, (ids, dense, clicked, own) in enumerate(source, start=1):
         mine.begin(first + number - 1)
         logits, counted = model(ids, dense, own)
         (F.binary_cross_entropy_with_logits(logits, clicked) + counted).backward()

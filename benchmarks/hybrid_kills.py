@@ -1,5 +1,11 @@
 """Workers of a hybrid job that are killed and join again: how long the others stop, and what the model loses. Rows
-that count steps show which of these are lost or doubled."""
+that count steps show which of these are lost or doubled.
+
+While a worker is away, the others' rounds have fewer samples. So the model is held against two undisturbed runs: one
+that trains as many samples, in fewer rounds, and one that makes as many rounds, with more samples. No sample is trained
+twice: a worker that joins again goes on with its data where it was. If data were repeated, those of the worker that is
+never killed would be repeated most, and the model would learn them by heart.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +37,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
-    """A run with kills, and one with as many steps of worker 0 without."""
+    """A run with kills, and two without: of as many samples, and of as many rounds."""
     with tempfile.TemporaryDirectory() as folder:
         killed = Killed(chosen, Path(folder) / "killed").run(chosen.kills)
         log(f"  with kills: {killed}")
-        steps = int(killed["steps"])
-        undisturbed = Killed(chosen, Path(folder) / "undisturbed", steps).run(0)
-        log(f"  without: {undisturbed}")
+        rounds = int(killed["steps"])
+        same = {"samples": round(killed["samples"] / chosen.batch / chosen.kill_workers), "rounds": rounds}
+        undisturbed = {}
+        for what, num in same.items():
+            undisturbed[what] = Killed(chosen, Path(folder) / what, num).run(0)
+            log(f"  without, the same {what}: {undisturbed[what]}")
+    of_samples, of_rounds = undisturbed["samples"], undisturbed["rounds"]
     return {
-        "kills": chosen.kills, "joins": killed["joins"], "rounds": steps, "lease": chosen.lease,
-        "longest_pause": killed["longest"], "longest_pause_undisturbed": undisturbed["longest"],
+        "kills": chosen.kills, "joins": killed["joins"], "lease": chosen.lease,
+        "longest_pause": killed["longest"], "longest_pause_undisturbed": of_rounds["longest"],
         "restarts": killed["restarts"], "lost": killed["lost"], "doubled": killed["doubled"],
-        "auc": killed["auc"], "auc_undisturbed": undisturbed["auc"],
+        "rounds": rounds, "samples": killed["samples"], "auc": killed["auc"],
+        "same_samples": {name: of_samples[name] for name in ("steps", "samples", "auc")},
+        "same_rounds": {name: of_rounds[name] for name in ("steps", "samples", "auc")},
     }  # fmt: skip
 
 
@@ -56,7 +68,8 @@ class Killed:
         Board(board, end=0)
 
     def run(self, num_kills: int) -> dict[str, Any]:
-        """What worker 0 printed, `joins`: how often a killed worker was at work again, `restarts`: of all workers."""
+        """What worker 0 printed, `samples`: of all workers, `joins`: how often a killed worker was at work again,
+        `restarts`: of all workers."""
         chosen = self._chosen
         roles = ["--server_num", str(chosen.servers), "--worker_num", str(chosen.kill_workers)]
         loss = ["--on_worker_loss", "go_on", "--max_restart", str(num_kills + 1)]
@@ -82,8 +95,10 @@ class Killed:
             (self._folder / "output").read_text(),
         )
         if job.returncode or len(found) != 1:
-            raise SystemExit(f"the job failed:\n{told[-3000:]}")
-        return {**found[0], "joins": joins, "restarts": told.count("starting all workers again")}
+            logs = "\n".join(self._log(worker)[-1500:] for worker in range(chosen.kill_workers))
+            raise SystemExit(f"the job failed:\n{told[-3000:]}\n{logs}")
+        samples = chosen.batch * sum(Board(self._folder / "board").num_steps())
+        return {**found[0], "samples": samples, "joins": joins, "restarts": told.count("starting all workers again")}
 
     def _kill(self, num_kills: int) -> int:
         others = range(1, self._chosen.kill_workers)

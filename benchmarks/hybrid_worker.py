@@ -4,6 +4,7 @@ mode with rows, for a number of steps; prints where its time went."""
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -27,7 +28,6 @@ NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
 WARM = 25  # steps before the clock starts: with balance, until sizes of batches follow the speeds
 PARTS = 3  # backward takes about twice as long as forward
 NUM_TESTED = 20_000
-KILLED_BATCHES = 60
 QUORUM_AGE = 8  # rounds: a worker that is five times slower, and enters again for every step, is some six late
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100000): pass"
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,9 +52,14 @@ class CTR(torch.nn.Module):
         return logits
 
 
-def made(seed: int, num: int) -> Batch:
+@functools.cache
+def effects_of_ids() -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(NUM_SLOTS, NUM_IDS)) / 3
+
+
+def made(seed: int | tuple[int, int], num: int) -> Batch:
     """Samples whose clicks depend on ids and numbers, the same way for all seeds."""
-    effects = np.random.default_rng(1).normal(size=(NUM_SLOTS, NUM_IDS)) / 3
+    effects = effects_of_ids()
     rng = np.random.default_rng(seed)
     ids = (NUM_IDS * rng.random((num, NUM_SLOTS)) ** 3).astype(np.int64)
     dense = rng.normal(size=(num, NUM_DENSE)).astype(np.float32)
@@ -64,13 +69,19 @@ def made(seed: int, num: int) -> Batch:
     return torch.from_numpy(keys), torch.from_numpy(dense), torch.from_numpy(clicked)
 
 
-def batches(worker: int, size: int, num: int = 20, until: Path | None = None) -> Iterator[Batch]:
-    """`num` batches over and over, other ones on every worker; endless, or until there is a file."""
+def batches(worker: int, size: int, num: int = 20) -> Iterator[Batch]:
+    """`num` batches over and over, other ones on every worker; endless."""
     own = [made(1000 + 100 * worker + i, size) for i in range(num)]
-    while until is None or not until.exists():
-        for batch in own:
-            if until is None or not until.exists():
-                yield batch
+    while True:
+        yield from own
+
+
+def new_batches(worker: int, size: int, until: Path, first: int) -> Iterator[Batch]:
+    """Batches that no worker sees twice, from number `first` on, until there is a file."""
+    for number in itertools.count(first):
+        if until.exists():
+            return
+        yield made((worker, number), size)
 
 
 def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
@@ -181,8 +192,8 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
 
     slow = Slow(chosen.factor if worker == chosen.slow else 1.0, chosen.by)
     if isinstance(plain, Counted):
-        own = batches(worker, chosen.batch, KILLED_BATCHES, Path(chosen.until))
-        longest, num_steps = train(chosen, model, step, own)
+        own_from = functools.partial(new_batches, worker, chosen.batch, Path(chosen.until))
+        longest, num_steps = train(chosen, model, step, own_from)
         return ended(
             {"worker": worker, "steps": num_steps, "longest": longest}, plain.clicks, lambda: audited(chosen, plain)
         )

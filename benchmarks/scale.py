@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale_plot import plot
-from benchmarks.scale_runs import MODES, ROOT, Outcome, Setting, prepared, run
+from benchmarks.scale_runs import MODES, ROOT, Outcome, Setting, prepared, run, run_beside_copies
 from benchmarks.timing import log, report
 
 Runs = dict[Setting, Outcome]
@@ -51,6 +51,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--link", default="", help="of a simulation, as fleetrun --link (default: as on one machine)")
     parser.add_argument("--jitter", type=float, default=0.0, help="of a simulation, as fleetrun --jitter")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at a time; each takes one core")
+    parser.add_argument(
+        "--as_full", action="store_true", help="simulate beside copies, so that as many cores compute as in a real run"
+    )
     parser.add_argument("--no_load", action="store_true", help="leave out one server under eight workers")
     parser.add_argument("--out", help="append every run to this file, one JSON object a line")
     parser.add_argument("--plot", help="a PNG of AUC and speed over the number of workers")
@@ -59,6 +62,8 @@ def options() -> argparse.Namespace:
     chosen = parser.parse_args()
     if min(chosen.seeds, chosen.epochs, chosen.batch, chosen.jobs, *chosen.workers) < 1 or chosen.rows < 4000:
         parser.error("--seeds, --epochs, --batch, --jobs and --workers must be at least 1, --rows at least 4000")
+    if chosen.as_full and chosen.jobs > 1:
+        parser.error(f"--as_full runs copies of one simulation at a time: leave out --jobs {chosen.jobs}")
     if chosen.real_up_to is None:
         chosen.real_up_to = max(1, len(os.sched_getaffinity(0)) - chosen.servers)
     if chosen.quick:
@@ -80,8 +85,9 @@ def settings(chosen: argparse.Namespace, data: str) -> list[Setting]:
     return found
 
 
-def run_all(wanted: Iterable[Setting], jobs: int, out: str | None) -> Runs:
-    """Real runs one after another on the whole machine; simulated ones `jobs` at a time."""
+def run_all(wanted: Iterable[Setting], jobs: int, out: str | None, as_full: bool = False) -> Runs:
+    """Real runs one after another on the whole machine; simulated ones `jobs` at a time. `as_full`: one after another,
+    each as `run_beside_copies`."""
     wanted = list(wanted)
     found: Runs = {}
 
@@ -94,8 +100,9 @@ def run_all(wanted: Iterable[Setting], jobs: int, out: str | None) -> Runs:
 
     for setting in (setting for setting in wanted if not setting.simulated):
         keep(setting, run(setting))
-    with ThreadPoolExecutor(jobs) as pool:
-        under_way = {pool.submit(run, setting): setting for setting in wanted if setting.simulated}
+    simulate = run_beside_copies if as_full else run
+    with ThreadPoolExecutor(1 if as_full else jobs) as pool:
+        under_way = {pool.submit(simulate, setting): setting for setting in wanted if setting.simulated}
         for done in as_completed(under_way):
             keep(under_way[done], done.result())
     return found
@@ -153,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log("writing rows")
         data = prepared(Path(folder) / "rows", chosen.rows, chosen.criteo)
-        found = means(run_all(settings(chosen, data), chosen.jobs, chosen.out))
+        found = means(run_all(settings(chosen, data), chosen.jobs, chosen.out, chosen.as_full))
     result = result_of(found)
     if not chosen.no_load:
         result |= server_load()
@@ -161,7 +168,7 @@ def main() -> None:
         plot(found, chosen.plot)
     asked = {
         name: getattr(chosen, name)
-        for name in ("rows", "criteo", "servers", "batch", "epochs", "seeds", "link", "jitter")
+        for name in ("rows", "criteo", "servers", "batch", "epochs", "seeds", "link", "jitter", "as_full")
     }
     report({**result, **asked}, chosen.json)
 

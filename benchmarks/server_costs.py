@@ -9,7 +9,9 @@ pull the rows of a batch and push gradients for them (Adam, dim 16, keys of 26 s
 servers). The figures are microseconds of processor time for one pull with its push, the median over rounds in turns:
 `loop` is the server's own thread, `zmq` those of ZeroMQ, `others` the log's threads, pyzmq's and the signs of life;
 `system` is the part of all of them that was spent in the kernel, `switches` how often a thread went to sleep. What the
-kernel's own threads spend on writing to a disk is not in them.
+kernel's own threads spend on writing to a disk is not in them. `--pin`: the loop of the server, or of the primary, has
+core 0, and all else has the other cores. Without it, on two cores, the backup and the clients take turns with the loop
+on its core, and it finds its caches cold.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class Servers:
         self._make_table()
         if way in ("replicas", "both"):
             self._name_replicas()
+        if given.pin:
+            pin(list(self.pids.values()))
 
     def _start_replicas(self, has_log: bool) -> str:
         places = [f"ipc://{self._folder}/socket{i}" for i in range(2)]
@@ -141,6 +145,14 @@ class Servers:
             process.wait()
 
 
+def pin(pids: list[int]) -> None:
+    """Core 0 for the loop of the first process; the others for its other threads, the other processes and this one."""
+    rest = os.sched_getaffinity(0) - {0}
+    for pid in (os.getpid(), *pids):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {0} if int(task.name) == pids[0] else rest)
+
+
 def spent(pid: int) -> dict[str, float]:
     """Microseconds of processor time of a process by part, and how often its threads went to sleep."""
     found = dict.fromkeys(("loop", "zmq", "others", "all", "system", "switches"), 0.0)
@@ -187,6 +199,7 @@ def main() -> None:
     parser.add_argument("--num_ids", type=int, default=NUM_IDS)
     parser.add_argument("--batches", type=int, default=150, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pin", action="store_true", help="the loop that is measured has a core of its own")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     given = parser.parse_args()

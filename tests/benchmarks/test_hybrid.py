@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import hybrid, hybrid_auc, hybrid_runs
+from benchmarks.hybrid_worker import new_batches
 from benchmarks.scale_runs import Outcome
 
 
@@ -60,3 +64,14 @@ def test_every_workers_batch_is_its_share_of_the_global_one() -> None:
 def test_results_on_one_line_are_told_apart() -> None:
     made = [{"worker": 0, "exchange": {"rounds": 1}}, {"worker": 1}]
     assert hybrid_runs.results("".join(f"RESULT {json.dumps(each)}" for each in made) + "\n[rank] ends") == made
+
+
+def test_a_worker_that_joins_again_goes_on_with_its_data_and_no_batch_is_seen_twice(tmp_path: Path) -> None:
+    until = tmp_path / "done"
+    whole = [[batch[1] for batch in islice(new_batches(worker, 4, until, 0), 3)] for worker in range(2)]
+    again = next(new_batches(1, 4, until, 2))
+    assert torch.equal(again[1], whole[1][2])
+    numbers = {tuple(dense.flatten().tolist()) for own in whole for dense in own}
+    assert len(numbers) == 6
+    until.touch()
+    assert next(new_batches(1, 4, until, 2), None) is None

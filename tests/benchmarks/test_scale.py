@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from support.cases import each_of
 from support.messages import naming
 
+from benchmarks import scale_runs
 from benchmarks.scale import means, result_of
 from benchmarks.scale_runs import MODES, Outcome, Setting, outcome, script_flags
 
@@ -61,3 +64,12 @@ def test_keys_take_real_runs_and_compare_simulated_ones_with_them() -> None:
     assert result["hybrid_efficiency_8"] == pytest.approx(700 / 800)
     assert result["simulator_error"] == pytest.approx(0.1)
     assert result["simulator_auc_apart"] == {"hybrid_8": pytest.approx(0.01)}
+
+
+def test_a_simulation_beside_copies_has_their_median_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([100.0, 500.0, 300.0])
+    monkeypatch.setattr(scale_runs, "run", lambda setting: Outcome([0.7], next(speeds)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    made = scale_runs.run_beside_copies(Setting("rows", "sync", workers=2, seed=0, servers=1, simulated=True))
+    assert made == Outcome([0.7], 300.0)
+    assert next(speeds, None) is None, "as many copies as the job has processes"

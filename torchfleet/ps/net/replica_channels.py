@@ -8,13 +8,14 @@ send its unanswered requests again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchfleet.base.errors import NotPrimary, WireError
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import (
     ERROR,
     HEADER,
+    MAGIC,
     VERSION,
     Command,
     Frame,
@@ -23,7 +24,6 @@ from torchfleet.ps.net.wire import (
     decode_reply,
     encode,
     unpack,
-    version_of,
 )
 
 SEPARATOR = "|"  # between the addresses of a server's replicas
@@ -33,8 +33,7 @@ _LEAST = 0.001  # shortest wait in seconds; a shorter one may be rounded to 0
 _PROBE = (1 << 64) - 1  # the call number of our PINGs; no client's request has it
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """Fields of a message's header, for code that forwards the message. The rest of the message is unchecked."""
 
     command: int
@@ -47,9 +46,11 @@ class Envelope:
 
 def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
     """The envelope of a message of this protocol version, whose rest may be malformed; None for anything else."""
-    if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
+    if not frames or memoryview(frames[0]).nbytes < HEADER.size:
         return None
-    fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
+    fields = HEADER.unpack_from(frames[0])
+    if fields[0] != MAGIC or fields[1] != VERSION:
+        return None
     return Envelope(fields[2], fields[3], fields[5], fields[9], fields[13], fields[14])
 
 

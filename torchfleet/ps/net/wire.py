@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from torchfleet.base.errors import WireError
-from torchfleet.ps.net.joined_arrays import CODES, DTYPES, ENTRY, Array, JoinedArrays
+from torchfleet.ps.net.joined_arrays import BYTES, CODES, DTYPES, ENTRY, Array, JoinedArrays
 
 __all__ = ["Array"]  # part of every message
 
@@ -160,10 +160,7 @@ def encode(message: Message) -> list[Frame]:
     num_arrays = len(message.arrays)
     if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
-    header = HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays, message.trace,
-        message.client, message.call, message.sequence, message.floor, message.incarnation, message.shard, message.term,
-    )  # fmt: skip
+    header = _header(message, num_arrays)
     if isinstance(message.arrays, JoinedArrays):
         return [header + message.arrays.entries.tobytes(), message.arrays.words]
     parts = [header]
@@ -188,9 +185,20 @@ def encode(message: Message) -> list[Frame]:
 def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
     """As `encode`, for a message whose arrays are the bytes of `frames`. The result has the frames themselves, unless
     they are many and small: a transport sends one that it has received without touching its content."""
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    if len(sizes) <= FEW_ARRAYS and max(sizes, default=0) <= MAX_FRAME:  # most messages: no array is made of a frame
+        entries = [_ARRAY.pack(0, BYTES, 1, size) for size in sizes]
+        return [b"".join([_header(message, len(sizes)), *entries]), *frames]
     message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
     made = encode(message)
     return [made[0], *frames] if len(made) == len(frames) + 1 else made
+
+
+def _header(message: Message, num_arrays: int) -> bytes:
+    return HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays, message.trace,
+        message.client, message.call, message.sequence, message.floor, message.incarnation, message.shard, message.term,
+    )  # fmt: skip
 
 
 def _joined(frames: Sequence[Frame]) -> list[Frame]:

@@ -43,9 +43,10 @@ class BackupSink:
         self._append(index, piece, 0)
 
     def _append(self, index: int, entry: Sequence[Frame], num_bytes: int) -> None:
+        now = self._channel.now()
         if not self._kept:
-            self._progress = self._channel.now()
-        frames = append(self._own, self.term, self._session, self._next, self._channel.now(), entry)
+            self._progress = now
+        frames = append(self._own, self.term, self._session, self._next, now, entry)
         self._kept.append((self._next, index, frames, num_bytes))
         self._num_bytes += num_bytes
         self._next += 1
@@ -102,11 +103,12 @@ class BackupSink:
 
     def confirm(self, number: int) -> None:
         """Drop the messages up to `number`, which the backup has confirmed, and send the next ones."""
-        self._is_open = True
+        self._is_open, num_before = True, len(self._kept)
         while self._kept and self._kept[0][0] <= number:
             _, self._confirmed, _, num_bytes = self._kept.popleft()
             self._num_bytes -= num_bytes
             self._num_sent = max(0, self._num_sent - 1)
+        if len(self._kept) < num_before:
             self._progress = self._channel.now()
         self._flush()
 

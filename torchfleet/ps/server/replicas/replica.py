@@ -37,6 +37,7 @@ from torchfleet.ps.server.replicas.restoration import Restoration
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
+_OF_REPLICAS = frozenset((*REQUESTS, Command.LOST))  # what is not a client's request
 
 
 class Replica:
@@ -135,7 +136,7 @@ class Replica:
         if envelope is None:
             return self._server.handle(peer, frames, role)  # its reply names the error
         proved = envelope.role if role is None else role
-        if envelope.command in (*REQUESTS, Command.LOST):
+        if envelope.command in _OF_REPLICAS:
             return self._take(peer, frames, envelope, proved)
         primary = self._primary
         if primary is not None and envelope.term > primary.view.term:
