@@ -13,7 +13,7 @@ from torchfleet.base.strategy.configs import Configs, ConfigsField, aliases_of
 from torchfleet.base.strategy.fields import Field, Fields, Key, ListKey, Switch, fields_of
 
 
-class NoiseConfigs(Configs, name="noise_configs", aliases={"sigma": "scale"}):
+class NoiseConfigs(Configs, field="noise_configs", aliases={"sigma": "scale"}):
     scale = Key(1.0, at_least=0.0, at_most=8.0)
     kind = Key("normal", choices=("normal", "uniform"))
     seeds = ListKey(int, [1])

@@ -17,7 +17,7 @@ _COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_op
 _WHOLE = "in hybrid mode every worker holds the whole network, so that the servers can keep it"
 
 
-class AmpConfigs(Configs, name="amp_configs"):
+class AmpConfigs(Configs, field="amp_configs"):
     init_loss_scaling = Key(32768.0, at_least=1e-30)
     incr_every_n_steps = Key(1000, at_least=1)
     decr_every_n_nan_or_inf = Key(2, at_least=1)
@@ -31,7 +31,7 @@ class AmpConfigs(Configs, name="amp_configs"):
     dtype = Key("float16", choices=("float16", "bfloat16"))
 
 
-class RecomputeConfigs(Configs, name="recompute_configs"):
+class RecomputeConfigs(Configs, field="recompute_configs"):
     checkpoints = ListKey(str)
     enable_offload = Key(False)
     half_inputs = Key(False)
@@ -39,43 +39,43 @@ class RecomputeConfigs(Configs, name="recompute_configs"):
     checkpoint_shape = ListKey(int, only="shapes are seen when the model runs")
 
 
-class GradientMergeConfigs(Configs, name="gradient_merge_configs"):
+class GradientMergeConfigs(Configs, field="gradient_merge_configs"):
     k_steps = Key(1, at_least=1)
     avg = Key(True)
 
 
-class LarsConfigs(Configs, name="lars_configs"):
+class LarsConfigs(Configs, field="lars_configs"):
     lars_coeff = Key(0.001, at_least=0.0)
     lars_weight_decay = Key(0.0005, at_least=0.0)
     epsilon = Key(0.0, at_least=0.0)
     exclude_from_weight_decay = ListKey(str)
 
 
-class LambConfigs(Configs, name="lamb_configs"):
+class LambConfigs(Configs, field="lamb_configs"):
     lamb_weight_decay = Key(0.01, at_least=0.0)
     exclude_from_weight_decay = ListKey(str)
 
 
-class DgcConfigs(Configs, name="dgc_configs"):
+class DgcConfigs(Configs, field="dgc_configs"):
     rampup_begin_step = Key(0, at_least=0)
     rampup_step = Key(1, at_least=1)
     sparsity = ListKey(float, [0.999])
     local_grad_clip_norm = Key(0.0, at_least=0.0)
 
 
-class LocalSGDConfigs(Configs, name="localsgd_configs"):
+class LocalSGDConfigs(Configs, field="localsgd_configs"):
     k_steps = Key(1, at_least=1)
     begin_step = Key(1, at_least=1)
 
 
-class AdaptiveLocalSGDConfigs(Configs, name="adaptive_localsgd_configs"):
+class AdaptiveLocalSGDConfigs(Configs, field="adaptive_localsgd_configs"):
     init_k_steps = Key(1, at_least=1, at_most=16)
     begin_step = Key(1, at_least=1)
 
 
 class ShardingConfigs(
     Configs,
-    name="sharding_configs",
+    field="sharding_configs",
     aliases={"fuse_broadcast_MB": "segment_broadcast_MB", "sharding_group_size": "sharding_degree"},
 ):
     stage = Key(1, choices=(1, 2, 3))
@@ -85,7 +85,7 @@ class ShardingConfigs(
     offload = Key(False)  # parameters, gradients and optimizer state in host memory
 
 
-class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": "accumulate_steps"}):
+class PipelineConfigs(Configs, field="pipeline_configs", aliases={"micro_batch": "accumulate_steps"}):
     accumulate_steps = Key(1, at_least=1)
     micro_batch_size = Key(0, at_least=0)  # 0: derived from the batch and accumulate_steps
     schedule_mode = Key(
@@ -105,18 +105,18 @@ class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": 
             )
 
 
-class TensorParallelConfigs(Configs, name="tensor_parallel_configs"):
+class TensorParallelConfigs(Configs, field="tensor_parallel_configs"):
     tensor_parallel_degree = Key(1, at_least=1)
     plan = DictKey()  # pattern of module names → how these modules are cut; {}: by the class of the model
     sequence_parallel = Key(False)  # presets: norms and dropout work on parts of the sequence
 
 
-class ContextParallelConfigs(Configs, name="context_parallel_configs"):
+class ContextParallelConfigs(Configs, field="context_parallel_configs"):
     context_parallel_degree = Key(0, at_least=0)  # 0: all ranks that hold the same layers
     position_argument = Key("position_ids")  # of the model's forward; "": it knows no positions
 
 
-class HybridConfigs(Configs, name="hybrid_configs"):
+class HybridConfigs(Configs, field="hybrid_configs"):
     dp_degree = Key(0, at_least=0)  # 0: the ranks that remain after the other degrees
     mp_degree = Key(1, at_least=1)
     pp_degree = Key(1, at_least=1)

@@ -23,10 +23,11 @@ class Configs(Fields, Mapping[str, Any]):
     _NAME: ClassVar[str] = ""
     _ALIASES: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, name: str, aliases: Mapping[str, str] | None = None) -> None:
+    def __init_subclass__(cls, field: str, aliases: Mapping[str, str] | None = None) -> None:
+        """`field`: its name in the strategy. (`name` as a keyword of a class is taken by ABCMeta in Python 3.10.)"""
         super().__init_subclass__()
-        cls._NAME, cls._ALIASES = name, aliases or {}
-        cls._PADDLE_NAMES = reasons(name)
+        cls._NAME, cls._ALIASES = field, aliases or {}
+        cls._PADDLE_NAMES = reasons(field)
 
     def __init__(self, given: Mapping[str, Any] | None = None, /) -> None:
         super().__init__()

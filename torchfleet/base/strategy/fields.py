@@ -1,6 +1,6 @@
 """Declares settings: a field has a type, a default and limits, and checks each value that is assigned.
 
-    class LarsConfigs(Configs, name="lars_configs"):
+    class LarsConfigs(Configs, field="lars_configs"):
         lars_coeff = Key(0.001, at_least=0.0)
 
     class CollectiveFields(Fields):

@@ -42,7 +42,7 @@ _QUEUE = (
 )
 
 
-class AsyncConfigs(Configs, name="a_sync_configs"):
+class AsyncConfigs(Configs, field="a_sync_configs"):
     k_steps = Key(0, at_least=0)
     half_async = Key(False)
     hybrid = Key(False)
