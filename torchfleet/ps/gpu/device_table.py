@@ -239,7 +239,7 @@ class DeviceTable:
         insert those that are missing).
         """
         keys = device_errors.checked_keys(keys, self.name, self.device)
-        if insert and self._is_capturing:
+        if insert and self.is_capturing:
             check_capture(self)
             self.is_captured = True
         elif insert and self.admission is not None:
@@ -276,7 +276,7 @@ class DeviceTable:
         if insert:
             self.mark(slots)
             self._stamp(slots)
-        if (insert or self.layout.size) and not self._is_capturing:
+        if (insert or self.layout.size) and not self.is_capturing:
             note = self.occupancy.add if is_joined else self.occupancy.note
             note(len(slots) if insert else 0)
             if self.device.type == "cpu":
@@ -288,7 +288,8 @@ class DeviceTable:
             self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
 
     @property
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph captures what this thread issues."""
         return is_capturing(self.device)
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -327,7 +328,7 @@ class DeviceTable:
 
     def mark(self, slots: torch.Tensor) -> None:
         """Note for the next delta that these rows change. A table that a CUDA graph updates has no deltas."""
-        if self.tracking is not None and not self._is_capturing:
+        if self.tracking is not None and not self.is_capturing:
             self.tracking.mark(slots)
 
     @property

@@ -25,13 +25,15 @@ def row_start(offsets, shift, slot, mask, WIDTH: tl.constexpr, SHIFT: tl.constex
     """
     slot = slot.to(tl.int64)
     if SHIFT == 0:
-        return slot * WIDTH
-    if SHIFT == IN_MEMORY:
+        start = slot * WIDTH
+    elif SHIFT == IN_MEMORY:
         number = slot >> shift
         chunk = tl.load(offsets + number, mask=mask & (shift < ONE_SEGMENT), other=0)
-        return chunk * ALIGN_WORDS + (slot - (number << shift)) * WIDTH
-    chunk = tl.load(offsets + (slot >> SHIFT), mask=mask, other=0)
-    return chunk * ALIGN_WORDS + (slot & ((1 << SHIFT) - 1)) * WIDTH
+        start = chunk * ALIGN_WORDS + (slot - (number << shift)) * WIDTH
+    else:
+        chunk = tl.load(offsets + (slot >> SHIFT), mask=mask, other=0)
+        start = chunk * ALIGN_WORDS + (slot & ((1 << SHIFT) - 1)) * WIDTH
+    return start
 
 
 @triton.jit
