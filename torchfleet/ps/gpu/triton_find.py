@@ -74,9 +74,9 @@ def find_block(
     todo = i < n
     key = tl.load(keys + i, mask=todo, other=0)
     if HAS_PADDING:
-        todo = todo & ((key != padding) | (is_padded == 0))
+        todo = todo & ((key != padding) | (tl.zeros_like(key) + is_padded == 0))
     if HAS_SIZE:
-        is_outside = todo & (size > 0) & ((key < 0) | (key >= size))
+        is_outside = todo & (tl.zeros_like(key) + size > 0) & ((key < 0) | (key >= size))
         todo = todo & (is_outside == 0)
         num_outside = tl.sum(is_outside.to(tl.int32), 0)
         if num_outside > 0:

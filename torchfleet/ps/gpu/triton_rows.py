@@ -28,7 +28,8 @@ def row_start(offsets, shift, slot, mask, WIDTH: tl.constexpr, SHIFT: tl.constex
         start = slot * WIDTH
     elif SHIFT == IN_MEMORY:
         number = slot >> shift
-        chunk = tl.load(offsets + number, mask=mask & (shift < ONE_SEGMENT), other=0)
+        is_one = tl.zeros_like(slot) + shift >= ONE_SEGMENT
+        chunk = tl.load(offsets + number, mask=mask & (is_one == 0), other=0)
         start = chunk * ALIGN_WORDS + (slot - (number << shift)) * WIDTH
     else:
         chunk = tl.load(offsets + (slot >> SHIFT), mask=mask, other=0)
