@@ -40,7 +40,11 @@ class Net(torch.nn.Module):
     def __init__(self, apart: bool) -> None:
         super().__init__()
         settings: dict[str, dict[str, Any]] = {f"t{number}": {} for number in range(3)}
-        settings |= {"bags": {"padding_idx": 3}, "same": {"name": "t1"}, "counted": {"entry": fleet.CountFilterEntry(2)}}
+        settings |= {
+            "bags": {"padding_idx": 3},
+            "same": {"name": "t1"},
+            "counted": {"entry": fleet.CountFilterEntry(2)},
+        }
         settings |= {name: {"shrink": fleet.Shrink(max_rows=100)} for name in ("limited", "second")}
         settings |= {name: {"dim": 2 * DIM} for name in ("wide", "wider")}
         made = {name: fleet.nn.SparseEmbedding(**{"dim": DIM, "name": name, "device": here(), "state": "none", **own})
@@ -97,8 +101,10 @@ def rows_of(model: Any) -> dict[str, dict[int, bytes]]:
     """By table and key: the words of its row, state included."""
     found: dict[str, dict[int, bytes]] = {}
     for name, rows in model.tables["t0"].table_rows.engine.rows.items():
-        blocks = [block.arrays() for block in rows.table.rows()]
-        found[name] = {int(key): row.tobytes() for block in blocks for key, row in zip(block["keys"], block["rows"])}
+        found[name] = {}
+        for block in rows.table.rows():
+            arrays = block.arrays()
+            found[name] |= {int(key): row.tobytes() for key, row in zip(arrays["keys"], arrays["rows"], strict=True)}
     return found
 
 

@@ -15,7 +15,11 @@ from torchfleet.ps.gpu.triton_find import find_block
 from torchfleet.ps.gpu.triton_rows import IN_MEMORY, gather_block, initialise_rows
 from torchfleet.ps.gpu.triton_update import count, finish_run, fold_tiles, update_tiles
 
-DIRECTORY, COUNTERS, ROW_KEYS = tl.constexpr(group.DIRECTORY), tl.constexpr(group.COUNTERS), tl.constexpr(group.ROW_KEYS)
+DIRECTORY, COUNTERS, ROW_KEYS = (
+    tl.constexpr(group.DIRECTORY),
+    tl.constexpr(group.COUNTERS),
+    tl.constexpr(group.ROW_KEYS),
+)
 FREE, WORDS, OFFSETS = tl.constexpr(group.FREE), tl.constexpr(group.WORDS), tl.constexpr(group.OFFSETS)
 RATES, NUM_POSITIONS, SECRET = tl.constexpr(group.RATES), tl.constexpr(group.NUM_POSITIONS), tl.constexpr(group.SECRET)
 SIZE, STREAM, SHIFT, FIRST = (

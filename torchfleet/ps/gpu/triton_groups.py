@@ -99,9 +99,7 @@ def push(
     triton_group.finish[(grids[2],)](*shared, **shape, BLOCK=sizes.block, num_warps=single.FINISH_WARPS)
 
 
-def _update_segments(
-    counts: Sequence[int], sizes: single.UpdateSizes
-) -> tuple[list[tuple[int, ...]], list[int], int]:
+def _update_segments(counts: Sequence[int], sizes: single.UpdateSizes) -> tuple[list[tuple[int, ...]], list[int], int]:
     """(segments, programs of the four kernels, rows of parts). Tiles and their groups begin anew in every table, as if
     it were alone.
     """

@@ -82,10 +82,18 @@ def update_tiles(
         ours1 = ends1 & (is_left1 == 0) & (slot1 >= 0)
         ours2 = ends2 & (is_left2 == 0) & (slot2 >= 0)
         ours3 = ends3 & (is_left3 == 0) & (slot3 >= 0)
-        start0, value0, first0, second0 = read_row(words, offsets, shift, slot0, ours0, d, D, WIDTH, SHIFT, RULE, STATES)
-        start1, value1, first1, second1 = read_row(words, offsets, shift, slot1, ours1, d, D, WIDTH, SHIFT, RULE, STATES)
-        start2, value2, first2, second2 = read_row(words, offsets, shift, slot2, ours2, d, D, WIDTH, SHIFT, RULE, STATES)
-        start3, value3, first3, second3 = read_row(words, offsets, shift, slot3, ours3, d, D, WIDTH, SHIFT, RULE, STATES)
+        start0, value0, first0, second0 = read_row(
+            words, offsets, shift, slot0, ours0, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start1, value1, first1, second1 = read_row(
+            words, offsets, shift, slot1, ours1, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start2, value2, first2, second2 = read_row(
+            words, offsets, shift, slot2, ours2, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start3, value3, first3, second3 = read_row(
+            words, offsets, shift, slot3, ours3, d, D, WIDTH, SHIFT, RULE, STATES
+        )
         grad0 += total
         grad1 += tl.where(ends0[:, None], 0.0, grad0)
         grad2 += tl.where(ends1[:, None], 0.0, grad1)

@@ -85,9 +85,7 @@ class _JoinedLookup(torch.autograd.Function):
     """Values of rows, one output per table; backward leaves the gradients in each table's RowsOnDevice."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, group: JoinedRows, asked: Sequence[Asked]
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, anchor: torch.Tensor, group: JoinedRows, asked: Sequence[Asked]) -> tuple[torch.Tensor, ...]:
         found = group.find(asked)
         ctx.rows, ctx.slots = [each.rows for each in asked], [slots for _, slots in found]
         ctx.set_materialize_grads(False)  # a table that the loss does not need makes no update of rows
