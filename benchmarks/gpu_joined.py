@@ -4,7 +4,8 @@ benchmarks.gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,20 +94,22 @@ def measure_tables(sizes: Sequence[int] = (4096, 65536)) -> dict[str, Any]:
     """Steps per second by batch size and variant, the best of ROUNDS in turns; `_graph`: as a CUDA graph."""
     found: dict[str, float] = {}
     for size in sizes:
-        calls: dict[str, Callable[[], object]] = dict(table_steps(size))
-        calls |= {f"{name}_graph": graph_of(call) for name, call in list(calls.items())}
-        _measure(calls, size, found)
-        calls.clear()
+        _measure(table_steps(size), size, found)
         free_memory()
         for name, is_joined in (("model_one_by_one", False), ("model_collection", True)):
-            step = model_step(size, is_joined)
-            _measure({name: step, f"{name}_graph": graph_of(step)}, size, found)
-            step = None  # type: ignore[assignment]
+            _measure({name: model_step(size, is_joined)}, size, found)
             free_memory()
     return {"tables": found}
 
 
-def _measure(calls: dict[str, Callable[[], object]], size: int, found: dict[str, float]) -> None:
+def _measure(steps: Mapping[str, Callable[[], None]], size: int, found: dict[str, float]) -> None:
+    calls: dict[str, Callable[[], object]] = dict(steps)
+    for name, step in steps.items():
+        try:
+            calls[f"{name}_graph"] = graph_of(step)
+        except Exception as error:  # a capture that fails must not hide the others
+            log(f"{TABLES} tables, batch {size}, {name}_graph: failed")
+            traceback.print_exception(error)
     for _ in range(ROUNDS):
         for name, call in calls.items():
             place = f"{name}_{size}"

@@ -33,8 +33,8 @@ def grouped(kernels: str, described: list[TableSpec], **settings: Any) -> tuple[
 
 
 def drawn(random: np.random.Generator, step: int) -> list[np.ndarray[Any, Any]]:
-    """Ids of each table in a step: many, some or none; single ones over many tiles."""
-    nums = [(300, 20, 0), (40, 700, 130), (0, 0, 64)][step % 3]
+    """Ids of each table in a step: more than a tile, some or none. The interpreter takes a while for each."""
+    nums = [(130, 20, 0), (40, 200, 70), (0, 0, 64)][step % 3]
     return [np.concatenate([random.choice(ANY_IDS, num // 2), random.integers(0, 90, num - num // 2)]) for num in nums]
 
 

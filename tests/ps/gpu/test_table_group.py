@@ -40,6 +40,14 @@ def test_rows_of_any_width_are_equal(dim: int, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+def test_runs_over_groups_of_tiles_are_equal(kernels: str) -> None:
+    """At this width four tiles of 64 are a group, whose parts are added up before the others."""
+    group, alone = grouped(kernels, named(spec(dim=600, rule=Rule("adagrad", 0.1))))
+    step(group, alone, [np.full(700, 5), np.arange(300) // 140, ANY_IDS])
+    assert_equal(group, alone)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("first", [Initializer("constant", 0.3), Initializer("truncated_normal", 0.0, 1.0)])
 def test_first_values_are_those_of_each_table(first: Initializer, kernels: str) -> None:
     group, alone = grouped(kernels, named(spec(dim=5, initializer=first)))
@@ -51,7 +59,7 @@ def test_first_values_are_those_of_each_table(first: Initializer, kernels: str) 
 def test_one_table_grows_while_the_others_stay(kernels: str) -> None:
     group, alone = grouped(kernels, named(spec(dim=4, rule=Rule("adagrad", 0.1))), capacity=64)
     for number in range(1, 5):
-        step(group, alone, [np.arange(20), np.arange(150 * number), ANY_IDS])
+        step(group, alone, [np.arange(20), np.arange(60 * number), ANY_IDS])
     assert [len(table.memory.rows.segments) > 1 for table in group.tables] == [False, True, False]
     assert_equal(group, alone)
 
