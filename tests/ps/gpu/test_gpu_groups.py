@@ -75,7 +75,8 @@ def test_every_key_gets_one_row_in_each_table(seed: int) -> None:
 
 
 def test_tables_grow_in_a_group_under_load() -> None:
-    group, alone = TableGroup(tables(4, capacity=1 << 10)), tables(4, capacity=1 << 16)
+    made = [tables(4, capacity, "momentum") for capacity in (1 << 10, 1 << 16)]
+    group, alone = TableGroup(made[0]), made[1]
     for seed in range(4):
         sizes = [1 << 13, 100, 1 << (9 + seed), 0]
         ids, grads = random_ids(sizes, seed), random_grads(sizes, 16, seed)
@@ -87,15 +88,15 @@ def test_tables_grow_in_a_group_under_load() -> None:
         every = torch.arange(20_000, device="cuda")
         assert table.num_rows == expected.num_rows
         found = table.find_and_gather(every)[1]
-        # Other numbers of rows, and so other orders of sums
-        torch.testing.assert_close(found, expected.find_and_gather(every)[1], rtol=2e-3, atol=1e-4)
+        # Rows have other numbers, so that sums over tiles are made of other parts.
+        torch.testing.assert_close(found, expected.find_and_gather(every)[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_captured_step_replays(is_known: bool) -> None:
     """`is_known`: the shapes of the captured batch appeared before; otherwise kernels write its segments."""
     sizes = [1000, 0, 3000]
-    group, alone = TableGroup(tables(3)), tables(3)
+    group, alone = TableGroup(tables(3, rule="momentum")), tables(3, rule="momentum")
     static = random_ids(sizes, 0)
     warm = static if is_known else [own[:10] for own in static]
     grads = random_grads(sizes, 16, 0)
@@ -119,7 +120,7 @@ def test_a_captured_step_replays(is_known: bool) -> None:
         graph.replay()
         joined = [table.find_and_gather(own, insert=True) for table, own in zip(alone, ids, strict=True)]
         for values, (_, wanted) in zip(read, joined, strict=True):
-            torch.testing.assert_close(values, wanted, rtol=2e-3, atol=1e-4)
+            torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-4)
         for table, (slots, _), grad in zip(alone, joined, grads.split(sizes), strict=True):
             table.push(slots, grad)
         joined_step(group, [own[:0] for own in ids], grads[:0])  # an eager step between replays

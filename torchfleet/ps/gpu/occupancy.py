@@ -51,6 +51,7 @@ class Occupancy:
         self._is_cuda = memory.counters.is_cuda
         self._num_copied = 0  # ids of calls that copy number `_begun` does not contain
         self._num_since = 0  # ids of calls that the known counters do not contain
+        self._begun = self._taken = 0  # the last copy that began when `_num_copied` was 0; the last one looked at
         self.share(CounterCopies(memory.counters.unsqueeze(0)), 0)
 
     def share(self, copies: CounterCopies, place: int) -> None:

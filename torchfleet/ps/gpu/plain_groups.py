@@ -4,7 +4,7 @@ those in Triton, and their oracle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,9 @@ def find_and_gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(slots, values) of the keys of these parts, one part after the other."""
     found = []
-    for part, own in zip(parts, keys.split([part.num for part in parts]), strict=True):
+    for part, own in zip(parts, spans(part.num for part in parts), strict=True):
         table, layout = memory.memories[part.table], memory.layouts[part.table]
-        found.append(plain_kernels.find_and_gather(table, layout, own, insert, dtype, part.padding))
+        found.append(plain_kernels.find_and_gather(table, layout, keys[own], insert, dtype, part.padding))
     return torch.cat([slots for slots, _ in found]), torch.cat([values for _, values in found])
 
 
@@ -45,11 +45,12 @@ def push(
     lr: float | torch.Tensor,
 ) -> None:
     """One update of every table, by `counts[k]` slots and gradients of table k, one table after the other."""
-    for table, layout, own in zip(memory.memories, memory.layouts, _spans(counts), strict=True):
+    for table, layout, own in zip(memory.memories, memory.layouts, spans(counts), strict=True):
         plain_kernels.push(table, layout, slots[own], grads[own], lr)
 
 
-def _spans(counts: Sequence[int]) -> Iterator[slice]:
+def spans(counts: Iterable[int]) -> Iterator[slice]:
+    """The places of each part, one part after the other."""
     first = 0
     for num in counts:
         yield slice(first, first + num)

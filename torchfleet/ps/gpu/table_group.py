@@ -16,7 +16,7 @@ from torchfleet.ps.gpu.device_table import DeviceTable
 from torchfleet.ps.gpu.group_memory import GroupMemory
 from torchfleet.ps.gpu.kernel_choice import GroupKernels, group_kernels_for
 from torchfleet.ps.gpu.occupancy import CounterCopies
-from torchfleet.ps.gpu.plain_groups import Part
+from torchfleet.ps.gpu.plain_groups import Part, spans
 
 Found = tuple[torch.Tensor, torch.Tensor]  # slots, values
 
@@ -80,8 +80,7 @@ class TableGroup:
         slots, values = self.kernels.find_and_gather(
             self.memory, parts, joined, insert, dtype, self.tables[0].deterministic
         )
-        counts = [part.num for part in parts]
-        found = list(zip(slots.split(counts), values.split(counts), strict=True))
+        found = [(slots[own], values[own]) for own in spans(part.num for part in parts)]
         for table, (own, _) in zip(tables, found, strict=True):
             table.end(own, insert, is_joined=True)
         if self.device.type == "cuda" and not tables[0].is_capturing:
@@ -103,5 +102,6 @@ class TableGroup:
         self.memory.refresh()
         rate = self.memory.layout.rule.lr if lr is None else lr
         self.kernels.push(self.memory, counts, slots, grads, rate)
-        for table, own in zip(self.tables, slots.split(list(counts)), strict=True):
-            table.mark(own)
+        for table, own in zip(self.tables, spans(counts), strict=True):
+            if table.tracking is not None:
+                table.mark(slots[own])
