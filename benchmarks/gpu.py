@@ -1,4 +1,5 @@
-"""Tables in GPU memory: find, gather and insert, whole steps on repeated ids, and CTR-DNN beside torch's own embedding.
+"""Tables in GPU memory: find, gather and insert, whole steps on repeated ids, steps of many tables, and CTR-DNN beside
+torch's own embedding.
 
 python -m benchmarks.gpu --json                                  all parts, about two minutes on an H200
 python -m benchmarks.gpu --parts step,ctr --sizes 4096 --json    some of them
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_ctr import measure_ctr
+from benchmarks.gpu_joined import measure_tables
 from benchmarks.gpu_tables import STEP_IDS, STEP_ROWS, free_memory, measure_find, measure_insert, measure_step
 from benchmarks.timing import report
 
-PARTS = ("find", "insert", "step", "ctr")
+PARTS = ("find", "insert", "step", "tables", "ctr")
 VARIANTS = "eager,graph,compiled_graph,torch,tower_graph"
 
 
@@ -46,6 +48,8 @@ def main() -> None:
     if "step" in parts:
         result |= measure_step(chosen.step_rows, chosen.step_ids)
     free_memory()
+    if "tables" in parts:
+        result |= measure_tables()
     if "ctr" in parts:
         sizes = [int(size) for size in chosen.sizes.split(",")]
         found = measure_ctr(sizes, chosen.ctr_rows, chosen.variants.split(","))

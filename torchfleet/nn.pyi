@@ -16,6 +16,7 @@ from torchfleet.ps.worker.lookup.embedding import (
     SparseEmbedding as SparseEmbedding,
     SparseEmbeddingBag as SparseEmbeddingBag,
 )
+from torchfleet.ps.worker.lookup.embedding_collection import SparseEmbeddingCollection as SparseEmbeddingCollection
 from torchfleet.ps.worker.lookup.initializers import (
     Constant as Constant,
     Normal as Normal,

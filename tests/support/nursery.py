@@ -298,11 +298,15 @@ def _load_kernels() -> None:
 
 
 def _trace_a_network() -> None:
-    """The first save of a process makes torch.export import half a second's worth of modules."""
+    """The first save of a process makes torch.export import half a second's worth of modules. It asks for GPUs: torch
+    then lets no process that is forked use one."""
+    from unittest import mock
+
     import torch
 
     dims = ({0: torch.export.Dim("samples", min=1)},)
-    torch.export.export(torch.nn.Linear(2, 1).eval(), (torch.zeros(3, 2),), dynamic_shapes=dims, strict=False)
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        torch.export.export(torch.nn.Linear(2, 1).eval(), (torch.zeros(3, 2),), dynamic_shapes=dims, strict=False)
 
 
 def _serve(modules: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from support import processes
 from support.paths import ROOT
@@ -83,7 +84,8 @@ def export_once() -> None:
     """For `prepare_ranks`: what torch.export imports when it is first called takes most of a second."""
     import torch
 
-    torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):  # else no rank could use a GPU
+        torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
 
 
 def _serve() -> None:

@@ -111,7 +111,8 @@ class DeviceRows:
         from torchfleet.ps.gpu.device_table import DeviceTable
         from torchfleet.ps.gpu.sharded_table import ShardedTable
         from torchfleet.ps.gpu.table_saves import TableSaves
-        from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
+        from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
+        from torchfleet.ps.worker.lookup.joined_tables import joined
         from torchfleet.ps.worker.lookup.plan import make_plan
         from torchfleet.ps.worker.modes.hybrid import rows_of
 
@@ -128,7 +129,8 @@ class DeviceRows:
             _begin_with(own, first)
             self._saves[name] = TableSaves(own)
             tables[name] = own if num_ranks == 1 else ShardedTable(own, _group())
-        self._lookups = DeviceLookups(tables)
+        rows = {name: RowsOnDevice(table) for name, table in tables.items()}
+        self._lookups = DeviceLookups(rows, joined(rows, {name: id(g.group) for name, g in self._plan.sparse.items()}))
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self._lookups)
@@ -144,8 +146,7 @@ class DeviceRows:
         assert self._plan is not None
         assert self._lookups is not None
         self._plan.check_options(optimizer)
-        for name, rows in self._lookups.rows.items():
-            rows.step(self._plan.sparse[name].group["lr"], factor)
+        self._lookups.step({name: group.group["lr"] for name, group in self._plan.sparse.items()}, factor)
 
     def drop(self) -> None:
         """Forget the gradients of rows since the last step."""

@@ -65,6 +65,12 @@ def checked_keys(keys: torch.Tensor, table: str, device: torch.device) -> torch.
     return keys.reshape(-1).to(torch.int64).contiguous()
 
 
+def check_gradients(table: str, grads: torch.Tensor, num: int, dim: int) -> None:
+    """Raise TableError if these are not `num` gradients of rows."""
+    if grads.shape != (num, dim):
+        raise TableError(f"table '{table}': expected gradients of shape {(num, dim)}, found {tuple(grads.shape)}")
+
+
 @contextlib.contextmanager
 def naming(table: Sized, num_rows: int) -> Iterator[None]:
     """Turn an error for lack of device memory into one that names the table. What was trained stays as it is."""

@@ -127,9 +127,9 @@ class DeviceTable:
         `insert`: missing keys get a row with its first values if the entry of the table admits them, and the rows count
         as used. Raises TableError if there is no memory for them. Waits for the device if the table has an entry.
         """
-        keys, inserts = self._begin(keys, insert, padding)
+        keys, inserts = self.begin(keys, insert, padding)
         slots = self.kernels.find(self.memory, self.layout, keys, inserts, padding, self.deterministic)
-        self._end(slots, insert)
+        self.end(slots, insert)
         return slots
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -144,10 +144,10 @@ class DeviceTable:
         padding: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots, values), as `find` and `gather` together, with one kernel less."""
-        keys, inserts = self._begin(keys, insert, padding)
+        keys, inserts = self.begin(keys, insert, padding)
         how = inserts, dtype, padding, self.deterministic
         slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, *how)
-        self._end(slots, insert)
+        self.end(slots, insert)
         return slots, values
 
     def push(self, slots: torch.Tensor, grads: torch.Tensor, lr: float | torch.Tensor | None = None) -> None:
@@ -156,10 +156,7 @@ class DeviceTable:
         `grads`: (len(slots), dim), of any floating type. `lr` overrides the rule's own; a CUDA graph reads a tensor
         anew at every replay.
         """
-        if grads.shape != (len(slots), self.dim):
-            raise TableError(
-                f"table '{self.name}': expected gradients of shape {(len(slots), self.dim)}, found {tuple(grads.shape)}"
-            )
+        device_errors.check_gradients(self.name, grads, len(slots), self.dim)
         self.kernels.push(self.memory, self.layout, slots, grads, self.spec.rule.lr if lr is None else lr)
         self.mark(slots)
 
@@ -237,12 +234,12 @@ class DeviceTable:
         if known[REFUSED]:
             raise device_errors.full(self, known[REFUSED])
 
-    def _begin(self, keys: torch.Tensor, insert: bool, padding: int | None) -> tuple[torch.Tensor, bool]:
+    def begin(self, keys: torch.Tensor, insert: bool, padding: int | None) -> tuple[torch.Tensor, bool]:
         """Check the keys of a lookup, and make room for those that it inserts. Returns (keys, whether the kernel is to
         insert those that are missing).
         """
         keys = device_errors.checked_keys(keys, self.name, self.device)
-        if insert and self._is_capturing:
+        if insert and self.is_capturing:
             check_capture(self)
             self.is_captured = True
         elif insert and self.admission is not None:
@@ -263,7 +260,7 @@ class DeviceTable:
         """Slots of these keys; those without a row get one."""
         self._prepare(keys)
         slots = self.kernels.find(self.memory, self.layout, keys, True, None, self.deterministic)
-        self._end(slots, insert=True)
+        self.end(slots, insert=True)
         return slots
 
     def _prepare(self, keys: torch.Tensor) -> None:
@@ -272,13 +269,16 @@ class DeviceTable:
         if not self.occupancy.is_enough_for(len(keys)):
             self._make_room(keys)
 
-    def _end(self, slots: torch.Tensor, insert: bool) -> None:
-        """Note that a lookup was issued."""
+    def end(self, slots: torch.Tensor, insert: bool, is_joined: bool = False) -> None:
+        """Note that a lookup was issued. `is_joined`: the caller begins the copy of the counters, which several tables
+        share.
+        """
         if insert:
             self.mark(slots)
             self._stamp(slots)
-        if (insert or self.layout.size) and not self._is_capturing:
-            self.occupancy.note(len(slots) if insert else 0)
+        if (insert or self.layout.size) and not self.is_capturing:
+            note = self.occupancy.add if is_joined else self.occupancy.note
+            note(len(slots) if insert else 0)
             if self.device.type == "cpu":
                 self.check()
 
@@ -288,7 +288,8 @@ class DeviceTable:
             self.kernels.stamp(self.memory, self.layout, slots, int(time.time()))
 
     @property
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph captures what this thread issues."""
         return is_capturing(self.device)
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -311,6 +312,7 @@ class DeviceTable:
             directory = empty_directory(self.capacity + num_rows, self.device) if needs_directory else None
             memory.rows.grow(num_rows)
         memory.row_keys, memory.free = keys, free
+        memory.num_replaced += 1
         if directory is not None:
             special = self.slot_of_empty()
             memory.directory = directory
@@ -326,7 +328,7 @@ class DeviceTable:
 
     def mark(self, slots: torch.Tensor) -> None:
         """Note for the next delta that these rows change. A table that a CUDA graph updates has no deltas."""
-        if self.tracking is not None and not self._is_capturing:
+        if self.tracking is not None and not self.is_capturing:
             self.tracking.mark(slots)
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from torchfleet.base.errors import MissingPackage
-from torchfleet.ps.gpu import plain_kernels
+from torchfleet.ps.gpu import plain_groups, plain_kernels
+from torchfleet.ps.gpu.group_memory import GroupMemory
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import TableMemory
 
@@ -53,6 +55,29 @@ class Kernels(Protocol):
     def place(self, memory: TableMemory, num_slots: int, slot_of_empty: int) -> None: ...
 
 
+class GroupKernels(Protocol):
+    """The functions of plain_groups.py, which documents them."""
+
+    def find_and_gather(
+        self,
+        memory: GroupMemory,
+        parts: Sequence[plain_groups.Part],
+        keys: torch.Tensor,
+        insert: bool,
+        dtype: torch.dtype,
+        deterministic: bool = ...,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def push(
+        self,
+        memory: GroupMemory,
+        counts: Sequence[int],
+        slots: torch.Tensor,
+        grads: torch.Tensor,
+        lr: float | torch.Tensor,
+    ) -> None: ...
+
+
 def kernels_for(device: torch.device) -> Kernels:
     """Raises MissingPackage if Triton is not installed, and TableError if it does not work on this GPU."""
     if device.type == "cpu":
@@ -65,3 +90,12 @@ def kernels_for(device: torch.device) -> Kernels:
         ) from None
     self_test.check_device(device)
     return triton_kernels
+
+
+def group_kernels_for(kernels: Kernels) -> GroupKernels:
+    """For a group of tables with these kernels."""
+    if kernels is plain_kernels:
+        return plain_groups
+    from torchfleet.ps.gpu import triton_groups
+
+    return triton_groups

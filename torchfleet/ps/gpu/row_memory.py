@@ -6,6 +6,7 @@ import torch
 
 ALIGN_WORDS = 16  # segments begin at multiples of 64 bytes, so that distances between them count in these units
 LEAST_SHIFT, MOST_SHIFT = 6, 20  # log2 of the rows in a chunk
+ONE_SEGMENT = 31  # the same for a kernel, of a memory of one segment: all slots are in its first chunk
 
 
 class RowMemory:

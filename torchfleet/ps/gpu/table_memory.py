@@ -50,6 +50,7 @@ class TableMemory:
     rows: RowMemory
     rates: torch.Tensor  # two float32: of the update under way
     secret: int  # makes positions unpredictable, so that a user cannot choose keys that collide
+    num_replaced: int = 0  # how often tensors were replaced by larger ones
 
     @property
     def num_positions(self) -> int:

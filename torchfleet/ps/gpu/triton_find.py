@@ -62,19 +62,21 @@ def row_of_rank(free, counters, rank, mask):
     return tl.where(rank < num_free, old, tl.load(counters + FRESH) + rank - num_free)
 
 
-@triton.jit(do_not_specialize=["n", "num_positions", "secret", "padding", "size"])
-def locate(
-    directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, size,
+@triton.jit
+def find_block(
+    program, directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, is_padded, size,
     INSERT: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion NO_ROW or IN_FLIGHT - position."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion NO_ROW or IN_FLIGHT - position. Of a table's
+    programs, this is the one with the number `program`. `is_padded` 0: no key is padding; `size` 0: ids are any.
+    """
+    i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = i < n
     key = tl.load(keys + i, mask=todo, other=0)
     if HAS_PADDING:
-        todo = todo & (key != padding)
+        todo = todo & ((key != padding) | (tl.zeros_like(key) + is_padded == 0))
     if HAS_SIZE:
-        is_outside = todo & ((key < 0) | (key >= size))
+        is_outside = todo & (tl.zeros_like(key) + size > 0) & ((key < 0) | (key >= size))
         todo = todo & (is_outside == 0)
         num_outside = tl.sum(is_outside.to(tl.int32), 0)
         if num_outside > 0:
@@ -117,6 +119,16 @@ def locate(
         if tl.max(is_refused, 0) > 0:
             tl.atomic_add(counters + REFUSED, tl.sum(is_refused, 0).to(tl.int64))
     tl.store(slots + i, slot.to(tl.int32), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n", "num_positions", "secret", "padding", "is_padded", "size"])
+def locate(
+    directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, is_padded, size,
+    INSERT: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`find_block`, for all keys of one table."""
+    find_block(tl.program_id(0), directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding,
+               is_padded, size, INSERT, HAS_PADDING, HAS_SIZE, BLOCK)  # fmt: skip
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,8 +25,8 @@ FINISH_WORDS, FINISH_WARPS = 4096, 4  # of parts that a program reads at once
 MOST_PROGRAMS = 1024  # that give new rows their first values
 MOST_WORDS = 4096  # the longest row that one program holds
 
-_KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
-_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "rmsprop": 4, "lion": 5, "ftrl": 6}
+KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
+RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "rmsprop": 4, "lion": 5, "ftrl": 6}
 _VELOCITY, _NESTEROV, _CENTERED, _POWER = 1, 2, 4, 8  # as in triton_rules.py
 
 
@@ -71,16 +72,17 @@ def locate(
         return slots
     triton_find.locate[(triton.cdiv(num, FIND_BLOCK),)](
         memory.directory, memory.counters, memory.row_keys, memory.free, keys, slots,
-        num, memory.num_positions, memory.secret, padding or 0, layout.size, INSERT=insert,
-        HAS_PADDING=padding is not None, HAS_SIZE=layout.size > 0, BLOCK=FIND_BLOCK, num_warps=FIND_WARPS,
+        num, memory.num_positions, memory.secret, padding or 0, int(padding is not None), layout.size,
+        INSERT=insert, HAS_PADDING=padding is not None, HAS_SIZE=layout.size > 0, BLOCK=FIND_BLOCK,
+        num_warps=FIND_WARPS,
     )  # fmt: skip
     if insert:
         padded = triton.next_power_of_2(layout.dim)
         block = max(1, 512 // padded)
         triton_rows.initialise[(min(MOST_PROGRAMS, triton.cdiv(num, block)),)](
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.row_keys, memory.free,
-            _first_settings(layout.initializer, keys.device), layout.stream, layout.first_state,
-            KIND=_KINDS[layout.initializer.name], D=layout.dim, NUM_WORDS=layout.num_words, PADDED=padded,
+            first_settings(layout.initializer, keys.device), layout.stream, layout.first_state,
+            KIND=KINDS[layout.initializer.name], D=layout.dim, NUM_WORDS=layout.num_words, PADDED=padded,
             WIDTH=layout.width, SHIFT=_shift(memory), BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return slots
@@ -115,27 +117,23 @@ def push(
     num, rule, device = len(slots), layout.rule, slots.device
     if num:
         order, perm = torch.sort(slots, stable=True)
-        num_tiles, padded = triton.cdiv(num, TILE), triton.next_power_of_2(layout.dim)
-        tiles = max(1, (UPDATE_WORDS if padded > 32 else NARROW_WORDS) // padded)
-        block = max(1, FINISH_WORDS // padded)
+        num_tiles, (padded, tiles, warps, block) = triton.cdiv(num, TILE), update_sizes(layout.dim)
         num_groups = num_tiles // block
         parts = torch.empty(2 * num_tiles + num_groups, layout.dim, dtype=torch.float32, device=device)
         part_slots = torch.empty(2 * num_tiles + num_groups, dtype=torch.int32, device=device)
-        how, numbers = _rule_arguments(rule)
-        decay = 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
+        how, numbers = rule_arguments(rule)
         shared = (
             memory.rows.segments[0], memory.rows.offsets, memory.counters, memory.rates, parts, part_slots, num_tiles,
             part_slots if failed is None else failed, *numbers, rule.weight_decay, rule.low, rule.high,
         )  # fmt: skip
         shape = {
-            "RULE": _RULES[rule.name], "HOW": how, "STATES": layout.num_states, "DECAY": decay,
+            "RULE": RULES[rule.name], "HOW": how, "STATES": layout.num_states, "DECAY": decay_kind(rule),
             "BOUNDED": rule.has_bounds, "CHECKED": failed is not None, "D": layout.dim, "PADDED": padded,
             "WIDTH": layout.width, "SHIFT": _shift(memory),
         }  # fmt: skip
         triton_update.sum_and_update[(triton.cdiv(num_tiles, tiles),)](
-            *shared, order, perm, grads.contiguous(), num, lr, _rate_settings(rule, device), **shape,
-            LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles,
-            num_warps=max(1, min(8, tiles * padded // WORDS_PER_WARP)),
+            *shared, order, perm, grads.contiguous(), num, lr, rate_settings(rule, device), **shape,
+            LR_IN_MEMORY=isinstance(lr, torch.Tensor), TILE=TILE, TILES=tiles, num_warps=warps,
         )  # fmt: skip
         if num_groups:
             triton_update.fold[(num_groups,)](
@@ -144,6 +142,26 @@ def push(
         triton_update.finish[(num_tiles,)](*shared, **shape, BLOCK=block, num_warps=FINISH_WARPS)
     else:
         triton_update.count_step[(1,)](memory.counters, num_warps=1)
+
+
+class UpdateSizes(NamedTuple):
+    """Of the kernels of an update."""
+
+    padded: int  # values of a row, padded to a power of two
+    tiles: int  # of a program
+    warps: int  # of it
+    block: int  # parts that a program of `finish` reads at once
+
+
+def update_sizes(dim: int) -> UpdateSizes:
+    padded = triton.next_power_of_2(dim)
+    tiles = max(1, (UPDATE_WORDS if padded > 32 else NARROW_WORDS) // padded)
+    return UpdateSizes(padded, tiles, max(1, min(8, tiles * padded // WORDS_PER_WARP)), max(1, FINISH_WORDS // padded))
+
+
+def decay_kind(rule: Rule) -> int:
+    """DECAY of triton_rules.py."""
+    return 0 if not rule.weight_decay else 2 if rule.decoupled_decay else 1
 
 
 def stamp(memory: TableMemory, layout: RowLayout, slots: torch.Tensor, now: int) -> None:
@@ -169,7 +187,7 @@ def _shift(memory: TableMemory) -> int:
 
 
 @functools.cache
-def _first_settings(first: Initializer, device: torch.device) -> torch.Tensor:
+def first_settings(first: Initializer, device: torch.device) -> torch.Tensor:
     """As triton_rows.initialise takes them. A CUDA graph holds the address: they are never dropped."""
     scale = first.b - first.a if first.name == "uniform" else first.b
     numbers = [first.a, scale, 1.1102230246251565e-16, 0.9999999999999999, random._CUT, 1.0 - 2.0 * random._CUT]
@@ -180,14 +198,14 @@ def _first_settings(first: Initializer, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _rate_settings(rule: Rule, device: torch.device) -> torch.Tensor:
+def rate_settings(rule: Rule, device: torch.device) -> torch.Tensor:
     """As triton_rules.step_rates takes them. A CUDA graph holds the address: they are never dropped."""
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in (rule.beta1, rule.beta2)]
     return torch.tensor([*logs, rule.lr_decay, rule.weight_decay], dtype=torch.float64, device=device)
 
 
 @functools.cache
-def _rule_arguments(rule: Rule) -> tuple[int, tuple[float, float, float, float]]:
+def rule_arguments(rule: Rule) -> tuple[int, tuple[float, float, float, float]]:
     """HOW, and s0 to s3, of triton_rules.py."""
     how = (_VELOCITY if rule.momentum else 0) + (_NESTEROV if rule.nesterov else 0)
     match rule.name:

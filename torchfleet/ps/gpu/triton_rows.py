@@ -13,18 +13,51 @@ ALIGN_WORDS = tl.constexpr(row_memory.ALIGN_WORDS)
 NO_ROW = tl.constexpr(memory.NO_ROW)
 TAKEN, READY, STEP = tl.constexpr(memory.TAKEN), tl.constexpr(memory.READY), tl.constexpr(memory.STEP)
 NUM_FREE, LIMIT, FRESH = tl.constexpr(memory.NUM_FREE), tl.constexpr(memory.LIMIT), tl.constexpr(memory.FRESH)
+IN_MEMORY, ONE_SEGMENT = tl.constexpr(-1), tl.constexpr(row_memory.ONE_SEGMENT)
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 CONSTANT, UNIFORM, NORMAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in kernels/random.py
 
 
 @triton.jit
-def row_start(offsets, slot, mask, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
-    """Words between the begin of the first segment and these rows. SHIFT 0: there is one segment."""
+def row_start(offsets, shift, slot, mask, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    """Words between the begin of the first segment and these rows. SHIFT 0: there is one segment; IN_MEMORY: `shift`
+    says it, ONE_SEGMENT or more for one.
+    """
     slot = slot.to(tl.int64)
     if SHIFT == 0:
-        return slot * WIDTH
-    chunk = tl.load(offsets + (slot >> SHIFT), mask=mask, other=0)
-    return chunk * ALIGN_WORDS + (slot & ((1 << SHIFT) - 1)) * WIDTH
+        start = slot * WIDTH
+    elif SHIFT == IN_MEMORY:
+        number = slot >> shift
+        is_one = tl.zeros_like(slot) + shift >= ONE_SEGMENT
+        chunk = tl.load(offsets + number, mask=mask & (is_one == 0), other=0)
+        start = chunk * ALIGN_WORDS + (slot - (number << shift)) * WIDTH
+    else:
+        chunk = tl.load(offsets + (slot >> SHIFT), mask=mask, other=0)
+        start = chunk * ALIGN_WORDS + (slot & ((1 << SHIFT) - 1)) * WIDTH
+    return start
+
+
+@triton.jit
+def gather_block(
+    program, words, offsets, shift, directory, counters, slots, out, n,
+    RESOLVE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: as the kernel `resolve`, too."""
+    i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + i, mask=i < n, other=-1)
+    if RESOLVE:
+        before = slot
+        slot = resolved(directory, slot, i < n)
+        tl.store(slots + i, slot, mask=(i < n) & (before != slot))
+        if program == 0:
+            note_ready(counters)
+    start = row_start(offsets, shift, slot, slot >= 0, WIDTH, SHIFT)
+    d = tl.arange(0, PADDED)
+    inside = (i < n)[:, None] & (d < D)[None, :]
+    value = tl.load(words + start[:, None] + d[None, :], mask=inside & (slot >= 0)[:, None], other=0.0)
+    value = tl.where((slot == NO_ROW)[:, None], float("nan"), value)
+    tl.store(out + i[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -33,21 +66,9 @@ def gather(
     RESOLVE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: as the kernel `resolve`, too."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + i, mask=i < n, other=-1)
-    if RESOLVE:
-        before = slot
-        slot = resolved(directory, slot, i < n)
-        tl.store(slots + i, slot, mask=(i < n) & (before != slot))
-        if tl.program_id(0) == 0:
-            note_ready(counters)
-    start = row_start(offsets, slot, slot >= 0, WIDTH, SHIFT)
-    d = tl.arange(0, PADDED)
-    inside = (i < n)[:, None] & (d < D)[None, :]
-    value = tl.load(words + start[:, None] + d[None, :], mask=inside & (slot >= 0)[:, None], other=0.0)
-    value = tl.where((slot == NO_ROW)[:, None], float("nan"), value)
-    tl.store(out + i[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+    """`gather_block`, for all slots of one table."""
+    gather_block(tl.program_id(0), words, offsets, SHIFT, directory, counters, slots, out, n,
+                 RESOLVE, D, PADDED, WIDTH, SHIFT, BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "now"])
@@ -60,7 +81,7 @@ def stamp(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i, mask=i < n, other=-1)
     found = slot >= 0
-    start = row_start(offsets, slot, found, WIDTH, SHIFT)
+    start = row_start(offsets, SHIFT, slot, found, WIDTH, SHIFT)
     if TICK >= 0:
         tick = tl.load(counters + STEP).to(tl.int32)
         tl.store(words + start + TICK, tl.zeros([BLOCK], tl.int32) + tick, mask=found)
@@ -110,9 +131,9 @@ def normal_quantile(terms, p):
     return tl.where(tl.abs(q) <= tl.load(terms), centre, tl.where(q < 0.0, -tail, tail))
 
 
-@triton.jit(do_not_specialize=["stream"])
-def initialise(
-    words, offsets, counters, row_keys, free, settings, stream, first_state,
+@triton.jit
+def initialise_rows(
+    program, num_programs, words, offsets, shift, counters, row_keys, free, settings, stream, first_state,
     KIND: tl.constexpr, D: tl.constexpr, NUM_WORDS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +146,7 @@ def initialise(
     last = tl.load(counters + NUM_FREE) + tl.load(counters + LIMIT) - tl.load(counters + FRESH)
     last = tl.minimum(tl.load(counters + TAKEN), last)
     d = tl.arange(0, PADDED)
-    begin = tl.load(counters + READY) + tl.program_id(0).to(tl.int64) * BLOCK
+    begin = tl.load(counters + READY) + program.to(tl.int64) * BLOCK
     while begin < last:
         rank = begin + tl.arange(0, BLOCK)
         is_new = rank < last
@@ -143,7 +164,7 @@ def initialise(
                     value = value * tl.load(settings + 5) + tl.load(settings + 4)
                 value = normal_quantile(settings + 6, value)
             value = value * tl.load(settings + 1) + tl.load(settings)
-        start = row_start(offsets, row, is_new, WIDTH, SHIFT)
+        start = row_start(offsets, shift, row, is_new, WIDTH, SHIFT)
         tl.store(words + start[:, None] + d[None, :], value.to(tl.float32), mask=is_new[:, None] & (d < D)[None, :])
         for behind in tl.static_range(D, WIDTH, PADDED):
             other = behind + d
@@ -152,4 +173,15 @@ def initialise(
                 tl.where(other < NUM_WORDS, first_state, 0.0)[None, :], [BLOCK, PADDED]
             )  # keeps -0.0
             tl.store(words + start[:, None] + other[None, :], rest, mask=inside)
-        begin += tl.num_programs(0) * BLOCK
+        begin += num_programs * BLOCK
+
+
+@triton.jit(do_not_specialize=["stream"])
+def initialise(
+    words, offsets, counters, row_keys, free, settings, stream, first_state,
+    KIND: tl.constexpr, D: tl.constexpr, NUM_WORDS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`initialise_rows`, for one table."""
+    initialise_rows(tl.program_id(0), tl.num_programs(0), words, offsets, SHIFT, counters, row_keys, free, settings,
+                    stream, first_state, KIND, D, NUM_WORDS, PADDED, WIDTH, SHIFT, BLOCK)  # fmt: skip

@@ -2,7 +2,7 @@
 
 RULE names the formula. HOW is a sum of VELOCITY (momentum), NESTEROV, CENTERED (RMSprop) and POWER (FTRL with another
 power than a root). STATES are the numbers of state per value. s0 to s3 are the rule's settings, by
-triton_kernels._rule_arguments.
+triton_kernels.rule_arguments.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.cons
 
 
 @triton.jit
-def read_row(words, offsets, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+def read_row(words, offsets, shift, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
              RULE: tl.constexpr, STATES: tl.constexpr):  # fmt: skip
     """(start, value, first state, second state) of the rows in the mask; a state that the rule has not is the value.
     The first state of row-wise Adagrad is the row's number, its second one the velocity.
     """
-    start = row_start(offsets, slot, mask, WIDTH, SHIFT)
+    start = row_start(offsets, shift, slot, mask, WIDTH, SHIFT)
     at = words + start[:, None] + d[None, :]
     inside = mask[:, None] & (d < D)[None, :]
     value = tl.load(at, mask=inside, other=0.0)

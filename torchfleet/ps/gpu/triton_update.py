@@ -28,47 +28,53 @@ def count(counters):
 
 
 @triton.jit
-def read_position(order, perm, grads, at, n, d, D: tl.constexpr):
+def read_slot(order, at, mask, first, other):
+    """Slots at these positions of the order, which has them from the number `first` on; `other` outside the mask."""
+    return (tl.load(order + at, mask=mask, other=first + other) - first).to(tl.int32)
+
+
+@triton.jit
+def read_position(order, perm, grads, at, n, first, d, D: tl.constexpr):
     """(slot, whether its run ends here, gradient) at these positions of the order."""
     here = at < n
-    slot = tl.load(order + at, mask=here, other=-1)
-    behind = tl.load(order + at + 1, mask=at + 1 < n, other=-2)
+    slot = read_slot(order, at, here, first, -1)
+    behind = read_slot(order, at + 1, at + 1 < n, first, -2)
     place = tl.load(perm + at, mask=here, other=0)
     mask = (here & (slot >= 0))[:, None] & (d < D)[None, :]
     grad = tl.load(grads + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     return slot, here & (slot != behind), grad
 
 
-@triton.jit(do_not_specialize=["n", "num_tiles"])
-def sum_and_update(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
-    order, perm, grads, n, lr, settings,
+@triton.jit
+def update_tiles(
+    program, words, offsets, shift, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low,
+    high, order, perm, grads, n, first, lr, settings,
     LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
     BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles per program. `part_slots`: of the left and right part of each tile, -1: none. `rates` are for
-    `finish`.
+    `finish`. `first`: the number of slot 0 in the order.
     """
     rate, factor = step_rates(counters, lr, settings, LR_IN_MEMORY, RULE)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(rates, rate)
         tl.store(rates + 1, factor)
-    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    tile = program.to(tl.int64) * TILES + tl.arange(0, TILES)
     begin, d = tile * TILE, tl.arange(0, PADDED)
-    leftmost = tl.load(order + begin, mask=begin < n, other=-1)
-    from_left = (leftmost >= 0) & (leftmost == tl.load(order + begin - 1, mask=(begin > 0) & (begin < n), other=-1))
+    leftmost = read_slot(order, begin, begin < n, first, -1)
+    from_left = (leftmost >= 0) & (leftmost == read_slot(order, begin - 1, (begin > 0) & (begin < n), first, -1))
     is_left = from_left  # whether the current run came over the left edge
     total = tl.zeros([TILES, PADDED], tl.float32)
     left = tl.zeros([TILES, PADDED], tl.float32)
     slot3, ends3 = leftmost, begin < 0
     # Four positions at a time, all loads first: they are under way together.
     for p in range(0, TILE, 4):
-        slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, d, D)
-        slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, d, D)
-        slot2, ends2, grad2 = read_position(order, perm, grads, begin + p + 2, n, d, D)
-        slot3, ends3, grad3 = read_position(order, perm, grads, begin + p + 3, n, d, D)
+        slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, first, d, D)
+        slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, first, d, D)
+        slot2, ends2, grad2 = read_position(order, perm, grads, begin + p + 2, n, first, d, D)
+        slot3, ends3, grad3 = read_position(order, perm, grads, begin + p + 3, n, first, d, D)
         is_left1 = is_left & (ends0 == 0)
         is_left2 = is_left1 & (ends1 == 0)
         is_left3 = is_left2 & (ends2 == 0)
@@ -76,10 +82,18 @@ def sum_and_update(
         ours1 = ends1 & (is_left1 == 0) & (slot1 >= 0)
         ours2 = ends2 & (is_left2 == 0) & (slot2 >= 0)
         ours3 = ends3 & (is_left3 == 0) & (slot3 >= 0)
-        start0, value0, first0, second0 = read_row(words, offsets, slot0, ours0, d, D, WIDTH, SHIFT, RULE, STATES)
-        start1, value1, first1, second1 = read_row(words, offsets, slot1, ours1, d, D, WIDTH, SHIFT, RULE, STATES)
-        start2, value2, first2, second2 = read_row(words, offsets, slot2, ours2, d, D, WIDTH, SHIFT, RULE, STATES)
-        start3, value3, first3, second3 = read_row(words, offsets, slot3, ours3, d, D, WIDTH, SHIFT, RULE, STATES)
+        start0, value0, first0, second0 = read_row(
+            words, offsets, shift, slot0, ours0, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start1, value1, first1, second1 = read_row(
+            words, offsets, shift, slot1, ours1, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start2, value2, first2, second2 = read_row(
+            words, offsets, shift, slot2, ours2, d, D, WIDTH, SHIFT, RULE, STATES
+        )
+        start3, value3, first3, second3 = read_row(
+            words, offsets, shift, slot3, ours3, d, D, WIDTH, SHIFT, RULE, STATES
+        )
         grad0 += total
         grad1 += tl.where(ends0[:, None], 0.0, grad0)
         grad2 += tl.where(ends1[:, None], 0.0, grad1)
@@ -110,6 +124,22 @@ def sum_and_update(
     tl.store(at + D, total, mask=(known & to_right & (is_left == 0))[:, None] & (d < D)[None, :])
 
 
+@triton.jit(do_not_specialize=["n", "num_tiles"])
+def sum_and_update(
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
+    order, perm, grads, n, lr, settings,
+    LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr,
+    BOUNDED: tl.constexpr, CHECKED: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """`update_tiles`, for all slots of one table."""
+    update_tiles(tl.program_id(0), words, offsets, SHIFT, counters, rates, parts, part_slots, num_tiles, failed,
+                 s0, s1, s2, s3, decay, low, high, order, perm, grads, n, 0, lr, settings,
+                 LR_IN_MEMORY, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED,
+                 D, PADDED, WIDTH, SHIFT, TILE, TILES)  # fmt: skip
+
+
 @triton.jit
 def add_parts(parts, part_slots, slot, base, stride, begin, end, D: tl.constexpr, PADDED: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
@@ -124,12 +154,12 @@ def add_parts(parts, part_slots, slot, base, stride, begin, end, D: tl.constexpr
     return total, tl.sum(is_same.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def fold_tiles(group, parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """Behind the parts of tiles: the sum of the left parts of each whole group of BLOCK tiles, if they are of one run;
     its slot is -1 if they are not.
     """
-    group, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    group, d = group.to(tl.int64), tl.arange(0, PADDED)
     begin, row = group * BLOCK, 2 * num_tiles.to(tl.int64) + group
     first, last = tl.load(part_slots + 2 * begin), tl.load(part_slots + 2 * (begin + BLOCK - 1))
     tl.store(part_slots + row, tl.where(first == last, first, -1))
@@ -139,16 +169,20 @@ def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BL
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def finish(
-    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
+def fold(parts, part_slots, num_tiles, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """`fold_tiles`, for one table."""
+    fold_tiles(tl.program_id(0), parts, part_slots, num_tiles, D, PADDED, BLOCK)
+
+
+@triton.jit
+def finish_run(
+    tile, words, offsets, shift, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
     RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
     CHECKED: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The run that begins in this program's tile and goes over its right edge, if there is one. Counts the update."""
-    tile = tl.program_id(0).to(tl.int64)
-    if tile == 0:
-        count(counters)
+    """The run that begins in this tile and goes over its right edge, if there is one."""
+    tile = tile.to(tl.int64)
     slot = tl.load(part_slots + 2 * tile + 1)
     if slot >= 0:
         d, none, num_parts = tl.arange(0, PADDED), tile - tile, num_tiles.to(tl.int64)
@@ -170,9 +204,24 @@ def finish(
             total += more
         rate, factor = tl.load(rates), tl.load(rates + 1)
         row, one = tl.zeros([1], tl.int32) + slot, tl.zeros([1], tl.int32) == 0
-        start, value, first, second = read_row(words, offsets, row, one, d, D, WIDTH, SHIFT, RULE, STATES)
+        start, value, first, second = read_row(words, offsets, shift, row, one, d, D, WIDTH, SHIFT, RULE, STATES)
         write_row(words, start, value, first, second, total[None, :], one, d, rate, factor, failed, s0, s1, s2, s3,
                   decay, low, high, D, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def finish(
+    words, offsets, counters, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3, decay, low, high,
+    RULE: tl.constexpr, HOW: tl.constexpr, STATES: tl.constexpr, DECAY: tl.constexpr, BOUNDED: tl.constexpr,
+    CHECKED: tl.constexpr, D: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`finish_run`, for one table. Counts the update."""
+    if tl.program_id(0) == 0:
+        count(counters)
+    finish_run(tl.program_id(0), words, offsets, SHIFT, rates, parts, part_slots, num_tiles, failed, s0, s1, s2, s3,
+               decay, low, high, RULE, HOW, STATES, DECAY, BOUNDED, CHECKED, D, PADDED, WIDTH, SHIFT,
+               BLOCK)  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,5 @@
 """The forward of an embedding whose table is on a device: rows of ids as they are, or pooled over bags, on the device.
+The ids are known before the lookup, so that those of several embeddings can be looked up together.
 
 Nothing here reads a tensor's numbers on the host: the device need not be waited for, torch.compile finds no break, and
 a CUDA graph can capture it.
@@ -6,62 +7,71 @@ a CUDA graph can capture it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from torchfleet.base.errors import ModelError, WrongIds
-from torchfleet.ps.worker.lookup.device_lookups import RowsOnDevice
+
+
+class Prepared(NamedTuple):
+    """A call of an embedding: the ids that it looks up, and what becomes of their rows, of shape (*ids.shape, dim)."""
+
+    ids: torch.Tensor
+    finish: Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_they_are(ids: torch.Tensor) -> Prepared:
+    return Prepared(ids, lambda values: values)
 
 
 def pooled(
-    rows: RowsOnDevice,
-    slots: Sequence[Any],
-    pooling: str,
-    weights: torch.Tensor | None,
-    padding: int | None,
-    create: bool,
-    trains: bool,
-) -> torch.Tensor:
+    table: str, slots: Sequence[Any], pooling: str, weights: torch.Tensor | None, padding: int | None
+) -> Prepared:
     """One row per sample and slot: (samples, slots, dim). A slot is (values, offsets), or a block with a row per
     sample.
     """
     blocks = [slot for slot in slots if isinstance(slot, torch.Tensor)]
     if len(blocks) == len(slots) and all(block.shape == blocks[0].shape for block in blocks):
-        return _of_blocks(rows, blocks, pooling, weights, padding, create, trains)
-    pairs = [_pair(slot, rows.table.name) for slot in slots]
+        ids = torch.stack(list(blocks), 1)  # (samples, slots, ids), or (samples, slots)
+        return Prepared(ids, lambda values: _of_blocks(values, ids, pooling, weights, padding))
+    pairs = [_pair(slot, table) for slot in slots]
     if len({len(offsets) for _, offsets in pairs}) > 1:
         raise ModelError(
             f"expected slots of one batch, found slots with {[len(offsets) for _, offsets in pairs]} samples"
         )
-    ids = torch.cat([ids for ids, _ in pairs])
+    every = torch.cat([ids for ids, _ in pairs])
     starts, first = [], 0
     for values, offsets in pairs:
         starts.append(offsets + first)
         first += len(values)
-    values = rows.lookup(ids, padding, create, trains)
-    out = _bags(values, ids, torch.cat(starts), pooling, weights, padding)
-    return out.view(len(pairs), -1, rows.table.dim).transpose(0, 1)
+    return Prepared(every, lambda values: _of_pairs(values, every, starts, pooling, weights, padding))
 
 
-def _of_blocks(
-    rows: RowsOnDevice,
-    blocks: Sequence[torch.Tensor],
+def _of_pairs(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    starts: Sequence[torch.Tensor],
     pooling: str,
     weights: torch.Tensor | None,
     padding: int | None,
-    create: bool,
-    trains: bool,
+) -> torch.Tensor:
+    """Slots of bags of any length, one slot after the other."""
+    out = _bags(values, ids, torch.cat(list(starts)), pooling, weights, padding)
+    return out.view(len(starts), -1, values.size(-1)).transpose(0, 1)
+
+
+def _of_blocks(
+    values: torch.Tensor, ids: torch.Tensor, pooling: str, weights: torch.Tensor | None, padding: int | None
 ) -> torch.Tensor:
     """Slots of equal shape: one column of ids per slot, or bags of equal length."""
-    ids = torch.stack(list(blocks), 1)  # (samples, slots, ids), or (samples, slots)
-    values = rows.lookup(ids, padding, create, trains)
     if ids.dim() == 2:
         return values if weights is None else values * weights.reshape(len(ids), 1, 1).to(values)
     if ids.dim() != 3:
-        raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(blocks[0].shape)}")
+        found = (len(ids), *ids.shape[2:])
+        raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {found}")
     if weights is not None:
         values = values * weights.reshape(len(ids), 1, -1, 1).to(values)
     if pooling == "sum":

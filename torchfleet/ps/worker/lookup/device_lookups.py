@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,20 +74,16 @@ class RowsOnDevice:
     def find(self, ids: torch.Tensor, padding: int | None, create: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, slots)."""
         slots, values = self.table.find_and_gather(ids, create, padding=padding)
-        return values.view(*ids.shape, self.table.dim), slots
+        return shaped(values, (*ids.shape, self.table.dim)), slots
 
     def step(self, lr: float | torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
         """One update by all gradients since the last one, times `factor`."""
+        self.table.push(*joined_gradients(self.take(), self.table, factor), lr)
+
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(slots, gradients) of all lookups since the last step, which begins anew."""
         pending, self.pending, self.looked_up = self.pending, [], []
-        if not pending:
-            slots = torch.empty(0, dtype=torch.int32, device=self.table.device)
-            grads = torch.empty(0, self.table.dim, device=self.table.device)
-        elif len(pending) == 1:
-            slots, grads = pending[0]
-        else:
-            slots = torch.cat([slots for slots, _ in pending])
-            grads = torch.cat([grads.float() for _, grads in pending])
-        self.table.push(slots, grads if isinstance(factor, float) and factor == 1.0 else grads * factor, lr)
+        return pending
 
     def add(self, slots: torch.Tensor, grads: torch.Tensor) -> None:
         """Keep the gradients of a lookup for the step."""
@@ -100,6 +96,37 @@ class RowsOnDevice:
     def is_finite(self) -> bool:
         """Whether the gradients that wait are finite. Waits for the device."""
         return all(bool(torch.isfinite(grads).all()) for _, grads in self.pending)
+
+
+class Rows(Protocol):
+    """A table, or several of one width."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dim(self) -> int: ...
+
+
+def joined_gradients(
+    pending: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: Rows, factor: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, gradients times `factor`) of several lookups, one after the other."""
+    if not pending:
+        slots = torch.empty(0, dtype=torch.int32, device=rows.device)
+        grads = torch.empty(0, rows.dim, device=rows.device)
+    elif len(pending) == 1:
+        slots, grads = pending[0]
+    else:
+        slots = torch.cat([slots for slots, _ in pending])
+        grads = torch.cat([grads.float() for _, grads in pending])
+    return slots, grads if isinstance(factor, float) and factor == 1.0 else grads * factor
+
+
+def shaped(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same memory as a tensor of this shape, and no view: autograd refuses changes in place of a view."""
+    found: torch.Tensor = values.new_empty(0).set_(values.untyped_storage(), values.storage_offset(), shape)  # type: ignore[call-overload]
+    return found
 
 
 class _Lookup(torch.autograd.Function):
@@ -160,12 +187,33 @@ def _backward(ctx: Any, grads: torch.Tensor, _: Any) -> Any:
 rows_of_ids.register_autograd(_backward, setup_context=_setup)
 
 
+class JoinedTables(Protocol):
+    """Several tables that are updated together (implemented by lookup/joined_tables.JoinedRows)."""
+
+    members: Sequence[RowsOnDevice]
+
+    def step(self, lr: float | torch.Tensor, factor: float | torch.Tensor) -> None: ...
+
+
 class DeviceLookups:
     """All tables on devices of a model, by name: the engine that its embeddings are bound to."""
 
-    def __init__(self, tables: Mapping[str, LookupTable]) -> None:
-        self.rows = {name: RowsOnDevice(table) for name, table in tables.items()}
+    def __init__(self, rows: Mapping[str, RowsOnDevice], joined: Sequence[JoinedTables] = ()) -> None:
+        """`joined`: groups of them, a table in at most one."""
+        self.rows = dict(rows)
+        self.joined = list(joined)
+        self.group_of = {member.table.name: group for group in joined for member in group.members}
         self.on_training: Callable[[], object] | None = None
+
+    def step(self, rates: Mapping[str, float | torch.Tensor], factor: float | torch.Tensor) -> None:
+        """One update of all tables by their gradients since the last one, times `factor`. `rates`: by table; those of
+        a group have one.
+        """
+        for group in self.joined:
+            group.step(rates[group.members[0].table.name], factor)
+        for name, rows in self.rows.items():
+            if name not in self.group_of:
+                rows.step(rates[name], factor)
 
     @property
     def thread_state(self) -> DeviceLookups:

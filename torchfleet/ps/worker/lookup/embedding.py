@@ -16,6 +16,7 @@ from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.batch.string_ids import with_hashed
 from torchfleet.ps.worker.lookup import device_forward
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
+from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
 from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
@@ -197,10 +198,10 @@ class SparseEmbedding(EmbeddingState):
         engine: Any = self.table_rows.engine
         if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
-        if not isinstance(ids, torch.Tensor):
-            ids = self._hashed(ids)
         if self.table_device is not None:
             return self._on_device(engine.rows[self.name], ids, offsets, per_sample_weights)
+        if not isinstance(ids, torch.Tensor):
+            ids = self._hashed(ids)
         with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
             return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
@@ -244,21 +245,35 @@ class SparseEmbedding(EmbeddingState):
         self, rows: RowsOnDevice, ids: Ids, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """`_looked_up`, in a table on this process's device."""
+        prepared = self.prepared(ids, offsets, per_sample_weights)
+        return prepared.finish(rows.lookup(prepared.ids, self.padding_idx, *self.device_modes(rows)))
+
+    def device_modes(self, rows: RowsOnDevice) -> tuple[bool, bool]:
+        """(whether missing ids get rows, whether the rows are trained) in a lookup now."""
         if not torch.compiler.is_compiling():
             rows.trains = self.weight.requires_grad
-        how = self.padding_idx, self.training and torch.is_grad_enabled(), rows.trains
+        return self.training and torch.is_grad_enabled(), rows.trains
+
+    def prepared(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> Prepared:
+        """What a call with these arguments looks up in a table on a device, and what it makes of the rows."""
+        assert self.name is not None
+        if not isinstance(ids, torch.Tensor):
+            ids = self._hashed(ids)
         if isinstance(ids, torch.Tensor) and offsets is None:
             if per_sample_weights is not None:
                 self._check_weights(per_sample_weights, None)
-            return rows.lookup(ids, *how)
+            return device_forward.as_they_are(ids)
         if offsets is not None:
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)
         if not is_single and not isinstance(ids, list):
-            raise WrongIds(_wrong_ids(rows.table.name, ids))
+            raise WrongIds(_wrong_ids(self.name, ids))
         self._check_weights(per_sample_weights, ids[0] if is_single else None)
-        out = device_forward.pooled(rows, [ids] if is_single else ids, self.pooling, per_sample_weights, *how)
-        return out.squeeze(1) if is_single else out
+        slots = [ids] if is_single else ids
+        found = device_forward.pooled(self.name, slots, self.pooling, per_sample_weights, self.padding_idx)
+        return Prepared(found.ids, lambda values: found.finish(values).squeeze(1)) if is_single else found
 
     def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
         """As in torch.nn.EmbeddingBag: one number per id of a bag, and sums only."""
@@ -303,17 +318,31 @@ class SparseEmbeddingBag(SparseEmbedding):
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if self.table_device is None:
+            ids, offsets = self._as_bags(ids, offsets)
+            if offsets is None and isinstance(ids, torch.Tensor):
+                offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
+        return super().forward(ids, offsets, per_sample_weights)
+
+    def prepared(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> Prepared:
+        ids, offsets = self._as_bags(ids, offsets)
+        if offsets is not None or not isinstance(ids, torch.Tensor):
+            return super().prepared(ids, offsets, per_sample_weights)
+        found = super().prepared([ids], None, per_sample_weights)
+        return Prepared(found.ids, lambda values: found.finish(values).squeeze(1))
+
+    def _as_bags(self, ids: Ids, offsets: torch.Tensor | None) -> tuple[Ids, torch.Tensor | None]:
+        """(ids, where bags begin); None for two-dimensional ids, and for slots, which say it themselves."""
         ids = ids if isinstance(ids, torch.Tensor) else self._hashed(ids)
         if not isinstance(ids, torch.Tensor):
-            return super().forward(ids, offsets, per_sample_weights)
+            return ids, offsets
         if ids.dim() == 2:
             if offsets is not None:
                 raise ModelError(
                     "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
                 )
-            if self.table_device is not None:
-                return super().forward([ids], None, per_sample_weights).squeeze(1)
-            offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
         elif offsets is None:
             raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
         elif self.include_last_offset:
@@ -323,7 +352,7 @@ class SparseEmbeddingBag(SparseEmbedding):
                     f"found {offsets.tolist()[-1:]}"
                 )
             offsets = offsets[:-1]
-        return super().forward(ids, offsets, per_sample_weights)
+        return ids, offsets
 
 
 @functools.cache
