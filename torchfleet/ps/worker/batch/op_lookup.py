@@ -21,7 +21,7 @@ def look_up_one_at_a_time() -> None:
     """From now on, in this process. Later calls do nothing."""
     for kind in (_OpNamespace, OpOverloadPacket):
         if not hasattr(kind.__getattr__, "__wrapped__"):
-            kind.__getattr__ = _locked(kind.__getattr__)  # type: ignore[method-assign,assignment]
+            kind.__getattr__ = _locked(kind.__getattr__)  # type: ignore[method-assign]
 
 
 def _locked(look_up: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
