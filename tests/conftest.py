@@ -80,6 +80,17 @@ def has_gpu() -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Processes of pytest-xdist are forked by one that has collected the tests."""
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        return (yield)
+    from support.forked_workers import forking
+
+    with forking(session.config.args):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Files of tests are imported and their tests made without searches for garbage, of which there is hardly any."""
     gc.disable()

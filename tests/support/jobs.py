@@ -229,7 +229,8 @@ def make_part(
 
 def roles(num_workers: int, num_servers: int) -> list[RoleInfo]:
     places = tuple(f"127.0.0.1:{port}" for port in range(1, num_servers + 1))  # never connected to
-    return [RoleInfo(WORKER, i, num_workers, 0, places) for i in range(num_workers)]
+    # A busy machine may keep a thread from its signs of life for longer than the ten seconds that jobs wait by default.
+    return [RoleInfo(WORKER, i, num_workers, 0, places, worker_timeout=SECONDS) for i in range(num_workers)]
 
 
 @dataclass

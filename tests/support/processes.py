@@ -95,39 +95,48 @@ class Forked(subprocess.Popen[Any]):
         return self.returncode
 
 
-def _nursery_of(modules: tuple[str, ...]) -> socket.socket:
+def nursery_of(modules: tuple[str, ...]) -> socket.socket:
     """The socket at which one that has imported these modules takes requests; it ends when that is closed."""
     if modules not in _nurseries:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLEET_", "PADDLE_"))}
-        with theirs:
-            starter = Forked(
-                [sys.executable, nursery.__file__, *modules],
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                stdin=theirs,
-            )
-        assert starter.wait(SECONDS) == 0
-        _nurseries[modules] = ours
+        _nurseries[modules] = started_nursery(modules, kept)
     return _nurseries[modules]
+
+
+def started_nursery(modules: tuple[str, ...], environment: dict[str, str]) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    with theirs:
+        starter = Forked(
+            [sys.executable, nursery.__file__, *modules],
+            env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=theirs,
+        )
+    assert starter.wait(SECONDS) == 0
+    return ours
+
+
+def share_nursery(requests: socket.socket) -> socket.socket:
+    """Take the nursery at this socket, which other processes use too, for the processes of this one."""
+    return _nurseries.setdefault((), requests)
 
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
     """Within it, processes have imported these modules, too: once for all tests that need the same ones. For packages
     that take seconds, and whose import starts no thread."""
-    Forked.requests = _nursery_of(())
-    Forked.requests = _nursery_of(modules)
+    Forked.requests = nursery_of(())
+    Forked.requests = nursery_of(modules)
     try:
         yield
     finally:
-        Forked.requests = _nursery_of(())
+        Forked.requests = nursery_of(())
 
 
 def Popen(command: Sequence[str], **options: Any) -> Forked:
     assert nursery.is_python(command), f"not a Python command: {command}"
     if Forked.requests is None:
-        Forked.requests = _nursery_of(())
+        Forked.requests = nursery_of(())
     return Forked(command, **options)
 
 

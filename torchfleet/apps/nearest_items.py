@@ -21,6 +21,7 @@ import torch
 from torchfleet.api.util import as_array
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.extras import required
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.chain import live_rows
 from torchfleet.ps.checkpoint.manifest import read_manifest
@@ -118,7 +119,7 @@ class NearestItems:
     def __init__(self, folder: str) -> None:
         place = Path(folder)
         try:
-            self.file = msgspec.json.decode((place / "index.json").read_bytes(), type=IndexFile)
+            self.file = msgspec.json.decode((place / "index.json").read_bytes(), type=prepared(IndexFile))
             self.ids: Ids = np.load(place / "ids.npy", mmap_mode="r", allow_pickle=False)
             self.vectors: Vectors = np.load(place / "vectors.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError, msgspec.MsgspecError) as error:

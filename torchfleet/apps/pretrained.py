@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 import torchfleet as fleet
 from torchfleet.api.current_job import any_job
 from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.collective.checkpoint.pieces import HeldPiece, named, piece_of, tied
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.single_file import export
@@ -94,7 +95,7 @@ def _files(folder: Path) -> dict[str, Path]:
     index = folder / _INDEX
     try:
         if index.exists():
-            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+            names = msgspec.json.decode(index.read_bytes(), type=prepared(_Index)).weight_map
             outside = next((file for file in names.values() if Path(file).name != file), None)
             if outside is not None:
                 raise CheckpointError(f"{index}: expected names of files in its folder, found {outside!r:.100}")

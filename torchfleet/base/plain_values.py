@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.prepared_types import prepared
 
 _TENSOR, _ARRAY, _TUPLE, _PAIRS = 1, 2, 3, 4  # extension types of msgpack
 _KNOWN = "None, numbers, strings, bytes, lists, tuples, dictionaries, tensors and numpy arrays"
@@ -39,7 +40,7 @@ class _Header(msgspec.Struct, array_like=True):
     data: bytes
 
 
-_header = msgspec.msgpack.Decoder(_Header)
+_header = msgspec.msgpack.Decoder(prepared(_Header))
 
 
 def pack(value: Any, what: str = "the value") -> bytes:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import DataError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.data.features import Feature
 from torchfleet.ps.worker.batch.string_ids import are_strings
 
@@ -117,8 +118,8 @@ def read_features(path: str | Path) -> FeatureFile:
     try:
         body = path.read_bytes()
         if path.suffix == ".json":
-            return msgspec.json.decode(body, type=FeatureFile)
-        return msgspec.toml.decode(body, type=FeatureFile)
+            return msgspec.json.decode(body, type=prepared(FeatureFile))
+        return msgspec.toml.decode(body, type=prepared(FeatureFile))
     except OSError as error:
         raise DataError(f"{path}: expected a file of features, found none: {error.strerror}") from None
     except ImportError:

@@ -21,6 +21,7 @@ import msgspec
 from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import missing
 from torchfleet.base.plain_values import pack, unpack
+from torchfleet.base.prepared_types import prepared
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _VALUE, _FAILURE = b"v", b"f"  # the first byte of a result
@@ -63,7 +64,7 @@ def sealed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 def read_call(file: int) -> Call:
     """Read the call in a process that inherited the file."""
-    return msgspec.msgpack.decode(_read(file), type=Call)
+    return msgspec.msgpack.decode(_read(file), type=prepared(Call))
 
 
 def loaded(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -104,7 +105,7 @@ def read_outcome(file: int) -> tuple[Any, Failure | None] | None:
     if not data:
         return None
     if data[:1] == _FAILURE:
-        return None, msgspec.msgpack.decode(data[1:], type=Failure)
+        return None, msgspec.msgpack.decode(data[1:], type=prepared(Failure))
     return unpack(data[1:]), None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,24 +34,31 @@ class Step:
 
 @dataclass
 class Holding:
-    """Worker 2 gives the gradients of one step when the others have made `lag` rounds, and these wait for it then. They
-    also wait for its step before, so that it begins this one with them."""
+    """Worker 2 gives every gradient when the others have made the round that it is for, and that of step HELD when they
+    have made `lag` rounds. The others begin no further round before it has: who is late, and by how much, is fixed."""
 
     lag: int
-    has_begun: threading.Event = field(default_factory=threading.Event)
-    has_given: threading.Event = field(default_factory=threading.Event)
+    is_missed: bool = False  # worker 2 enters again after step HELD
+    num_given: int = 0  # steps of worker 2
 
     def before_backward(self, part: Part, step: int) -> None:
-        quorum = part.worker._servers.servers[0].state.meetings.quorum  # type: ignore[attr-defined]
-        if part.index == 2 and step == HELD:
-            base = rounds_of(part).number
-            jobs.wait_until(lambda: quorum.number >= base + self.lag, "rounds of the others")
-        elif part.index != 2 and step in (HELD, HELD + self.lag):
-            assert (self.has_begun if step == HELD else self.has_given).wait(jobs.SECONDS)
+        meetings = part.worker._servers.servers[0].state.meetings  # type: ignore[attr-defined]
+        if part.index == 2:
+            following = rounds_of(part).number + (self.lag if step == HELD else 1)
+            jobs.wait_until(lambda: meetings.quorum.number >= following, "rounds of the others")
+            return
+        jobs.wait_until(lambda: self.num_given > self._last_before(step), "gradients of worker 2")
+        if self.is_missed and step == HELD + self.lag:
+            jobs.wait_until(lambda: 2 in meetings.entrance.waiting, "worker 2 at the entrance")
 
-    def after_backward(self, part: Part, step: int) -> None:
-        if part.index == 2 and step <= HELD:
-            (self.has_given if step == HELD else self.has_begun).set()
+    def after_backward(self, part: Part) -> None:
+        self.num_given += part.index == 2
+
+    def _last_before(self, step: int) -> int:
+        """The step of worker 2 that comes before this step of the others."""
+        if step < HELD + self.lag:
+            return min(step, HELD) - 1
+        return max(HELD, step - self.lag - self.is_missed)
 
 
 def rounds_of(part: Part) -> Any:
@@ -77,7 +84,7 @@ def body_with(holding: Holding, lengths: tuple[int, ...]) -> Any:
             loss = jobs.loss_of(part.model, batch)
             holding.before_backward(part, number)
             loss.backward()
-            holding.after_backward(part, number)
+            holding.after_backward(part)
             part.optimizer.step()
             part.optimizer.zero_grad()
             rounds = rounds_of(part)
@@ -127,7 +134,7 @@ def test_networks_are_those_of_the_gradients_of_each_round(
     lag: int, max_age: int, is_missed: bool, is_dropped: bool
 ) -> None:
     lengths = (lag + 4, lag + 4, 4)
-    holding = Holding(lag)
+    holding = Holding(lag, is_missed)
     made = jobs.run(
         body_with(holding, lengths), Net, still_rows, num_workers=NUM_WORKERS, num_servers=2,
         mode="hybrid", exchange="servers", quorum=2, quorum_max_age=max_age,

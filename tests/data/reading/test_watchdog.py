@@ -15,8 +15,10 @@ import pytest
 from support import processes
 from support.paths import ROOT
 
+pytestmark = pytest.mark.xdist_group("watchdog")  # each looks for processes of the others
+
 NUM_FILES = 3
-SLEEP = 1_000_000 + os.getpid()  # seconds: a number by which only those of this process are found
+SLEEP = 1_000_000 + os.getpid()  # seconds: a number by which only those of these tests are found
 
 SCRIPT = f"""
 import sys, threading

@@ -394,7 +394,7 @@ class TestRealServer:
             attacker.set(zmq.SNDTIMEO, int(WAIT * 1000))
             attacker.connect(process.endpoint)
             num_answers = 0
-            for i in range(5000):
+            for i in range(2000):
                 random_frames = [dice.randbytes(dice.randrange(200)) for _ in range(dice.randrange(1, 6))]
                 frames = random_frames if i % 2 else spoiled()
                 if frames and decode_command(frames) not in (Command.STOP, Command.LEAVE):
@@ -402,10 +402,10 @@ class TestRealServer:
                 while attacker.poll(0):
                     attacker.recv_multipart()
                     num_answers += 1
-            while num_answers <= 3500 and attacker.poll(int(WAIT * 1000)):  # nearly all are to be answered
+            while num_answers <= 1400 and attacker.poll(int(WAIT * 1000)):  # nearly all are to be answered
                 attacker.recv_multipart()
                 num_answers += 1
-        assert num_answers > 3500
+        assert num_answers > 1400
 
     def test_garbage_instead_of_zeromq(self, process: ServerProcess, pulls: list[float]) -> None:
         dice = random.Random(5)

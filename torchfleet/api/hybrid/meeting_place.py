@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchfleet.base.errors import FleetError, RoleError, WorkerMissing
 from torchfleet.base.monitor.notices import tell
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.net.keys import is_private
 
@@ -83,7 +84,7 @@ def _meet(info: RoleInfo, own: Place, timeout: float, gather: Gather) -> tuple[l
         serving, port = _serve(host, timeout)
         own = Place(own.device, own.gpu, host, port, secrets.token_hex(16))
     brought = _gather_all(info, msgspec.json.encode(own), gather)
-    places = [msgspec.json.decode(each, type=Place) for each in brought]
+    places = [msgspec.json.decode(each, type=prepared(Place)) for each in brought]
     if len(places) != info.num_workers:
         raise FleetError(
             f"{len(places)} of {info.num_workers} workers came to train the network together: the others have left. "

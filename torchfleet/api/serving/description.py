@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torchfleet.api.serving.model_inputs import ModelInputs, inputs_of
 from torchfleet.api.serving.network_graph import NetworkGraph
 from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature, SampleText, as_in_text
 from torchfleet.ps.checkpoint.manifest_file import SERVING, read_body
@@ -43,7 +44,7 @@ def read_description(storage: Storage) -> ServingDescription:
             "its worker 0 has called the model. Save the model again, by fleet.save_inference_model"
         )
     try:
-        found = msgspec.json.decode(storage.read(SERVING), type=ServingDescription)
+        found = msgspec.json.decode(storage.read(SERVING), type=prepared(ServingDescription))
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a description of this version: {error}") from None
     if (found.format, found.version) != (FORMAT, VERSION):

@@ -9,6 +9,7 @@ import msgspec
 import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
+from torchfleet.base.prepared_types import prepared
 
 _NAME = "online"  # one name for all barriers, so that workers at different stages do not wait for each other
 NEXT_PART = "part"  # the stage at which worker 0 announces the next part
@@ -28,7 +29,7 @@ def gather_at(stage: str, part: str, data: Any = None) -> list[Any]:
     has left the job or is at another stage or part.
     """
     encoded = process_role.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
-    reports = [msgspec.msgpack.decode(report, type=WorkerReport) for report in encoded]
+    reports = [msgspec.msgpack.decode(report, type=prepared(WorkerReport)) for report in encoded]
     at = f"part {part} is not complete" if stage != NEXT_PART else f"no part after {part or 'the beginning'} can begin"
     if len(reports) < fleet.worker_num():
         raise FleetError(

@@ -15,6 +15,7 @@ from torchfleet.apps.online.parts import Part, day_and_hour
 from torchfleet.apps.online.ranges import OffsetRange, cut, share
 from torchfleet.base.errors import DataError
 from torchfleet.base.extras import required
+from torchfleet.base.prepared_types import prepared
 
 
 class KafkaPosition(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class KafkaSource:
         self._seen: tuple[Any, float] | None = None  # position, and when the first message after it was seen
 
     def next(self, position: Any) -> Part | None:
-        known = msgspec.convert(position, KafkaPosition) if position else None
+        known = msgspec.convert(position, prepared(KafkaPosition)) if position else None
         available = self._available(known)
         num = sum(map(len, available))
         if num < self._num and not self._has_waited(position, num):
@@ -84,7 +85,7 @@ class KafkaSource:
 
     def files_of(self, part: Part, worker: int, num_workers: int) -> list[str]:
         """Read the messages of this worker's share into a file, one per line."""
-        own = share(msgspec.convert(part.detail, list[OffsetRange]), worker, num_workers)
+        own = share(msgspec.convert(part.detail, prepared(list[OffsetRange])), worker, num_workers)
         if not own:
             return []
         path = os.path.join(self._own_folder(), f"{part.name.replace('/', '-')}-{worker}-of-{num_workers}.txt")

@@ -9,6 +9,7 @@ import msgspec
 import torchfleet as fleet
 from torchfleet.apps.online.parts import Part
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 
 KEPT = 1000  # passes whose results are kept
 _KEY = "online"
@@ -76,7 +77,7 @@ def saved_progress(model_dir: str) -> PassProgress:
     """Return the progress after the last complete pass saved in `model_dir`, or that of a new model without one."""
     extra = fleet.saved_extra(model_dir) or {}
     try:
-        return msgspec.convert(extra.get(_KEY, {}), PassProgress)
+        return msgspec.convert(extra.get(_KEY, {}), prepared(PassProgress))
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{model_dir}: what is kept there about the passes cannot be read: {error}") from None
 

@@ -20,6 +20,7 @@ from torchfleet.apps.online.parts import Part, Source
 from torchfleet.apps.online.pass_progress import KEPT, PassProgress, PassReport, Result, extra_of, saved_progress
 from torchfleet.apps.online.validation import auc_of_all
 from torchfleet.base.errors import CheckpointError, FleetError, ServerRestarted, ServerUnreachable
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 
 BEAT = 10.0  # seconds after which worker 0 replies to the others without a part, so that they do not time out
@@ -139,7 +140,7 @@ class _Loop:
             if kind == "over":
                 return None
             if kind == "part":
-                return msgspec.convert(part, Part)
+                return msgspec.convert(part, prepared(Part))
 
     def _poll(self) -> tuple[str, Any]:
         """On worker 0: poll the source for up to BEAT seconds. ("part", the part), ("over", None) or ("wait", None)."""
@@ -207,7 +208,7 @@ class _Loop:
                 part.name, self._progress.passes, auc, samples, rate, self._progress.deltas, result.rows, seconds
             )
             print(report.line(), flush=True)
-        return msgspec.convert(gather_at("saved", part.name, msgspec.to_builtins(report))[0], PassReport)
+        return msgspec.convert(gather_at("saved", part.name, msgspec.to_builtins(report))[0], prepared(PassReport))
 
     def _save(self, part: Part, result: Result, is_full: bool) -> PassProgress:
         """Save the model and the progress in one step; returns the progress."""

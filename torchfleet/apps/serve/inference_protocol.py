@@ -16,6 +16,7 @@ from torchfleet.apps.serve.request_templates import LEARN_PAUSE, RequestTemplate
 from torchfleet.apps.serve.samples import Packing, Samples
 from torchfleet.apps.serve.tensors import datatype_of, flat_decoder
 from torchfleet.base.errors import DataError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.data.features import Feature, TextSamples
 from torchfleet.data.slots import Ragged
 
@@ -52,7 +53,7 @@ class _PlainInput:
         self.decode = flat_decoder(self.datatype).decode
 
 
-_DECODER = msgspec.json.Decoder(InferBody)
+_DECODER = msgspec.json.Decoder(prepared(InferBody))
 _ENCODER = msgspec.json.Encoder()
 
 

@@ -19,6 +19,7 @@ from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings, token_of
 from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import required
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.printable import say
 
 # Ray's settings for many small requests: no thread and no line of log for each. Proxies pass requests on, since
@@ -102,7 +103,7 @@ class ReplicaApp:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        settings = msgspec.json.decode(self._packed, type=ServeSettings)
+        settings = msgspec.json.decode(self._packed, type=prepared(ServeSettings))
         torch.set_num_threads(settings.threads)
         try:
             model = ServedModel(settings)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import DataError
+from torchfleet.base.prepared_types import prepared
 
 MAX_RANK = 8
 
@@ -83,7 +84,7 @@ def _decoder(datatype: str, rank: int) -> msgspec.json.Decoder[Any]:
             kind = bool if dtype.kind == "b" else float
     for _ in range(rank):
         kind = list[kind]
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(prepared(kind))
 
 
 def from_bytes(data: memoryview, datatype: str, shape: list[int], name: str) -> npt.NDArray[Any]:

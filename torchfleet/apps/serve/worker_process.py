@@ -25,6 +25,7 @@ from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import FAILED, WorkerStart, token_of
 from torchfleet.base.errors import FleetError
 from torchfleet.base.extras import check_installed, required
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.printable import say
 from torchfleet.ps.net.open_files import raise_limit
 
@@ -32,7 +33,7 @@ _LOOK = 0.1  # seconds between two looks whether to end
 
 
 def main() -> int:
-    start = msgspec.json.decode(sys.argv[1], type=WorkerStart)
+    start = msgspec.json.decode(sys.argv[1], type=prepared(WorkerStart))
     threading.Thread(target=_end_with_launcher, args=(start.alive,), name="launcher", daemon=True).start()
     try:
         _serve(start)

@@ -13,6 +13,7 @@ from torchfleet.apps.word2vec.textfiles import Bytes, input_files, whole_words
 from torchfleet.apps.word2vec.vocabulary import Vocabulary
 from torchfleet.base.errors import DataError
 from torchfleet.base.monitor.progress import Progress
+from torchfleet.base.prepared_types import prepared
 from torchfleet.data.reading import streams
 from torchfleet.ps.kernels import words
 
@@ -43,7 +44,7 @@ def read_description(folder: str) -> Description | None:
     """
     try:
         with open(os.path.join(folder, DESCRIPTION), "rb") as file:
-            found = msgspec.json.decode(file.read(), type=Description)
+            found = msgspec.json.decode(file.read(), type=prepared(Description))
     except FileNotFoundError:
         if os.path.exists(os.path.join(folder, UNFINISHED)):
             raise DataError(

@@ -21,6 +21,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.tracing.span import Span
 
 VARIABLE = "FLEET_PROFILE"
@@ -110,7 +111,7 @@ def write(path: Path, body: object) -> None:
 def read(path: Path, expected: type[Body]) -> Body | None:
     """Read a file; None if it does not exist. Raises FleetError if it has other contents than `expected`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=expected)
+        return msgspec.json.decode(path.read_bytes(), type=prepared(expected))
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import remove_all_but
 from torchfleet.ps.checkpoint.manifest import next_save
@@ -108,7 +109,7 @@ def read(storage: Storage) -> CollectiveManifest:
             "servers is loaded by a job that has some."
         )
     try:
-        manifest = msgspec.json.decode(body, type=CollectiveManifest)
+        manifest = msgspec.json.decode(body, type=prepared(CollectiveManifest))
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.version != VERSION:
@@ -184,7 +185,7 @@ def _overlap(pieces: Sequence[SavedPiece]) -> bool:
 
 def _head(body: bytes) -> _Head:
     with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
-        return msgspec.json.decode(body, type=_Head)
+        return msgspec.json.decode(body, type=prepared(_Head))
     return _Head()
 
 

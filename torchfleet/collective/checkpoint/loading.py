@@ -12,6 +12,7 @@ import torch
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.monitor.progress import Progress
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor
@@ -82,7 +83,7 @@ class CollectiveLoad:
         self._storage, self._model, self._world = storage, model, world
         self._homes: Pieces = model_pieces(model, world)
         reports = exchange(world, self._open())
-        self.manifest = msgspec.json.decode(reports[0].manifest, type=CollectiveManifest)
+        self.manifest = msgspec.json.decode(reports[0].manifest, type=prepared(CollectiveManifest))
         self._saved = self.manifest.of_kind("model")
         self._known = {name for opened in reports for name in opened.names}
         self._targets: list[Target] = []

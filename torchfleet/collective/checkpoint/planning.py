@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.collective.checkpoint.collective_manifest import Kind, num_elements
 from torchfleet.collective.checkpoint.tensor_files import file_key
 from torchfleet.collective.world import Gathering
@@ -32,7 +33,7 @@ def exchange(world: Gathering | None, report: AnyReport, cause: Exception | None
     if world is None or world.size == 1:
         reports = [report]
     else:
-        reports = [msgspec.json.decode(data, type=kind) for data in world.gather(msgspec.json.encode(report))]
+        reports = [msgspec.json.decode(data, type=prepared(kind)) for data in world.gather(msgspec.json.encode(report))]
     for rank, received in enumerate(reports):
         if received.error:
             where = f"rank {rank}: " if len(reports) > 1 else ""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.planning import error_text
 from torchfleet.collective.world import Gathering
@@ -79,7 +80,7 @@ class RankTables:
     def _tell(self, order: Order | None) -> Order:
         self.is_ordered = True
         given = self._ranks.gather(b"" if order is None else msgspec.json.encode(order))
-        return msgspec.json.decode(given[0], type=Order)
+        return msgspec.json.decode(given[0], type=prepared(Order))
 
     def _write(self, storage: Storage, order: Order) -> list[Part]:
         own = Written()
@@ -90,7 +91,9 @@ class RankTables:
             own.rows = {name: saves.num_rows for name, saves in self._tables.items()}
         except Exception as error:
             own.error = error_text(error)
-        found = [msgspec.json.decode(data, type=Written) for data in self._ranks.gather(msgspec.json.encode(own))]
+        found = [
+            msgspec.json.decode(data, type=prepared(Written)) for data in self._ranks.gather(msgspec.json.encode(own))
+        ]
         failed = [f"rank {rank}: {written.error}" for rank, written in enumerate(found) if written.error]
         if failed:
             raise CheckpointError("; ".join(failed))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import (
     CollectiveManifest,
@@ -101,7 +102,7 @@ class Reader:
         try:
             found = msgspec.json.decode(self._bytes(name, place, 8, size), type=dict[str, Any])
             found.pop("__metadata__", None)
-            entries = msgspec.convert(found, dict[str, TensorEntry])
+            entries = msgspec.convert(found, prepared(dict[str, TensorEntry]))
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise CheckpointError(f"{place}: its safetensors header is damaged: {error}") from None
         shift = 8 + size

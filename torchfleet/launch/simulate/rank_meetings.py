@@ -11,6 +11,7 @@ import torch
 
 from torchfleet.base.errors import FleetError
 from torchfleet.base.network_links import Link
+from torchfleet.base.prepared_types import prepared
 from torchfleet.launch.simulate.packets import Packet, packet
 
 Tensors = list[torch.Tensor]
@@ -76,9 +77,9 @@ class MeetingPlace:
         other."""
         first = bytes(request.frames[0])
         if request.to[1]:
-            yield from self._ask(msgspec.msgpack.decode(first, type=Question), request)
+            yield from self._ask(msgspec.msgpack.decode(first, type=prepared(Question)), request)
         else:
-            yield from self._visit(msgspec.msgpack.decode(first, type=Visit), request)
+            yield from self._visit(msgspec.msgpack.decode(first, type=prepared(Visit)), request)
 
     def _visit(self, visit: Visit, request: Packet) -> Iterator[Packet]:
         key = visit.group, visit.number

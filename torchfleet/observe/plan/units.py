@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.prepared_types import prepared
 
 _FILE = Path(__file__).with_name("units.json")
 _LOG = "benchmarks/log.md"
@@ -28,7 +29,7 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_units(changes: dict[str, float] | None = None) -> dict[str, Unit]:
     """All units by name, with values of the caller's own in the place of some."""
-    units = msgspec.json.decode(_FILE.read_bytes(), type=dict[str, Unit])
+    units = msgspec.json.decode(_FILE.read_bytes(), type=prepared(dict[str, Unit]))
     for name, value in (changes or {}).items():
         if name not in units:
             raise FleetError(f"--unit {name}: expected one of {', '.join(units)}")

@@ -13,6 +13,7 @@ from types import TracebackType
 import msgspec
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest_file import has_manifest, read_body
 
@@ -139,7 +140,7 @@ def reserved_for(storage: Storage, folder: str) -> int | None:
     name = f"{folder}/{RESERVED}"
     try:
         data = _head(storage.place(name)) if storage.is_local else storage.read(name)
-        return msgspec.json.decode(data, type=_Mark).token
+        return msgspec.json.decode(data, type=prepared(_Mark)).token
     except (CheckpointError, OSError, ValueError, msgspec.MsgspecError):
         return None
 
@@ -200,7 +201,7 @@ def kept_folders(storage: Storage) -> set[str] | None:
     if not has_manifest(storage):
         return set()
     try:
-        newest = msgspec.json.decode(read_body(storage), type=_Chain)
+        newest = msgspec.json.decode(read_body(storage), type=prepared(_Chain))
     except (CheckpointError, msgspec.MsgspecError):
         return None
     return {newest.save, *(link.save for link in newest.base)}

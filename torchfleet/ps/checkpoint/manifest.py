@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import remove_all_but
 from torchfleet.ps.checkpoint.manifest_check import check_manifest
@@ -67,7 +68,7 @@ def read_manifest(storage: Storage) -> Manifest:
     """Read the manifest. Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
     body, place = read_body(storage), storage.place(FILE)
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=prepared(Manifest))
         refuse_repeated_names(body, place)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None

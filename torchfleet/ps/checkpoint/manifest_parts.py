@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.row_format import RowFormat, saved_bytes
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec, kind_named
@@ -120,18 +121,18 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def spec(self) -> TableSpec:
         policies: dict[str, Any] = {}  # the defaults, which admit every key and drop no row, are left out
         if self.entry:
-            policies["entry"] = msgspec.convert(self.entry, AdmissionEntry)
+            policies["entry"] = msgspec.convert(self.entry, prepared(AdmissionEntry))
         if self.shrink:
-            policies["shrink"] = msgspec.convert(self.shrink, Shrink)
+            policies["shrink"] = msgspec.convert(self.shrink, prepared(Shrink))
         if self.format:
-            policies["format"] = msgspec.convert(self.format, RowFormat)
+            policies["format"] = msgspec.convert(self.format, prepared(RowFormat))
         return TableSpec(
             self.name,
             self.kind,
             self.dim,
             self.size,
-            msgspec.convert(self.rule, Rule),
-            msgspec.convert(self.initializer, Initializer),
+            msgspec.convert(self.rule, prepared(Rule)),
+            msgspec.convert(self.initializer, prepared(Initializer)),
             self.seed,
             **policies,
         )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import CheckpointError, TableError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Part, Table
 from torchfleet.ps.tables.rows.codecs import SCALE
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
@@ -103,7 +104,7 @@ def decode(data: bytes | memoryview, place: str) -> Arrays:
     if len(data) < 8 or size > min(_MAX_HEADER, len(data) - 8):
         raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes in {len(data):,}")
     try:
-        entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, TensorEntry])
+        entries = msgspec.json.decode(data[8 : 8 + size], type=prepared(dict[str, TensorEntry]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{place}: its safetensors header is damaged: {error}") from None
     body = np.frombuffer(data, np.uint8)[8 + size :]

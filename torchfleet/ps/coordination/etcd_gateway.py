@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from torchfleet.base.errors import CoordinatorUnreachable, RoleError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.coordination.timed_reply import read_reply
 
 CA, CERT, KEY = "FLEET_ETCD_CA", "FLEET_ETCD_CERT", "FLEET_ETCD_KEY"
@@ -154,7 +155,7 @@ class _BadAnswer(Exception):
 def _checked(status: int, text: bytes, kind: type[Kind]) -> Kind:
     if status == HTTPStatus.OK:
         try:
-            return msgspec.json.decode(text, type=kind)
+            return msgspec.json.decode(text, type=prepared(kind))
         except (ValueError, RecursionError) as error:
             raise _BadAnswer(f"expected an answer of etcd, found {text[:_SHOWN]!r} ({error})") from None
     hundreds = status // 100

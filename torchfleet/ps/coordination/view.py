@@ -20,6 +20,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from torchfleet.base.errors import CoordinatorUnreachable
+from torchfleet.base.prepared_types import prepared
 
 MAX_NAME = 64
 ENDED = "ended"  # in place of the primary's name
@@ -79,7 +80,7 @@ def unpack_view(data: bytes, where: str) -> View:
     """The inverse of pack_view. Raises CoordinatorUnreachable, which names `where`, if `data` is not a view: what keeps
     something else in this place does not say who is primary."""
     try:
-        return msgspec.json.decode(data, type=View)
+        return msgspec.json.decode(data, type=prepared(View))
     except (ValueError, RecursionError) as error:
         raise CoordinatorUnreachable(
             f"{where}: expected the record of a shard's primary, found {data[:80]!r} ({error})"

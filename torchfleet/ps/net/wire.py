@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from torchfleet.base.errors import WireError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.net.joined_arrays import BYTES, CODES, DTYPES, ENTRY, Array, JoinedArrays
 
 __all__ = ["Array"]  # part of every message
@@ -325,7 +326,7 @@ def unpack(array: Array, expected: type[Body], max_bytes: int = MAX_FRAME) -> Bo
     if array.data.nbytes > max_bytes:
         raise WireError(f"expected a body of at most {max_bytes:,} bytes, found {array.data.nbytes:,}")
     try:
-        return msgspec.msgpack.decode(array.data.tobytes(), type=expected)
+        return msgspec.msgpack.decode(array.data.tobytes(), type=prepared(expected))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"expected a {expected.__name__}: {error}") from None
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import FleetError, ServerUnreachable
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -65,7 +66,7 @@ def served_save(endpoints: Sequence[str], keys: KeyFolder | None, timeout: float
                     raise
                 continue
         try:
-            return msgspec.convert(served, ServedSave)
+            return msgspec.convert(served, prepared(ServedSave))
         except msgspec.ValidationError:
             raise FleetError(
                 f"{endpoint}: expected a read-only server, found another one. Start it with `python -m "

@@ -21,6 +21,7 @@ from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.version_store import write_whole
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.notices import tell
+from torchfleet.base.prepared_types import prepared
 
 SETTINGS = "settings.json"
 WRITER, READERS = "writer.lock", "readers.lock"
@@ -34,7 +35,7 @@ def write_settings(folder: Path, settings: FollowSettings) -> None:
 
 def read_settings(folder: Path) -> FollowSettings:
     """What the writer of this folder must follow. Raises OSError if it was not stored."""
-    return msgspec.json.decode((folder / SETTINGS).read_bytes(), type=FollowSettings)
+    return msgspec.json.decode((folder / SETTINGS).read_bytes(), type=prepared(FollowSettings))
 
 
 def start_writer(folder: Path) -> subprocess.Popen[bytes]:

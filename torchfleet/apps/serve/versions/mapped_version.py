@@ -14,6 +14,7 @@ import torch
 
 from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, TableMap, found_rows, rows_of
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 from torchfleet.ps.worker.lookup.dense_group import write_words
 
@@ -92,7 +93,7 @@ class MappedVersion:
 def read_current(folder: Path) -> Description | None:
     """The description of the current version; None if there is none yet."""
     try:
-        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=Description)
+        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=prepared(Description))
     except FileNotFoundError:
         return None
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.mapped_version import CURRENT, Description, Floats, Network, read_current
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 
 _DATA = re.compile(r"(level|network)-([0-9]{9})")
@@ -185,14 +186,14 @@ def write_whole(path: Path, data: bytes) -> None:
 def read_status(folder: Path) -> Status:
     """What the writer says; the beginning if it has said nothing yet."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / _STATUS).read_bytes(), type=Status)
+        return msgspec.json.decode((folder / _STATUS).read_bytes(), type=prepared(Status))
     return Status()
 
 
 def read_wanted(folder: Path) -> Wanted:
     """What a user asked for last."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / _COMMAND).read_bytes(), type=Wanted)
+        return msgspec.json.decode((folder / _COMMAND).read_bytes(), type=prepared(Wanted))
     return Wanted()
 
 
@@ -207,7 +208,7 @@ def read_versions(folder: Path) -> list[Description]:
     for path in folder.glob("version-*.json"):
         if _VERSION.fullmatch(path.name):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                found.append(msgspec.json.decode(path.read_bytes(), type=Description))
+                found.append(msgspec.json.decode(path.read_bytes(), type=prepared(Description)))
     return sorted(found, key=lambda version: version.number)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from torchfleet.base.errors import LogError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.net.packed import PackedAnswer, PackedArray
 from torchfleet.ps.net.wire import MAX_ARRAYS, Frame
 from torchfleet.ps.tables.policies.decisions import Noted
@@ -145,7 +146,7 @@ def decode_entry(frames: Sequence[Frame]) -> Entry:
     effects = Effects()
     if num_effects:
         try:
-            effects = msgspec.msgpack.decode(head[start + num_peer :], type=Effects)
+            effects = msgspec.msgpack.decode(head[start + num_peer :], type=prepared(Effects))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LogError(f"entry {index}: what was decided cannot be read: {error}") from None
     peer = bytes(head[start : start + num_peer])

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from torchfleet.base.errors import LogError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.server.log.log_files import read_file, replace_file
 
 START = "start"
@@ -49,7 +50,7 @@ def read_start(folder: Path) -> Start:
     data = read_file(folder / START, _MAX_BYTES)
     body, _, check = data.rpartition(b" ")
     try:
-        start = msgspec.json.decode(body, type=Start)
+        start = msgspec.json.decode(body, type=prepared(Start))
     except msgspec.MsgspecError:
         start = Start(-1, -1, "")
     is_sound = 0 <= start.first <= start.last and start.term >= NOT_IN_STEP

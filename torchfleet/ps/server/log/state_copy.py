@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from torchfleet.base.errors import FleetError, LogError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.net.packed import pack_answer, pack_request, unpack_answer, unpack_request
 from torchfleet.ps.net.wire import MAX_BODY, Command, Frame, unpack
 from torchfleet.ps.server.arrays import only
@@ -99,7 +100,7 @@ def in_parts(piece: Piece) -> list[Piece]:
     frames = [memoryview(frame) for frame in piece[1:]]
     if sum(frame.nbytes for frame in frames) <= MAX_PART:
         return [piece]
-    head = msgspec.msgpack.decode(piece[0], type=PieceHead)
+    head = msgspec.msgpack.decode(piece[0], type=prepared(PieceHead))
     part = msgspec.msgpack.encode(PieceHead(head.copy, "part"))
     views = [frame.cast("B") for frame in frames if frame.nbytes]
     parts: list[Piece] = [[part, view[at : at + MAX_PART]] for view in views for at in range(0, len(view), MAX_PART)]
@@ -175,13 +176,13 @@ class StateImport:
         """Apply a piece. Pieces of other copies are ignored, because entries have already made the same state here.
         Raises LogError if the first piece is not "state", or a piece is malformed."""
         try:
-            head = msgspec.msgpack.decode(memoryview(piece[0]), type=PieceHead)
+            head = msgspec.msgpack.decode(memoryview(piece[0]), type=prepared(PieceHead))
             if self.copy in (None, head.copy) and head.what == "part":
                 self._parts += memoryview(piece[1]).cast("B")
                 return
             piece = self._with_parts(head, piece)
             if self.copy is None and head.what == "state":
-                self._take_state(head, msgspec.msgpack.decode(memoryview(piece[1]), type=StateBody))
+                self._take_state(head, msgspec.msgpack.decode(memoryview(piece[1]), type=prepared(StateBody)))
             elif head.copy == self.copy and head.what == "rows":
                 self._take_rows(head, piece[1:])
             elif head.copy == self.copy and head.what == "end":

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from torchfleet.base.errors import NumberTaken, RoleError, ServerBusy, WireError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.base.role.role_info import LOSS_END
 
 # Seconds before other workers learn that a worker has ended. Its launcher sees the exit status first, and names it as
@@ -211,7 +212,8 @@ class Presence:
         """Restore the state from the result of `export`."""
         self.heard = kept["heard"]
         self._members = {
-            worker: Member(msgspec.convert(body, JoinBody), *rest) for worker, (body, *rest) in kept["members"].items()
+            worker: Member(msgspec.convert(body, prepared(JoinBody)), *rest)
+            for worker, (body, *rest) in kept["members"].items()
         }
 
     def describe(self, now: float) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchfleet.base.errors import TableError
+from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.tables.settings.expressions import parse
 
 ADMISSION_NAMES = ("count", "show", "click", "score", "age_days", "unseen_days", "slot")
@@ -218,13 +219,13 @@ def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> Admissi
             before = settings.get(field, value)
             _expect(before == value, f"entry: two of them set {field}, to {before} and to {value}")
             settings[field] = value
-    return msgspec.convert(settings, AdmissionEntry)
+    return msgspec.convert(settings, prepared(AdmissionEntry))
 
 
 def _made(**settings: object) -> AdmissionEntry:
     """An entry with its types and values checked: users declare entries."""
     try:
-        return msgspec.convert(settings, AdmissionEntry)
+        return msgspec.convert(settings, prepared(AdmissionEntry))
     except msgspec.ValidationError as error:
         raise TableError(f"entry: {error}") from None
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from torchfleet.ps.worker.batch.op_lookup import look_up_one_at_a_time
 from torchfleet.ps.worker.batch.recipe import Constant, Input, Node, Recipe, Result, in_nests, nearest
 from torchfleet.ps.worker.batch.window import Window
 
@@ -74,6 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_storage: dict[int, set[_Key]] = {}
 
     def begin(self) -> None:
+        look_up_one_at_a_time()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
