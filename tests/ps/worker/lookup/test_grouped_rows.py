@@ -12,7 +12,8 @@ from support.cases import each_of
 from support.jobs import fleet_optimizer, one_worker
 
 from torchfleet.ps.worker.client.shard import Keys
-from torchfleet.ps.worker.lookup.grouped_rows import DistinctParts, GroupedRows
+from torchfleet.ps.worker.lookup.distinct_parts import DistinctParts
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 
 SIZES, DIM, NUM_SAMPLES = (5, 40, 7, 300), 4, 32
 Rows = list[torch.Tensor]
@@ -68,7 +69,7 @@ def num_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looked_up = GroupedRows.looked_up
 
     def noted(self: GroupedRows) -> object:
-        found.append(len(self.rows))
+        found.append(len(self.tables))
         return looked_up(self)
 
     monkeypatch.setattr(GroupedRows, "looked_up", noted)
@@ -172,7 +173,7 @@ def test_distinct_keys_of_parts_are_those_of_each_part() -> None:
     assert found.are_below
     first = 0
     for number, (ids, start, stop, end) in enumerate(
-        zip(parts, found.starts, found.starts[1:], found.ends, strict=False)
+        zip(parts, found.starts, found.starts[1:], found.firsts[1:], strict=False)
     ):
         own = found.keys[start:stop]
         assert sorted(own.tolist()) == np.unique(ids).tolist(), number

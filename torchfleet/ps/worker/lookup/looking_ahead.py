@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 import threading
@@ -26,7 +25,7 @@ from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
-from torchfleet.ps.worker.lookup.grouped_rows import groups_of
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
@@ -154,7 +153,7 @@ class LookingAhead:
             self._own.end_recording()
         batch = self._own.batch
         if batch is not None and batch.is_open:
-            self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
+            self.foresight.end_call(batch.all_guesses(), batch.unforeseen)
         self._own.leave()
         self._plan_recording()
 
@@ -189,7 +188,7 @@ class LookingAhead:
         tensors |= self.foresight.in_call(tensors)
         batch = self._expect(tensors)
         batch.is_lacking = self.foresight.lacks(tensors)
-        if self._source.pulls_ahead and batch.foreseen:
+        if self._source.pulls_ahead and batch.is_awaited:
             self._send(batch)
         return batch
 
@@ -202,9 +201,10 @@ class LookingAhead:
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
         if len(predicted) > 1 and torch.is_grad_enabled():
-            for tables, group in groups_of(predicted, self._groupable, self._new_rows):
-                group.suffixes = [self._suffixes.get(table, ()) for table in tables]
-                batch.put_group(tables, group, [predicted.pop(table).guesses for table in tables])
+            for group in list(groups_of(predicted, self._groupable, self._new_rows, self._own.pending)):
+                self._put_group(batch, group)
+                for table in group.tables:
+                    del predicted[table]
         for table, expected in predicted.items():
             if table in self.caches and self._trains(table):
                 cached[table] = self.caches[table].prepare(expected.tensors)
@@ -221,7 +221,12 @@ class LookingAhead:
             foreseen[table] = rows
             if found:
                 guesses[table] = found
+        batch.is_awaited = bool(batch.groups or foreseen)
         return batch
+
+    def _put_group(self, batch: Batch, group: GroupedRows) -> None:
+        group.suffixes = [self._suffixes.get(table, ()) for table in group.tables]
+        batch.put_group(group)
 
     def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
         """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
@@ -242,10 +247,14 @@ class LookingAhead:
         """Send one message per server, or two if some tables create rows and others do not."""
         keys: dict[bool, dict[str, Keys]] = {}
         has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
+        if not has_grad:
+            batch.take_groups_apart()
+        for group in batch.groups:  # their keys are checked
+            keys.setdefault(True, {}).update(group.keys())
         for table, rows in batch.foreseen.items():
-            if table not in batch.guesses and table not in batch.grouped:  # those of groups are checked
+            if table not in batch.guesses:
                 self._check_range(table, rows.keys)
-            create = has_grad and (table in batch.grouped or any(map(_is_training, self._embeddings[table])))
+            create = has_grad and any(map(_is_training, self._embeddings[table]))
             keys.setdefault(create, {})[table] = rows.keys
         for create, wanted in keys.items():
             batch.under_way.append((create, self._source.pull(wanted, create)))
@@ -253,7 +262,7 @@ class LookingAhead:
     def _receive(self) -> None:
         """Wait for the predicted rows of the current batch."""
         batch = self._own.batch
-        if batch is not None and batch.foreseen:
+        if batch is not None and batch.is_awaited:
             if not batch.under_way:
                 self._send(batch)
             batch.receive()
