@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from torchfleet.ps.tables.rows.keyrange import check_range
 from torchfleet.ps.tables.settings.policy import AdmissionEntry
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
-from torchfleet.ps.worker.batch.foresight import Foresight, Guess
+from torchfleet.ps.worker.batch.columns import Blocks
+from torchfleet.ps.worker.batch.foresight import Foresight, Guess, Way
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder, hold_compiler, let_compiler_go
 from torchfleet.ps.worker.batch.unforeseen_cost import UnforeseenCost
@@ -24,6 +25,7 @@ from torchfleet.ps.worker.cache.cached_batch import CachedBatch
 from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.column_groups import ColumnGroups
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
@@ -53,6 +55,7 @@ class LookingAhead:
             for table, layers in self._embeddings.items()
             if len(layers) == 1 and table not in self._entries and table not in self.caches
         }
+        self._columns = ColumnGroups((), {})
         self._suffixes: dict[str, tuple[int, ...]] = {}  # by table: how its ids were shaped, behind the first dimension
         self.look_ahead = _BATCHES_AHEAD if self.caches else 1  # batches that `prefetch` takes from a loader early
         self._own = ThreadState()
@@ -197,9 +200,10 @@ class LookingAhead:
         replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
         begun: dict[Any, BatchRows] = {}  # tables with the same ids share their keys
         cached: dict[str, CachedBatch] = {}
-        predicted = self.foresight.keys(replay)
+        blocks = Blocks(replay)
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
+        predicted = self.foresight.keys(replay, self._put_columns(batch, blocks), blocks)
         if len(predicted) > 1 and torch.is_grad_enabled():
             for group in list(groups_of(predicted, self._groupable, self._new_rows, self._own.pending)):
                 self._put_group(batch, group)
@@ -223,6 +227,16 @@ class LookingAhead:
                 guesses[table] = found
         batch.is_awaited = bool(batch.groups or foreseen)
         return batch
+
+    def _put_columns(self, batch: Batch, blocks: Blocks) -> tuple[Way, ...]:
+        """Put the groups of columns into a batch, if it has them; returns the ways that are left."""
+        ways = self.foresight.ways
+        if self._columns.ways is not ways:
+            self._columns = ColumnGroups(ways, self._groupable)
+        groups = self._columns.of(blocks, self._new_rows, self._own.pending) if torch.is_grad_enabled() else None
+        for group in groups or ():
+            self._put_group(batch, group)
+        return ways if groups is None else self._columns.others
 
     def _put_group(self, batch: Batch, group: GroupedRows) -> None:
         group.suffixes = [self._suffixes.get(table, ()) for table in group.tables]
