@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,9 +47,10 @@ class ColumnGroups:
         tables = [way.table for way in ways]
         for way in ways:
             column = way.shared
-            if column is not None and column.num == 1 and way.padding_idx is None and way.table in groupable:
-                if tables.count(way.table) == 1:
-                    by_kind.setdefault((groupable[way.table].dim, id(column.block)), []).append(way)
+            if column is None or column.num > 1 or way.padding_idx is not None or tables.count(way.table) > 1:
+                continue
+            if way.table in groupable:
+                by_kind.setdefault((groupable[way.table].dim, id(column.block)), []).append(way)
         found = [own for own in by_kind.values() if len(own) > 1]
         self._groups = [_ColumnGroup(own, [groupable[way.table] for way in own], _block_of(own)) for own in found]
         grouped = {way.table for own in found for way in own}
@@ -58,7 +60,7 @@ class ColumnGroups:
         """The groups of a batch, with keys and without values; None if one of them cannot be made for this batch."""
         with torch._C.DisableTorchFunctionSubclass():  # the weights' properties are read
             for group in self._groups:
-                if not all([way.is_awake for way in group.ways]) or not all(map(may_train, group.layers)):
+                if not all(map(_is_awake, group.ways)) or not all(map(may_train, group.layers)):
                     return None
         made: list[GroupedRows] = []
         known: list[tuple[Any, DistinctParts]] = []
@@ -74,6 +76,9 @@ class ColumnGroups:
                 known.append((group.origin, parts))
             made.append(GroupedRows(group.ways, group.layers, parts, new_rows, pending))
         return made
+
+
+_is_awake = operator.attrgetter("is_awake")
 
 
 def _block_of(ways: Sequence[Way]) -> Block:

@@ -30,7 +30,6 @@ from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 from torchfleet.ps.worker.lookup.row_functions import Lookup
 from torchfleet.ps.worker.lookup.sources import PullAhead
 
-
 # (group, number of the table in it, outputs of the group: filled by the first lookup)
 GroupPlace = tuple[GroupedRows, int, list[torch.Tensor]]
 
@@ -79,7 +78,8 @@ class Batch:
         """Add the predicted rows of tables that are looked up together."""
         self.groups.append(group)
         outputs: list[torch.Tensor] = []
-        self.grouped.update(zip(group.tables, zip(repeat(group), range(len(group.tables)), repeat(outputs))))
+        places = zip(repeat(group), range(len(group.tables)), repeat(outputs), strict=False)
+        self.grouped.update(zip(group.tables, places, strict=True))
 
     def take_groups_apart(self) -> None:
         """Let the tables of all groups be looked up by themselves."""
@@ -89,14 +89,13 @@ class Batch:
                 self._guess(table)
         self.groups, self.grouped = [], {}
 
-    def all_guesses(self) -> list[Guess]:
-        """All that may be wrong: the lookups of a group were those that it had predicted."""
+    def guess_unused(self) -> None:
+        """Add the guesses of tables that were not looked up in their group: those of the others were right."""
         for group in self.groups:
             if not all(group.is_used):
                 for number, table in enumerate(group.tables):
                     if not group.is_used[number] and table not in self.guesses:
                         self._guess(table)
-        return [guess for guesses in self.guesses.values() for guess in guesses]
 
     def _guess(self, table: str) -> None:
         group, number, _ = self.grouped[table]
@@ -193,8 +192,8 @@ class ThreadState(threading.local):
         places: dict[int, tuple[BatchRows, list[Index]]] = {}
         for of_group in self._looked_up_groups:
             if (found := _in_group(of_group, table)) is not None and found[0].is_used[found[1]]:
-                rows = found[0].rows[found[1]]
-                places[id(rows)] = rows, [rows.expected_index]
+                of_table = found[0].rows[found[1]]
+                places[id(of_table)] = of_table, [of_table.expected_index]
         for reference, index in self._looked_up.get(table, []):
             if (rows := reference()) is not None:
                 places.setdefault(id(rows), (rows, []))[1].append(index)
@@ -291,11 +290,11 @@ class ThreadState(threading.local):
 
     def drop_gradients(self, tables: Collection[str]) -> None:
         """Drop pending gradients. A later backward pass through the same graph starts from zero."""
-        if (groups := self._whole_groups(tables)) is not None:
+        if self.pending and (groups := self._whole_groups(tables)) is not None:
             for group in groups:
                 group.drop_gradients()
             self.pending.clear()
-        else:
+        elif self.pending:
             kept: list[Pending] = []
             for table, rows in self._apart():
                 if table in tables:
@@ -309,7 +308,8 @@ class ThreadState(threading.local):
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
         self.drop_gradients(tables)
-        self._end_groups(tables)
+        if self._groups or self._looked_up_groups:
+            self._end_groups(tables)
         if self._step or self._looked_up:
             for table in tables:
                 self._step.pop(table, None)

@@ -67,7 +67,7 @@ class GroupedRows:
     def number_of(self, table: str) -> int | None:
         return self.tables.index(table) if table in self.tables else None
 
-    def keys(self) -> Iterator[tuple[str, Keys]]:
+    def keys_by_table(self) -> Iterator[tuple[str, Keys]]:
         """(table, its distinct keys)."""
         keys = self.parts.keys
         for table, (start, stop) in zip(self.tables, pairwise(self.parts.starts), strict=True):
@@ -134,8 +134,8 @@ class GroupedRows:
     def gradients(self) -> Iterator[tuple[str, tuple[Keys, Floats], list[float]]]:
         """(table, its keys and summed gradients, the versions of its rows), while the rows are not kept apart."""
         sums = self._sums
-        assert sums is not None and self._rows is None
-        places = zip(self.keys(), pairwise(self.parts.starts), self._versions, strict=True)
+        assert sums is not None
+        places = zip(self.keys_by_table(), pairwise(self.parts.starts), self._versions, strict=True)
         for (table, keys), (start, stop), versions in places:
             yield table, (keys, sums[start:stop]), versions
 

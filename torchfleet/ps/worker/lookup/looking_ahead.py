@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import threading
@@ -156,7 +157,9 @@ class LookingAhead:
             self._own.end_recording()
         batch = self._own.batch
         if batch is not None and batch.is_open:
-            self.foresight.end_call(batch.all_guesses(), batch.unforeseen)
+            if batch.groups:
+                batch.guess_unused()
+            self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
         self._own.leave()
         self._plan_recording()
 
@@ -203,7 +206,8 @@ class LookingAhead:
         blocks = Blocks(replay)
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
-        predicted = self.foresight.keys(replay, self._put_columns(batch, blocks), blocks)
+        ways = self._put_columns(batch, blocks) if len(self.foresight.ways) > 1 else None
+        predicted = self.foresight.keys(replay, ways, blocks)
         if len(predicted) > 1 and torch.is_grad_enabled():
             for group in list(groups_of(predicted, self._groupable, self._new_rows, self._own.pending)):
                 self._put_group(batch, group)
@@ -264,7 +268,7 @@ class LookingAhead:
         if not has_grad:
             batch.take_groups_apart()
         for group in batch.groups:  # their keys are checked
-            keys.setdefault(True, {}).update(group.keys())
+            keys.setdefault(True, {}).update(group.keys_by_table())
         for table, rows in batch.foreseen.items():
             if table not in batch.guesses:
                 self._check_range(table, rows.keys)
