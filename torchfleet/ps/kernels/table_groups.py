@@ -164,6 +164,16 @@ def update_tables(
 
 
 @kernel
+def are_keys_at(address: int, keys_N: np.ndarray, first: int, last: int) -> bool:
+    """Whether the 64-bit numbers from this address on are keys_N[first:last]."""
+    found = _keys_at(address, last - first)
+    is_equal = True
+    for i in range(last - first):
+        is_equal &= found[i] == keys_N[first + i]
+    return is_equal
+
+
+@kernel
 def put_pairs(
     keys_U: np.ndarray,
     grads: np.ndarray,

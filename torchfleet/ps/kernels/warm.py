@@ -27,6 +27,7 @@ def _split(keys: np.ndarray, values: np.ndarray) -> None:
     rows.scatter(values.reshape(-1), _DIM, 0, places, values.copy())
     rows.all_finite(values.reshape(-1).view(np.uint32))
     counts, starts = np.ones(1, np.int64), np.arange(2)
+    table_groups.are_keys_at(keys.ctypes.data, keys, 0, _NUM)
     table_groups.put_pairs(keys, values.reshape(-1), counts, counts, np.zeros(2, np.uint64), starts[:1], starts[1:])
 
 

@@ -11,8 +11,15 @@ import torch
 from support.cases import each_of
 from support.jobs import fleet_optimizer, one_worker
 
+from torchfleet.ps.kernels.table_groups import are_keys_at
+from torchfleet.ps.worker.batch.foresight import Way
+from torchfleet.ps.worker.batch.recipe import Input, Recipe
+from torchfleet.ps.worker.batch.window import Window
 from torchfleet.ps.worker.client.shard import Keys
-from torchfleet.ps.worker.lookup.grouped_rows import DistinctParts, GroupedRows
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.current_batch import ThreadState
+from torchfleet.ps.worker.lookup.distinct_parts import DistinctParts
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 
 SIZES, DIM, NUM_SAMPLES = (5, 40, 7, 300), 4, 32
 Rows = list[torch.Tensor]
@@ -68,7 +75,7 @@ def num_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looked_up = GroupedRows.looked_up
 
     def noted(self: GroupedRows) -> object:
-        found.append(len(self.rows))
+        found.append(len(self.tables))
         return looked_up(self)
 
     monkeypatch.setattr(GroupedRows, "looked_up", noted)
@@ -172,7 +179,7 @@ def test_distinct_keys_of_parts_are_those_of_each_part() -> None:
     assert found.are_below
     first = 0
     for number, (ids, start, stop, end) in enumerate(
-        zip(parts, found.starts, found.starts[1:], found.ends, strict=False)
+        zip(parts, found.starts, found.starts[1:], found.firsts[1:], strict=False)
     ):
         own = found.keys[start:stop]
         assert sorted(own.tolist()) == np.unique(ids).tolist(), number
@@ -180,3 +187,85 @@ def test_distinct_keys_of_parts_are_those_of_each_part() -> None:
         np.testing.assert_array_equal(own[found.own[first:end]], ids)
         first = end
     assert not DistinctParts.of(parts, (2, None, 90)).are_below
+
+
+@each_of("num_servers", [1, 2])
+def test_gradients_of_a_group_may_be_scaled_before_the_step(num_servers: int, num_groups: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Columns(USES["all"])
+    plain, loader = copy.deepcopy(model), batches(torch.float32)
+
+    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for table in (model.wide[1], model.narrow[2]):  # type: ignore[index]
+                table.weight.grad.mul_(0.25)
+            optimizer.step()
+
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with one_worker(model, fleet_optimizer("sgd", lr=0.1), num_servers=num_servers) as part:
+        steps(part.model, part.optimizer)
+        for name, value in part.model.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert num_groups[-2:] == [len(SIZES)] * 2
+
+
+def test_rows_of_a_batch_are_those_of_the_group(num_groups: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Columns(USES["all"])
+    plain, loader = copy.deepcopy(model), batches(torch.float32)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in loader:
+        theirs.zero_grad()
+        term = plain.wide[1](x[:, 1].long().unique()).square().sum()
+        (plain(x).square().mean() + term).backward()
+        theirs.step()
+    with one_worker(model, fleet_optimizer("sgd", lr=0.1)) as part:
+        for x in loader:
+            part.optimizer.zero_grad()
+            loss = part.model(x).square().mean()
+            (loss + part.model.wide[1].batch_rows().square().sum()).backward()
+            part.optimizer.step()
+        for name, value in part.model.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert num_groups[-2:] == [len(SIZES)] * 2
+
+
+def test_a_table_that_leaves_the_group_takes_its_rows_and_gradients_along() -> None:
+    """One of two optimizers ends the step of its own tables; those of the other go on."""
+    own, rng = ThreadState(), np.random.default_rng(2)
+    layers = [torch.nn.Embedding(size, DIM) for size in SIZES]
+    tables = [f"table {number}" for number in range(len(SIZES))]
+    ids = [rng.integers(0, size, NUM_SAMPLES).astype(np.uint64) for size in SIZES]
+    parts = DistinctParts.of(ids, SIZES)
+    ways = [Way(table, Recipe(Input("batch", Window())), None) for table in tables]
+
+    def new_rows(table: str) -> BatchRows:
+        return BatchRows(DIM, lambda rows: own.pending.append((table, rows)))
+
+    for layer in layers:
+        layer.dim = DIM  # type: ignore[assignment]
+    group = GroupedRows(ways, layers, parts, new_rows, own.pending)  # type: ignore[arg-type]
+    group.receive([np.zeros((len(keys), DIM), np.float32) for _, keys in group.keys_by_table()], [[1.0]] * len(tables))
+    grads = [torch.from_numpy(rng.normal(size=(NUM_SAMPLES, DIM)).astype(np.float32)) for _ in tables]
+    group.add(grads)
+    for taken in (tables[:1], tables[1:]):
+        found, versions = own.gradients(taken, ())
+        assert list(found) == list(versions) == taken
+        for table, (keys, sums) in found.items():
+            number = tables.index(table)
+            expected = np.zeros((SIZES[number], DIM))
+            np.add.at(expected, ids[number].astype(np.int64), grads[number].numpy().astype(np.float64))
+            np.testing.assert_allclose(sums, expected[keys.astype(np.int64)], rtol=1e-4, atol=1e-5)
+        own.end_step(taken)
+    assert not own.pending
+
+
+def test_ids_are_compared_where_they_lie() -> None:
+    keys = np.arange(3, 20, dtype=np.uint64)
+    ids = torch.arange(5, 9)
+    assert are_keys_at(ids.data_ptr(), keys, 2, 6)
+    assert not are_keys_at(ids.data_ptr(), keys, 1, 5)
+    ids[-1] += 1
+    assert not are_keys_at(ids.data_ptr(), keys, 2, 6)

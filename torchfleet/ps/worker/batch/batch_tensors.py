@@ -13,6 +13,7 @@ from torchfleet.base.errors import ModelError
 from torchfleet.ps.worker.client.shard import Keys, as_keys
 
 Stamp = tuple[Any, ...]
+WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
 def keys_of(slots: Sequence[torch.Tensor]) -> Keys:

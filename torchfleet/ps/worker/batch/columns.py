@@ -78,11 +78,15 @@ class Blocks:
 
     def keys(self, column: Column) -> Keys:
         """The keys of a block's columns, sample by sample. Raises any exception if this batch has no such block."""
-        block = self._done.get(id(column.block))
-        if block is None:
-            block = self._done[id(column.block)] = self._computed(column.block)
-        own = block[column.first : column.first + column.num]
+        own = self.whole(column.block)[column.first : column.first + column.num]
         return as_keys(own[0] if column.num == 1 else own.T)
+
+    def whole(self, block: Block) -> npt.NDArray[np.int64]:
+        """All columns of a block, one after the other. Raises as `keys` does."""
+        found = self._done.get(id(block))
+        if found is None:
+            found = self._done[id(block)] = self._computed(block)
+        return found
 
     def _computed(self, block: Block) -> npt.NDArray[np.int64]:
         base = self._replay.ids(Recipe(Input(block.place, Window())))

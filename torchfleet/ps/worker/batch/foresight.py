@@ -195,11 +195,13 @@ class Foresight:
         """Whether a way begins at a place that is missing here."""
         return any(way.is_awake and not way.recipe.places <= tensors.keys() for way in self.ways)
 
-    def keys(self, replay: Replay) -> dict[str, Expected]:
-        """All ids that this batch is expected to look up, by table."""
+    def keys(
+        self, replay: Replay, ways: Iterable[Way] | None = None, blocks: Blocks | None = None
+    ) -> dict[str, Expected]:
+        """All ids that this batch is expected to look up, by table. `ways`: some of them. `blocks`: of the batch."""
         found: dict[str, list[tuple[Way, torch.Tensor | Keys]]] = {}
-        blocks = Blocks(replay)
-        for way in self.ways:
+        blocks = Blocks(replay) if blocks is None else blocks
+        for way in self.ways if ways is None else ways:
             if not way.is_awake:
                 continue
             try:

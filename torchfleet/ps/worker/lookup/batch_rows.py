@@ -63,10 +63,9 @@ class BatchRows:
         self.keys, self.expected_index, self._kept_places = others.keys, others.expected_index, others._kept_places
         self._expected, self.stamp = others._expected, others.stamp
 
-    def expect_part(self, keys: Keys, index: Index, expected: Keys, stamp: Stamp | None) -> None:
-        """As `expect` of the keys `expected`, whose distinct ones and their index are known."""
-        self.keys, self.expected_index = keys, index
-        self._expected, self.stamp = (expected if stamp is None else self._expected), stamp
+    def expect_part(self, keys: Keys, index: Index, expected: Keys) -> None:
+        """As `expect` of the keys `expected`, without a stamp, whose distinct ones and their index are known."""
+        self.keys, self.expected_index, self._expected = keys, index, expected
 
     @property
     def _places(self) -> npt.NDArray[np.int32]:
@@ -135,15 +134,6 @@ class BatchRows:
         """Replace all pending gradients with those of these distinct keys."""
         self.keys, self.versions = keys, versions
         self._grads, self._shows, self._touched = grads, shows, None
-
-    def takes_first_sums(self, num: int) -> bool:
-        """Whether it has `num` rows and no gradient yet."""
-        return self._grads is None and len(self.keys) == num
-
-    def take_first_sums(self, sums: Floats) -> None:
-        """Take these as the first gradients: one row for each key."""
-        self._grads, self._touched = sums, None
-        self._on_gradient(self)
 
     def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
         """Record a lookup for training in samples with these shows and clicks."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import repeat
 
 import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.kernels.merge import sum_by_key
-from torchfleet.ps.worker.batch.batch_tensors import Stamp, keys_of, stamp_of
+from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of
 from torchfleet.ps.worker.batch.foresight import Guess
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder
@@ -25,9 +26,12 @@ from torchfleet.ps.worker.cache.cached_batch import CachedBatch
 from torchfleet.ps.worker.cache.thread_batches import ThreadBatches
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, merged
-from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, GroupPlace
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 from torchfleet.ps.worker.lookup.row_functions import Lookup
 from torchfleet.ps.worker.lookup.sources import PullAhead
+
+# (group, number of the table in it, outputs of the group: filled by the first lookup)
+GroupPlace = tuple[GroupedRows, int, list[torch.Tensor]]
 
 
 class Batch:
@@ -48,7 +52,9 @@ class Batch:
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.cached: dict[str, CachedBatch] = {}  # by table, of tables with a cache
-        self.grouped: dict[str, GroupPlace] = {}  # by table that was not looked up yet
+        self.groups: list[GroupedRows] = []
+        self.grouped: dict[str, GroupPlace] = {}  # by table of a group
+        self.is_awaited = False  # predicted rows have not arrived
         self.is_entered = False  # the model was called with it: another call is another batch
         self.is_open = False  # the model's call with it is running
         self.is_lacking = False  # more ids could be predicted if the form of the model's call were known
@@ -59,6 +65,8 @@ class Batch:
 
     def note_lookup(self, table: str, slots: Sequence[torch.Tensor], keys: Keys) -> None:
         """Compare the guesses about this table with the actual lookup: the keys of all slots, slot by slot."""
+        if table in self.grouped and table not in self.guesses:
+            self._guess(table)
         start = 0
         for ids in slots if table in self.guesses else ():
             own = keys[start : start + ids.numel()]
@@ -66,27 +74,41 @@ class Batch:
             for guess in self.guesses[table]:
                 guess.compare(own)
 
-    def put_group(self, tables: Sequence[str], group: GroupedRows, guesses: Sequence[list[Guess]]) -> None:
-        """Add the predicted rows of these tables, which are looked up together."""
+    def put_group(self, group: GroupedRows) -> None:
+        """Add the predicted rows of tables that are looked up together."""
+        self.groups.append(group)
         outputs: list[torch.Tensor] = []
-        for number, (table, rows, own) in enumerate(zip(tables, group.rows, guesses, strict=True)):
-            self.foreseen[table], self.grouped[table] = rows, GroupPlace(group, number, outputs)
-            if own:
-                self.guesses[table] = own
+        places = zip(repeat(group), range(len(group.tables)), repeat(outputs), strict=False)
+        self.grouped.update(zip(group.tables, places, strict=True))
 
-    def take_grouped(self, table: str, weight: torch.Tensor, ids: torch.Tensor) -> GroupPlace | None:
-        """The table's place in its group, for the first lookup of exactly the predicted ids; None for any other."""
-        place = self.grouped[table]
-        group, number, _ = place
-        rows = group.rows[number]
-        if not ids.is_cpu or group.weights[number] is not weight or not weight.requires_grad:
-            return None
-        if not (rows.is_expected(keys_of([ids])) if rows.stamp is None else rows.stamp == stamp_of([ids])):
-            return None
-        for guess in self.guesses.get(table, ()):
-            guess.is_right = True
-        del self.grouped[table]
-        return place
+    def take_groups_apart(self) -> None:
+        """Let the tables of all groups be looked up by themselves."""
+        for group in self.groups:
+            for table, rows in zip(group.tables, group.rows, strict=True):
+                self.foreseen[table] = rows
+                self._guess(table)
+        self.groups, self.grouped = [], {}
+
+    def guess_unused(self) -> None:
+        """Add the guesses of tables that were not looked up in their group: those of the others were right."""
+        for group in self.groups:
+            if not all(group.is_used):
+                for number, table in enumerate(group.tables):
+                    if not group.is_used[number] and table not in self.guesses:
+                        self._guess(table)
+
+    def _guess(self, table: str) -> None:
+        group, number, _ = self.grouped[table]
+        if found := group.guesses(number):
+            self.guesses[table] = found
+
+    def rows_of(self, table: str, create: bool) -> BatchRows | None:
+        """The rows of a table that have arrived; None if there are none."""
+        rows = self.rows.get((table, create))
+        if rows is None and create and table in self.grouped and not self.is_awaited:
+            group, number, _ = self.grouped[table]
+            rows = self.rows[table, True] = group.rows[number]
+        return rows
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this is a tensor of the batch, or a view of one."""
@@ -104,17 +126,22 @@ class Batch:
 
     def close(self) -> None:
         """End the model's call."""
-        self.rows, self.foreseen, self.under_way, self.cached, self.grouped = {}, {}, [], {}, {}
-        self.is_open = False
+        self.rows, self.foreseen, self.under_way, self.cached = {}, {}, [], {}
+        self.groups, self.grouped = [], {}
+        self.is_open = self.is_awaited = False
 
     def receive(self) -> None:
         """Wait for the pulls in flight, and take in their rows."""
         for create, pull in self.under_way:
             pulled = pull.result()
-            for table, values in pulled.rows.items():
-                rows = self.rows[table, create] = self.foreseen[table]
-                rows.values, rows.versions = values, pulled.versions[table]
-        self.foreseen, self.under_way = {}, []
+            for group in self.groups if create else ():
+                rows, versions = pulled.rows, pulled.versions
+                group.receive([rows[table] for table in group.tables], [versions[table] for table in group.tables])
+            for table, rows_there in self.foreseen.items():
+                if table in pulled.rows:
+                    self.rows[table, create] = rows_there
+                    rows_there.values, rows_there.versions = pulled.rows[table], pulled.versions[table]
+        self.foreseen, self.under_way, self.is_awaited = {}, [], False
 
     def may_serve(self, table: str, slots: Sequence[torch.Tensor]) -> bool:
         """Whether its rows are valid for a prediction: one within the call, or the first one on a prefetched batch."""
@@ -127,22 +154,28 @@ class Batch:
         return True
 
 
+Pending = tuple[str, BatchRows] | GroupedRows
+
+
 class ThreadState(threading.local):
     """The calling thread's batch, and the rows and gradients of its step."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
         self.recorder: Recorder | None = None  # of the model's call, if it is recorded
-        self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
+        self.pending: list[Pending] = []  # gradients that wait for the step
         self.cached = ThreadBatches()  # rows and gradients of tables with a cache
         # Weak: a step may never come, and rows that no graph refers to get no gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
         # for training, since the call began
         self._looked_up: dict[str, list[tuple[weakref.ref[BatchRows], Index]]] = {}
+        self._groups: list[weakref.ref[GroupedRows]] = []  # of the step
+        self._looked_up_groups: list[weakref.ref[GroupedRows]] = []  # since the call began
 
     def begin_call(self) -> None:
         """Begin a new call of the model."""
         self._looked_up.clear()
+        self._looked_up_groups.clear()
         if self.cached.is_used:
             self.cached.begin_call()
 
@@ -150,9 +183,17 @@ class ThreadState(threading.local):
         """Record a lookup for training at these positions of the rows."""
         self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
 
+    def note_group(self, group: GroupedRows) -> None:
+        """Record the first lookup for training in a group: it notes by itself which tables were looked up."""
+        self._looked_up_groups.append(weakref.ref(group))
+
     def batch_rows(self, table: str, weight: torch.Tensor) -> torch.Tensor | None:
         """The distinct rows that were looked up for training, differentiable; None if there were none."""
         places: dict[int, tuple[BatchRows, list[Index]]] = {}
+        for of_group in self._looked_up_groups:
+            if (found := _in_group(of_group, table)) is not None and found[0].is_used[found[1]]:
+                of_table = found[0].rows[found[1]]
+                places[id(of_table)] = of_table, [of_table.expected_index]
         for reference, index in self._looked_up.get(table, []):
             if (rows := reference()) is not None:
                 places.setdefault(id(rows), (rows, []))[1].append(index)
@@ -184,13 +225,16 @@ class ThreadState(threading.local):
         for (table, create), rows in batch.rows.items():
             if create:
                 self._keep_for_step(table, rows)
+        if batch.groups:
+            self._groups = [there for there in self._groups if there() is not None]
+            self._groups += map(weakref.ref, () if batch.is_awaited else batch.groups)
         batch.close()
 
     def gradient(self, table: str) -> torch.Tensor | None:
         """The pending gradient of a table, one row for each key. It is pushed as it is at the step."""
         if (cached := self.cached.joined(table)) is not None:
             return cached.whole_gradients()
-        found = [rows for name, rows in self.pending if name == table]
+        found = [rows for name, rows in self._apart() if name == table]
         if len(found) > 1:
             together = merged(found)
             self.drop_gradients([table])  # a later backward pass through the same graph starts from zero
@@ -221,10 +265,16 @@ class ThreadState(threading.local):
         `wide`: tables whose gradients are followed by show, click and slot.
         """
         pending: dict[str, list[BatchRows]] = {}
-        for table, rows in self.pending:
+        gradients: dict[str, tuple[Keys, Floats]] = {}
+        versions: dict[str, list[float]] = {}
+        if (groups := self._whole_groups(tables)) is not None:
+            for group in groups:
+                for table, own, at in group.gradients():
+                    gradients[table], versions[table] = own, at
+            return gradients, versions
+        for table, rows in self._apart():
             if table in tables:
                 pending.setdefault(table, []).append(rows)
-        gradients, versions = {}, {}
         for table, batches in pending.items():
             found, seen = [], []
             for rows in batches:
@@ -240,33 +290,76 @@ class ThreadState(threading.local):
 
     def drop_gradients(self, tables: Collection[str]) -> None:
         """Drop pending gradients. A later backward pass through the same graph starts from zero."""
-        kept = []
-        for table, rows in self.pending:
-            if table in tables:
-                rows.drop_gradients()
-            else:
-                kept.append((table, rows))
-        self.pending[:] = kept
+        if self.pending and (groups := self._whole_groups(tables)) is not None:
+            for group in groups:
+                group.drop_gradients()
+            self.pending.clear()
+        elif self.pending:
+            kept: list[Pending] = []
+            for table, rows in self._apart():
+                if table in tables:
+                    rows.drop_gradients()
+                else:
+                    kept.append((table, rows))
+            self.pending[:] = kept
         if self.cached.is_used:
             self.cached.drop_gradients(tables)
 
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
         self.drop_gradients(tables)
-        for table in tables:
-            self._step.pop(table, None)
-            self._looked_up.pop(table, None)
+        if self._groups or self._looked_up_groups:
+            self._end_groups(tables)
+        if self._step or self._looked_up:
+            for table in tables:
+                self._step.pop(table, None)
+                self._looked_up.pop(table, None)
         if self.cached.is_used:
             self.cached.end_step(tables)
         self.batch = None
+
+    def _whole_groups(self, tables: Collection[str]) -> list[GroupedRows] | None:
+        """The groups that all pending gradients are of, if all their tables are among these and in one group each."""
+        found, num, seen = [], 0, set[str]()
+        for group in self.pending:
+            if not isinstance(group, GroupedRows) or group.is_apart:
+                return None
+            found.append(group)
+            num += len(group.tables)
+            seen.update(group.tables)
+        return found if len(seen) == num and all(map(tables.__contains__, seen)) else None
+
+    def _apart(self) -> list[tuple[str, BatchRows]]:
+        """The pending gradients, table by table from now on."""
+        found: list[tuple[str, BatchRows]] = []
+        for own in self.pending:
+            found += [own] if isinstance(own, tuple) else zip(own.tables, own.rows, strict=True)
+        self.pending[:] = found
+        return found
+
+    def _end_groups(self, tables: Collection[str]) -> None:
+        """End the step of groups. Tables of a group that are not among these go on by themselves."""
+        for groups in (self._groups, self._looked_up_groups):
+            for group in [there for reference in groups if (there := reference()) is not None]:
+                for number, table in enumerate(group.tables):
+                    if table not in tables:
+                        rows = group.rows[number]
+                        if groups is self._groups:
+                            self._keep_for_step(table, rows)
+                        elif group.is_used[number]:
+                            self.note_lookup(table, rows, rows.expected_index)
+            groups.clear()
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:
         """Rows that a lookup may reuse: the batch's first, then those of earlier lookups of the step."""
         batch, found = self.batch, []
         if batch is not None and (create or batch.may_serve(table, slots)):
             for pulled_for_training in (True,) if create else (True, False):
-                if (rows := batch.rows.get((table, pulled_for_training))) is not None:
+                if (rows := batch.rows_of(table, pulled_for_training)) is not None:
                     found.append(rows)
+        for of_group in reversed(self._groups) if create else ():
+            if (place := _in_group(of_group, table)) is not None:
+                found.append(place[0].rows[place[1]])
         for reference in reversed(self._step.get(table, [])) if create else ():
             if (rows := reference()) is not None:
                 found.append(rows)
@@ -275,7 +368,7 @@ class ThreadState(threading.local):
     def growing(self, table: str, create: bool) -> BatchRows | None:
         """The batch's rows, to which a lookup adds those that it pulled; None if it must start new ones."""
         batch = self.batch
-        return batch.rows.get((table, create)) if batch is not None and (batch.is_open or create) else None
+        return batch.rows_of(table, create) if batch is not None and (batch.is_open or create) else None
 
     def keep(self, table: str, rows: BatchRows, create: bool) -> None:
         """Remember rows that were started for a lookup, if another lookup may use them."""
@@ -290,6 +383,13 @@ class ThreadState(threading.local):
         known = self._step.get(table)
         alive = [there for there in known if there() is not None] if known else []
         self._step[table] = [*alive, weakref.ref(rows)]
+
+
+def _in_group(reference: weakref.ref[GroupedRows], table: str) -> tuple[GroupedRows, int] | None:
+    """(the group, the table's number in it); None if it is gone, or has no such table."""
+    group = reference()
+    number = None if group is None else group.number_of(table)
+    return None if group is None or number is None else (group, number)
 
 
 def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[Keys, Floats]:

@@ -203,6 +203,10 @@ class SparseEmbedding(EmbeddingState):
         if not isinstance(ids, torch.Tensor):
             ids = self._hashed(ids)
         with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
+            if offsets is None and per_sample_weights is None and isinstance(ids, torch.Tensor):
+                create = self.training and torch.is_grad_enabled()
+                out: torch.Tensor = engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+                return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
             return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
     def _looked_up(
@@ -213,12 +217,10 @@ class SparseEmbedding(EmbeddingState):
         offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Rows pooled over bags."""
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
-            if per_sample_weights is not None:
-                self._check_weights(per_sample_weights, None)
-            out = engine.lookup(table, self.weight, ids, self.padding_idx, create)
-            return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
+            self._check_weights(per_sample_weights, None)
         if offsets is not None:
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list

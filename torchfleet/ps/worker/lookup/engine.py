@@ -11,7 +11,7 @@ import torch
 
 from torchfleet.base.errors import WrongIds
 from torchfleet.ps.worker.batch.bags import Bags
-from torchfleet.ps.worker.batch.batch_tensors import is_no_padding, keys_of, stamp_of, values_of_slot
+from torchfleet.ps.worker.batch.batch_tensors import WHOLE, is_no_padding, keys_of, stamp_of, values_of_slot
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import ROWS
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch
@@ -20,10 +20,9 @@ from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
 from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
-
-_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
 class Engine(LookingAhead):
@@ -35,10 +34,10 @@ class Engine(LookingAhead):
         """One row per id: shape (*ids.shape, dim)."""
         own = self._own
         batch = own.batch
-        if create and batch is not None and table in batch.grouped and own.recorder is None:
-            out = self._of_group(own, batch, table, weight, ids)
-            if out is not None:
-                return out
+        if create and batch is not None and own.recorder is None and (place := batch.grouped.get(table)) is not None:
+            group, number, outputs = place
+            if group.is_for(number, weight, ids):
+                return self._of_group(own, batch, group, number, outputs, ids)
         if create and table in self.caches:
             cached, at = self._find_cached(table, [ids], padding_idx)
             return self._given(cached.lookup(weight, at).view(*ids.shape, cached.dim), weight, ids)
@@ -52,23 +51,30 @@ class Engine(LookingAhead):
         return self._given(looked_up.view(*ids.shape, rows.dim), weight, ids)
 
     def _of_group(
-        self, own: ThreadState, batch: Batch, table: str, weight: torch.Tensor, ids: torch.Tensor
-    ) -> torch.Tensor | None:
-        """`lookup` for training of predicted ids, together with those of other tables; None if it is another lookup."""
-        place = batch.take_grouped(table, weight, ids) if ids.dtype in _WHOLE else None
-        if place is None:
-            return None
+        self,
+        own: ThreadState,
+        batch: Batch,
+        group: GroupedRows,
+        number: int,
+        outputs: list[torch.Tensor],
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """`lookup` for training of predicted ids, together with those of other tables."""
         self.num_lookups += 1
         if self.on_training is not None:
             self.on_training()
-        if batch.foreseen:
-            self._receive()
-        rows = place.rows
-        own.note_lookup(table, rows, rows.expected_index)
-        out = place.output()
+        if not outputs:
+            if batch.is_awaited:
+                self._receive()
+            own.note_group(group)
+            outputs += group.looked_up()
+        group.is_used[number] = 1
+        for guess in batch.guesses.get(group.tables[number], ()):
+            guess.is_right = True
+        out = outputs[number]
         if out.shape[:-1] != ids.shape:
-            out = out.view(*ids.shape, rows.dim)
-            self._suffixes[table] = tuple(ids.shape[1:])
+            out = out.view(*ids.shape, group.dim)
+            self._suffixes[group.tables[number]] = tuple(ids.shape[1:])
         return out
 
     def pooled(
@@ -177,7 +183,7 @@ class Engine(LookingAhead):
 
     def _begin_lookup(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> None:
         for ids in slots:
-            if ids.dtype not in _WHOLE:
+            if ids.dtype not in WHOLE:
                 raise WrongIds(f"table '{table}' expects ids that are whole numbers, found {ids.dtype}: use ids.long()")
         self.num_lookups += 1
         if create and self.on_training is not None:

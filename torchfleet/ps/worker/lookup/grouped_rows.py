@@ -1,66 +1,99 @@
 """Tables of one width that a batch looks up once each: one pass finds their distinct keys, one function of autograd
 gathers their rows, and one sums their gradients.
 
-A model with many small tables spends its time on the calls of each table, not on its numbers.
+A model with many small tables spends its time on the calls of each table, not on its numbers. So a group is one object,
+and has rows of each table apart only once something asks for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchfleet.ps.kernels import lookup
-from torchfleet.ps.kernels.merge import SALT, unique_parts
 from torchfleet.ps.kernels.rows import gather
-from torchfleet.ps.worker.batch.foresight import Expected
+from torchfleet.ps.kernels.table_groups import are_keys_at
+from torchfleet.ps.worker.batch.batch_tensors import WHOLE, keys_of
+from torchfleet.ps.worker.batch.foresight import Expected, Guess, Way
 from torchfleet.ps.worker.client.shard import Floats, Keys
-from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.distinct_parts import DistinctParts
 from torchfleet.ps.worker.lookup.sources import Embedding
 
 MOST_IDS = 8192  # of one table; the distinct keys of more are found by several threads
-_ANY = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class DistinctParts:
-    """The distinct keys of several tables, one table after the other."""
-
-    keys: Keys
-    starts: list[int]  # where each table's keys start, and where the last ones end
-    ends: list[int]  # where each table's ids end, duplicates included
-    index: Index  # by id: the position of its key among `keys`
-    own: Index  # by id: the position of its key among those of its table
-    are_below: bool  # all keys are below the sizes of their tables
-
-    @classmethod
-    def of(cls, ids: Sequence[Keys], sizes: Sequence[int | None]) -> DistinctParts:
-        """`sizes`: by table, the number of ids that it has; None: any id."""
-        counts = list(map(len, ids))
-        ends = np.cumsum(counts)
-        keys: Keys = np.concatenate(ids)
-        num = len(keys)
-        distinct, starts = np.empty(num, np.uint64), np.empty(len(ids) + 1, np.int64)
-        index: npt.NDArray[np.int32] = np.empty((2, num), np.int32)
-        places = np.empty(1 << max(4, (2 * max(counts) - 1).bit_length()), np.int32)
-        limits = np.array([_ANY if size is None else size for size in sizes], np.uint64)
-        are_below = unique_parts(keys, ends, limits, places, distinct, starts, index[0], index[1], SALT)
-        return cls(distinct[: starts[-1]], starts.tolist(), ends.tolist(), index[0], index[1], are_below)
+NewRows = Callable[[str], BatchRows]
 
 
 class GroupedRows:
     """The rows of several tables of one width, by their number in the group."""
 
-    def __init__(self, rows: Sequence[BatchRows], weights: Sequence[torch.Tensor], parts: DistinctParts) -> None:
-        self.rows, self.weights, self._parts = list(rows), tuple(weights), parts
+    def __init__(
+        self,
+        ways: Sequence[Way],
+        layers: Sequence[Embedding],
+        parts: DistinctParts,
+        new_rows: NewRows,
+        pending: list[Any],
+    ) -> None:
+        """`ways`: one of each table. `pending`: gets the group with its first gradients."""
+        self.tables = [way.table for way in ways]
+        self.weights = tuple([layer.weight for layer in layers])
+        self.dim, self.parts = layers[0].dim, parts
         # by table: the shape of its ids behind the first dimension, if known. A view would be a function of its own.
-        self.suffixes: Sequence[tuple[int, ...]] = [()] * len(self.rows)
+        self.suffixes: Sequence[tuple[int, ...]] = [()] * len(self.tables)
+        self.is_used = bytearray(len(self.tables))  # by table: its lookup was one of the group
+        self._ways, self._new_rows, self._pending = ways, new_rows, pending
+        self._values: Floats | None = None
+        self._versions: list[list[float]] = []
+        self._sums: Floats | None = None  # gradients of all rows
+        self._rows: list[BatchRows] | None = None
+
+    @property
+    def rows(self) -> list[BatchRows]:
+        """By table: its rows. From the first time on they are kept apart, and what they get is not the group's."""
+        if self._rows is None:
+            self._rows = [self._apart(number) for number in range(len(self.tables))]
+        return self._rows
+
+    @property
+    def is_apart(self) -> bool:
+        return self._rows is not None
+
+    def number_of(self, table: str) -> int | None:
+        return self.tables.index(table) if table in self.tables else None
+
+    def keys_by_table(self) -> Iterator[tuple[str, Keys]]:
+        """(table, its distinct keys)."""
+        keys = self.parts.keys
+        for table, (start, stop) in zip(self.tables, pairwise(self.parts.starts), strict=True):
+            yield table, keys[start:stop]
+
+    def guesses(self, number: int) -> list[Guess]:
+        """Of the ids of a table, if they are computed."""
+        way = self._ways[number]
+        return [Guess(way, self.parts.ids_of(number))] if way.recipe.is_computed else []
+
+    def receive(self, values: Sequence[Floats], versions: list[list[float]]) -> None:
+        """Take the rows of each table, in the order of its keys, and their versions."""
+        self._values, self._versions = np.concatenate(values), versions
+        for number, rows in enumerate(self._rows or ()):
+            rows.values, rows.versions = values[number], versions[number]
+
+    def is_for(self, number: int, weight: torch.Tensor, ids: torch.Tensor) -> bool:
+        """Whether a lookup for training is one of exactly the predicted ids of this table, in their order."""
+        if self.is_used[number] or self.weights[number] is not weight or not weight.requires_grad or not ids.is_cpu:
+            return False
+        first, end = self.parts.firsts[number], self.parts.firsts[number + 1]
+        if ids.numel() != end - first:
+            return False
+        if ids.dtype is torch.int64 and ids.is_contiguous():
+            return bool(are_keys_at(ids.data_ptr(), self.parts.ids, first, end))
+        return ids.dtype in WHOLE and keys_of([ids]).tobytes() == self.parts.ids_of(number).tobytes()
 
     def looked_up(self) -> Sequence[torch.Tensor]:
         """By table: the rows of its ids, in their order, (ids, *suffix, dim). The graph holds this group: who keeps the
@@ -71,46 +104,67 @@ class GroupedRows:
 
     def gathered(self) -> list[torch.Tensor]:
         """By table: the rows of its ids."""
-        dim, index = self.rows[0].dim, self._parts.index
-        nums = [
-            stop - start for start, stop in pairwise(self._parts.starts)
-        ]  # other lookups may have added rows behind
-        values: Floats = np.concatenate([rows.values[:num] for rows, num in zip(self.rows, nums, strict=True)])
+        dim, index = self.dim, self.parts.index
+        assert self._values is not None
         out = np.empty((len(index), dim), np.float32)
-        gather(values.reshape(-1), dim, 0, index, out)
-        found, first = [], 0
-        for end, suffix in zip(self._parts.ends, self.suffixes, strict=True):
-            own = out[first:end]
-            if suffix and not (end - first) % math.prod(suffix):
-                own = own.reshape(-1, *suffix, dim)
-            found.append(torch.from_numpy(own))
-            first = end
+        gather(self._values.reshape(-1), dim, 0, index, out)
+        suffix, counts = self.suffixes[0], self.parts.counts
+        size = math.prod(suffix)
+        if suffix and self.suffixes.count(suffix) == len(counts) and not any(num % size for num in counts):
+            shaped = torch.from_numpy(out.reshape(-1, *suffix, dim))
+            return _split(shaped, [num // size for num in counts])
+        found = _split(torch.from_numpy(out), counts)
+        for number, own in enumerate(self.suffixes):
+            if own and not counts[number] % math.prod(own):
+                found[number] = torch.from_numpy(found[number].numpy().reshape(-1, *own, dim))
         return found
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add gradients of the outputs; None for tables that have none."""
-        starts = self._parts.starts
-        is_fresh = all(
-            grad is not None and rows.takes_first_sums(stop - start)
-            for grad, rows, (start, stop) in zip(grads, self.rows, pairwise(starts), strict=True)
-        )
-        if not is_fresh:
+        if self._rows is not None or self._sums is not None or any(grad is None for grad in grads):
             self._add_each(grads)
             return
-        dim = self.rows[0].dim
+        dim, num = self.dim, self.parts.starts[-1]
         flat: Floats = _side_by_side(grads, dim).detach().numpy()  # type: ignore[arg-type]
-        sums = np.full((starts[-1], dim), lookup.NOTHING, np.float32)
-        touched = np.empty(starts[-1], np.bool_)
-        lookup.add_rows(flat.reshape(-1), dim, dim, self._parts.index, sums.reshape(-1), touched)
-        for rows, (start, stop) in zip(self.rows, pairwise(starts), strict=True):
-            rows.take_first_sums(sums[start:stop])
+        self._sums = np.full((num, dim), lookup.NOTHING, np.float32)
+        touched = np.empty(num, np.bool_)
+        lookup.add_rows(flat.reshape(-1), dim, dim, self.parts.index, self._sums.reshape(-1), touched)
+        self._pending.append(self)
+
+    def gradients(self) -> Iterator[tuple[str, tuple[Keys, Floats], list[float]]]:
+        """(table, its keys and summed gradients, the versions of its rows), while the rows are not kept apart."""
+        sums = self._sums
+        assert sums is not None
+        places = zip(self.keys_by_table(), pairwise(self.parts.starts), self._versions, strict=True)
+        for (table, keys), (start, stop), versions in places:
+            yield table, (keys, sums[start:stop]), versions
+
+    def drop_gradients(self) -> None:
+        """Drop them, while the rows are not kept apart."""
+        self._sums = None
 
     def _add_each(self, grads: Sequence[torch.Tensor | None]) -> None:
-        first = 0
-        for rows, grad, end in zip(self.rows, grads, self._parts.ends, strict=True):
+        for number, (rows, grad) in enumerate(zip(self.rows, grads, strict=True)):
             if grad is not None:
-                rows.add(self._parts.own[first:end], grad.reshape(-1, rows.dim))
-            first = end
+                rows.add(self.parts.own_of(number), grad.reshape(-1, rows.dim))
+
+    def _apart(self, number: int) -> BatchRows:
+        """The rows of a table by themselves, with what the group has got."""
+        parts, rows = self.parts, self._new_rows(self.tables[number])
+        start, stop = parts.starts[number : number + 2]
+        rows.expect_part(parts.keys[start:stop], parts.own_of(number), parts.ids_of(number))
+        if self._values is not None:
+            rows.values, rows.versions = self._values[start:stop], self._versions[number]
+        if self._sums is not None:
+            rows.take_gradients(rows.keys, self._sums[start:stop], None, rows.versions)
+        return rows
+
+
+def _split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Parts of a tensor that nobody else holds. Each may be changed in place, which torch refuses for views that a
+    function of autograd returns.
+    """
+    return list(torch.unsafe_split_with_sizes(tensor, sizes))
 
 
 def _side_by_side(grads: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -123,71 +177,39 @@ def _side_by_side(grads: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def groups_of(
-    expected: Mapping[str, Expected],
-    groupable: Mapping[str, Embedding],
-    new_rows: Callable[[str], BatchRows],
-) -> Iterator[tuple[list[str], GroupedRows]]:
-    """The groups of a batch with these predicted lookups: (tables, their rows), with keys and without values.
+    expected: Mapping[str, Expected], groupable: Mapping[str, Embedding], new_rows: NewRows, pending: list[Any]
+) -> Iterator[GroupedRows]:
+    """The groups of a batch with these predicted lookups, with keys and without values.
 
     `groupable`: the layers of the tables that may be in a group. A group with a wrong prediction is left out: what is
     wrong with its ids is found by the lookup of each table.
     """
     by_dim: dict[int, list[str]] = {}
-    layers: dict[str, tuple[Embedding, torch.Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # the weights' properties are read
         for table, found in expected.items():
             layer = groupable.get(table)
-            if layer is None or not layer.training or len(found.slots) > 1 or found.slots[0][0].padding_idx is not None:
+            if layer is None or len(found.slots) > 1 or found.slots[0][0].padding_idx is not None:
                 continue
-            weight = layer.weight
-            if weight.requires_grad and weight.is_cpu:
-                layers[table] = layer, weight
+            if may_train(layer):
                 by_dim.setdefault(layer.dim, []).append(table)
     known: dict[Any, DistinctParts] = {}  # layers of several widths with the same ids share their keys
     for tables in by_dim.values():
         ids = [expected[table].keys for table in tables]
         if len(tables) == 1 or not 0 < min(map(len, ids)) <= max(map(len, ids)) <= MOST_IDS:
             continue
-        sizes = tuple([layers[table][0].num_embeddings for table in tables])
-        origin = sizes, tuple([expected[table].slots[0][0].origin for table in tables])
+        layers = [groupable[table] for table in tables]
+        sizes = tuple([layer.num_embeddings for layer in layers])
+        ways = [expected[table].slots[0][0] for table in tables]
+        origin = sizes, tuple([way.origin for way in ways])
         parts = known[origin] = known.get(origin) or DistinctParts.of(ids, sizes)
         if parts.are_below:
-            weights = [layers[table][1] for table in tables]
-            yield tables, GroupedRows(_begin(tables, expected, parts, new_rows), weights, parts)
+            yield GroupedRows(ways, layers, parts, new_rows, pending)
 
 
-def _begin(
-    tables: Sequence[str],
-    expected: Mapping[str, Expected],
-    parts: DistinctParts,
-    new_rows: Callable[[str], BatchRows],
-) -> list[BatchRows]:
-    """By table: its rows, with keys and without values."""
-    begun, first = [], 0
-    for table, (start, stop), end in zip(tables, pairwise(parts.starts), parts.ends, strict=True):
-        rows = new_rows(table)
-        rows.expect_part(parts.keys[start:stop], parts.own[first:end], *expected[table].stamped)
-        begun.append(rows)
-        first = end
-    return begun
-
-
-class GroupPlace(NamedTuple):
-    """A table's place in a group."""
-
-    group: GroupedRows
-    number: int
-    outputs: list[torch.Tensor]  # of the group, filled by the first lookup
-
-    @property
-    def rows(self) -> BatchRows:
-        return self.group.rows[self.number]
-
-    def output(self) -> torch.Tensor:
-        """The rows of the table's ids, in their order: (ids, *suffix, dim)."""
-        if not self.outputs:
-            self.outputs.extend(self.group.looked_up())
-        return self.outputs[self.number]
+def may_train(layer: Embedding) -> bool:
+    """Whether the lookups of a layer are for training, and may be part of a group."""
+    weight = layer.weight
+    return layer.training and weight.requires_grad and weight.is_cpu
 
 
 class _GroupedLookup(torch.autograd.Function):

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from torchfleet.ps.tables.rows.keyrange import check_range
 from torchfleet.ps.tables.settings.policy import AdmissionEntry
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
-from torchfleet.ps.worker.batch.foresight import Foresight, Guess
+from torchfleet.ps.worker.batch.columns import Blocks
+from torchfleet.ps.worker.batch.foresight import Foresight, Guess, Way
 from torchfleet.ps.worker.batch.recipe import Replay
 from torchfleet.ps.worker.batch.recorder import Recorder, hold_compiler, let_compiler_go
 from torchfleet.ps.worker.batch.unforeseen_cost import UnforeseenCost
@@ -25,8 +26,9 @@ from torchfleet.ps.worker.cache.cached_batch import CachedBatch
 from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.column_groups import ColumnGroups
 from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
-from torchfleet.ps.worker.lookup.grouped_rows import groups_of
+from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
@@ -54,6 +56,7 @@ class LookingAhead:
             for table, layers in self._embeddings.items()
             if len(layers) == 1 and table not in self._entries and table not in self.caches
         }
+        self._columns = ColumnGroups((), {})
         self._suffixes: dict[str, tuple[int, ...]] = {}  # by table: how its ids were shaped, behind the first dimension
         self.look_ahead = _BATCHES_AHEAD if self.caches else 1  # batches that `prefetch` takes from a loader early
         self._own = ThreadState()
@@ -154,6 +157,8 @@ class LookingAhead:
             self._own.end_recording()
         batch = self._own.batch
         if batch is not None and batch.is_open:
+            if batch.groups:
+                batch.guess_unused()
             self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
         self._own.leave()
         self._plan_recording()
@@ -189,7 +194,7 @@ class LookingAhead:
         tensors |= self.foresight.in_call(tensors)
         batch = self._expect(tensors)
         batch.is_lacking = self.foresight.lacks(tensors)
-        if self._source.pulls_ahead and batch.foreseen:
+        if self._source.pulls_ahead and batch.is_awaited:
             self._send(batch)
         return batch
 
@@ -198,13 +203,16 @@ class LookingAhead:
         replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
         begun: dict[Any, BatchRows] = {}  # tables with the same ids share their keys
         cached: dict[str, CachedBatch] = {}
-        predicted = self.foresight.keys(replay)
+        blocks = Blocks(replay)
         batch = Batch(tensors, replay, foreseen, guesses)
         batch.cached = cached
+        ways = self._put_columns(batch, blocks) if len(self.foresight.ways) > 1 else None
+        predicted = self.foresight.keys(replay, ways, blocks)
         if len(predicted) > 1 and torch.is_grad_enabled():
-            for tables, group in groups_of(predicted, self._groupable, self._new_rows):
-                group.suffixes = [self._suffixes.get(table, ()) for table in tables]
-                batch.put_group(tables, group, [predicted.pop(table).guesses for table in tables])
+            for group in list(groups_of(predicted, self._groupable, self._new_rows, self._own.pending)):
+                self._put_group(batch, group)
+                for table in group.tables:
+                    del predicted[table]
         for table, expected in predicted.items():
             if table in self.caches and self._trains(table):
                 cached[table] = self.caches[table].prepare(expected.tensors)
@@ -221,7 +229,22 @@ class LookingAhead:
             foreseen[table] = rows
             if found:
                 guesses[table] = found
+        batch.is_awaited = bool(batch.groups or foreseen)
         return batch
+
+    def _put_columns(self, batch: Batch, blocks: Blocks) -> tuple[Way, ...]:
+        """Put the groups of columns into a batch, if it has them; returns the ways that are left."""
+        ways = self.foresight.ways
+        if self._columns.ways is not ways:
+            self._columns = ColumnGroups(ways, self._groupable)
+        groups = self._columns.of(blocks, self._new_rows, self._own.pending) if torch.is_grad_enabled() else None
+        for group in groups or ():
+            self._put_group(batch, group)
+        return ways if groups is None else self._columns.others
+
+    def _put_group(self, batch: Batch, group: GroupedRows) -> None:
+        group.suffixes = [self._suffixes.get(table, ()) for table in group.tables]
+        batch.put_group(group)
 
     def cached_ids(self, item: Any) -> dict[str, list[tuple[torch.Tensor, int | None]]]:
         """By table with a cache: the ids of a batch that will be looked up, as far as known, and their padding."""
@@ -242,10 +265,14 @@ class LookingAhead:
         """Send one message per server, or two if some tables create rows and others do not."""
         keys: dict[bool, dict[str, Keys]] = {}
         has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
+        if not has_grad:
+            batch.take_groups_apart()
+        for group in batch.groups:  # their keys are checked
+            keys.setdefault(True, {}).update(group.keys_by_table())
         for table, rows in batch.foreseen.items():
-            if table not in batch.guesses and table not in batch.grouped:  # those of groups are checked
+            if table not in batch.guesses:
                 self._check_range(table, rows.keys)
-            create = has_grad and (table in batch.grouped or any(map(_is_training, self._embeddings[table])))
+            create = has_grad and any(map(_is_training, self._embeddings[table]))
             keys.setdefault(create, {})[table] = rows.keys
         for create, wanted in keys.items():
             batch.under_way.append((create, self._source.pull(wanted, create)))
@@ -253,7 +280,7 @@ class LookingAhead:
     def _receive(self) -> None:
         """Wait for the predicted rows of the current batch."""
         batch = self._own.batch
-        if batch is not None and batch.foreseen:
+        if batch is not None and batch.is_awaited:
             if not batch.under_way:
                 self._send(batch)
             batch.receive()
