@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from torchfleet.base.errors import FleetError
-
 VARIABLE = "FLEET_MEMORY_FILES"  # paths of a rank's files: own, own, kept, kept
 NUM_FILES = 4
 _HEAD = struct.Struct("<8sqQQ")
@@ -115,13 +113,10 @@ class MemoryFiles(NamedTuple):
     kept: list[MemoryFile]  # copies of a neighbour on another machine
 
     @classmethod
-    def of_launcher(cls) -> MemoryFiles:
-        """The files that the launcher keeps for this rank."""
-        paths = os.environ.get(VARIABLE, "").split(":")
-        if len(paths) != NUM_FILES:
-            raise FleetError(
-                "fleet.elastic.steps(copy_steps=...) keeps copies in the memory of the launcher, which starts killed "
-                "ranks again, and there is none: start the script by fleetrun --max_restart N, or give copy_steps=0"
-            )
-        files = [MemoryFile(path) for path in paths]
+    def of_launcher(cls) -> MemoryFiles | None:
+        """The files that the launcher keeps for this rank; None if it starts no rank again."""
+        if VARIABLE not in os.environ:
+            return None
+        files = [MemoryFile(path) for path in os.environ[VARIABLE].split(":")]
+        assert len(files) == NUM_FILES
         return cls(files[:2], files[2:])
