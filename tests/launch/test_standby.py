@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from torchfleet.launch.standby import Standby
 
@@ -30,7 +31,7 @@ def test_a_standby_runs_what_python_would(is_module: bool, tmp_path: Path, monke
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     (tmp_path / "log").write_text("before\n")
-    standby = Standby({"GONE": "only of the process in reserve"})
+    standby = Standby({"GONE": "only of the process in reserve", "PYTHONPATH": str(ROOT)})
     standby.prepare()
     process = standby.take(command, environment)
     assert process is not None
