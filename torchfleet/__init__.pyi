@@ -3,6 +3,7 @@
 from torchfleet import (
     callbacks as callbacks,
     data as data,
+    elastic as elastic,
     lightning as lightning,
     metrics as metrics,
     nn as nn,

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from torchfleet.collective.world import begun
 
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+    from torchfleet.collective.elastic.memory_copies import Kept
     from torchfleet.ps.worker.model_saving import Kind
 
 _PATIENCE = 10.0  # seconds that an aborted job waits for its save
@@ -226,6 +227,25 @@ class CollectiveJob(ModelAndOptimizer):
         for strategy in self.strategies:
             strategy.after_load()
         return extra
+
+    def elastic_steps(
+        self,
+        num_steps: int,
+        copy_steps: int,
+        kept: Mapping[str, Kept],
+        saved: Callable[[], int],
+        load: Callable[[], Any],
+    ) -> Iterator[int]:
+        """The steps that are left, after loading what is newest. The contract: fleet.elastic.steps."""
+        from torchfleet.collective.elastic.elastic_steps import ElasticSteps, check_copies
+        from torchfleet.collective.elastic.memory_copies import RankState
+
+        model, optimizer = self._trained()
+        state = RankState(model, optimizer, self.strategies, self.world, self.names, kept)
+        if copy_steps:
+            check_copies(state, has_rows=self.device_rows is not None)
+        self._meetings.meet("fleet.elastic.steps")
+        return iter(ElasticSteps(state, num_steps, copy_steps, saved, load))
 
     def _trained(self) -> tuple[CollectiveModel, CollectiveOptimizer]:
         if self.model is None or self.optimizer is None:

@@ -39,7 +39,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self._world, self._rows = world, device_rows
         self.grad_norm = torch.full((), math.nan)  # the norm that clip_grad_norm_ found last
         self._max_norm: float | None = None
-        self._is_gathering = False
+        self.is_gathering = False  # the last `step` accumulated gradients, and more are to come
         self.is_skipped = False  # whether a strategy skipped the last step
         self.on_call: Callable[[], object] = lambda: None  # called at the end of every `step`, also an accumulating one
         self.num_steps = 0
@@ -59,8 +59,8 @@ class CollectiveOptimizer(AdoptedOptimizer):
         return loss
 
     def _step(self) -> None:
-        self._is_gathering, self.is_skipped = not self._is_due(), False
-        if self._is_gathering:
+        self.is_gathering, self.is_skipped = not self._is_due(), False
+        if self.is_gathering:
             for strategy in self._strategies:
                 strategy.note_accumulated()
             return
@@ -132,7 +132,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; does nothing while they are accumulated over several batches."""
-        if self._is_gathering:
+        if self.is_gathering:
             return
         self._max_norm = None  # the gradients that it was meant for are dropped
         if self._rows is not None:

@@ -7,25 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from torchfleet.base.monitor.json_lines import JsonPipe, readable
-from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile
-from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.json_lines import readable
 from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch.job_spec import JobSpec, Task, ending_of
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
+from torchfleet.launch.rank_logs import RankLogs, log_of, status_file_of
 from torchfleet.launch.rendezvous import Rendezvous
-from torchfleet.observe.watch.metrics_ports import port_variables
-from torchfleet.observe.watch.watchers import Watching
+from torchfleet.launch.standby import Standby
 
+_LOOK = 2.0  # seconds between two looks whether ranks can be replaced
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
 # appended to the log, which torch itself would truncate at every start.
@@ -35,62 +35,6 @@ _BEFORE_THE_SCRIPT = (
     "log = os.open(os.environ['FLEET_LOG_FILE'], os.O_WRONLY | os.O_APPEND); os.dup2(log, 1); os.dup2(log, 2); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-
-
-class RankLogs(LogsSpecs):
-    """Both streams of rank N go to workerlog.N. torch passes the environment of the ranks through here as well."""
-
-    def __init__(
-        self, log_dir: Path, environment: Mapping[str, str], rendezvous: Rendezvous, watching: Watching
-    ) -> None:
-        super().__init__(str(log_dir))
-        self._log_dir, self._environment, self._rendezvous = log_dir, environment, rendezvous
-        self._watching, self._pipes = watching, list[JsonPipe]()
-        self.begins: dict[Path, int] = {}  # by log: the offset where the output of the latest start begins
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._log_dir)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self.finish()
-        for env in envs.values():
-            log = log_of(self._log_dir, env["RANK"])
-            if log not in self.begins:
-                log.write_bytes(b"")
-            self.begins[log] = log.stat().st_size
-            status_file_of(self._log_dir, env["RANK"]).unlink(missing_ok=True)
-            env.update(
-                self._environment,
-                **port_variables(self._watching, int(env["LOCAL_RANK"])),
-                FLEET_LOG_FILE=str(self._output(log, env["RANK"])),
-                FLEET_STATUS_FILE=str(status_file_of(self._log_dir, env["RANK"])),
-                TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.num_starts),  # equal on all machines
-                TORCHELASTIC_ERROR_FILE="",
-            )
-        nowhere = dict.fromkeys(envs, os.devnull)
-        return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
-
-    def _output(self, log: Path, rank: str) -> Path:
-        """Return the file that a rank writes to: its log, or a pipe whose lines are converted to JSON."""
-        if not self._watching.is_json:
-            return log
-        pipe = self._log_dir / f".output.rank.{rank}"
-        self._pipes.append(JsonPipe(pipe, LogFile(log, True, DEFAULT_BYTES, tell), "rank", int(rank)))
-        return pipe
-
-    def finish(self) -> None:
-        """Call after the ranks have ended. Blocks until all of their output is in the logs."""
-        while self._pipes:
-            self._pipes.pop().close()
-
-
-def log_of(log_dir: Path, rank: int | str) -> Path:
-    return log_dir / f"workerlog.{rank}"
-
-
-def status_file_of(log_dir: Path, rank: int | str) -> Path:
-    return log_dir / f".status.rank.{rank}"
 
 
 class Rank(Process):
@@ -137,6 +81,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._rendezvous_handler, self._watch, self._logs = rendezvous, watch, logs
         self._ranks: list[Rank] = []
+        self._command, self._standby = job.command, Standby(logs.environment)
+        self._next_look = 0.0  # when to see whether a process in reserve is of use
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
         self.wants_requeue = False  # a rank saved a checkpoint because the job was asked to end
@@ -154,11 +100,14 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = [rank.returncode for rank in self._ranks]
         failed = [rank for rank, code in zip(self._ranks, codes, strict=True) if code not in (None, 0)]
+        if failed and self._replace(failed):
+            return RunResult(state=WorkerState.HEALTHY)
         if failed:
             # When one rank is killed, the others fail with errors of their own: report the killed rank as the cause.
             self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
         self._echo()
         self._watch.show(self._ranks)
+        self._keep_standby()
         if not failed and None in codes:  # torch's check would wait 30 s for these if a rank failed just now
             return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
@@ -167,6 +116,58 @@ class Agent(LocalElasticAgent):
             self._echo(is_last=True)
             self._watch.show_end(self._ranks)
         return result
+
+    def _replace(self, failed: Sequence[Rank]) -> bool:
+        """Start only the failed ranks again, if the others can go on with them. Returns whether they can.
+
+        The script must be in fleet.elastic.run: its ranks then meet the new ones. A rank that has finished, or that
+        wants the job to be queued again, meets no one.
+        """
+        cannot = any(rank.returncode in (0, REQUEUE) for rank in self._ranks)
+        if cannot or not self._remaining_restarts:
+            return False
+        with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
+            if not attempts.may_go_on():
+                return False
+            attempts.begin_next()  # before new processes start: they come to the next attempt
+        most = self._worker_group.spec.max_restarts
+        self._remaining_restarts -= 1
+        for rank in failed:
+            self._watch.report(
+                f"[fleetrun] {rank.task.name} {ending_of(rank)}; starting it again, the other ranks wait for it "
+                f"({most - self._remaining_restarts} of {most})"
+            )
+            self._start_again(self._ranks.index(rank))
+        return True
+
+    def _keep_standby(self) -> None:
+        """Keep a process in reserve while ranks can be replaced."""
+        if self._remaining_restarts and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
+                if attempts.may_go_on():
+                    self._standby.prepare()
+
+    @property
+    def _num_ranks(self) -> int:
+        """Of the whole job."""
+        return int(self._worker_group.workers[0].world_size)
+
+    def _start_again(self, local_rank: int) -> None:
+        rank, context = self._ranks[local_rank], cast(SubprocessContext, self._pcontext)
+        rank.kill()  # what is left of its process group
+        self._logs.renew(str(rank.task.index))
+        environment = {**os.environ, **context.envs[local_rank]}
+        process = self._standby.take(self._command, environment) or subprocess.Popen(
+            [str(context.entrypoint), *context.args[local_rank]],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        context.subprocess_handlers[local_rank].proc = process
+        self._worker_group.workers[local_rank].id = process.pid
+        self._ranks[local_rank] = Rank(rank.task.index, process, Path(self._logs.root_log_dir))
 
     def _fail(self, rank: Rank) -> None:
         self._end_ranks()
@@ -188,6 +189,7 @@ class Agent(LocalElasticAgent):
     def _end_ranks(self) -> None:
         """End the ranks and their children within seconds. Signals that arrive meanwhile are handled afterwards."""
         with _held_back(SIGNALS):
+            self._standby.close()
             end_all(self._ranks)
             self._logs.finish()
             self._echo(is_last=True)

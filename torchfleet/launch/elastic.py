@@ -13,10 +13,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.base.monitor.stop_request import REQUEUE
+from torchfleet.collective.elastic.memory_files import VARIABLE as MEMORY_FILES
 from torchfleet.launch import roles
-from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
+from torchfleet.launch.agent import SIGNALS, Agent
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.job_watch import JobWatch
+from torchfleet.launch.rank_logs import RankLogs
+from torchfleet.launch.rank_memory import RankMemory
 from torchfleet.launch.rank_plan import RankPlan
 from torchfleet.launch.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.stores import Report, StoreAddress
@@ -26,6 +29,7 @@ _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_
 _ROLE_NAMES = (
     "TRAINING_ROLE", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
     "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOG_FORMAT,
+    MEMORY_FILES,
 )  # fmt: skip
 
 
@@ -50,7 +54,8 @@ def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
 
 def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
     rendezvous = _rendezvous(plan, watch.report)
-    logs = RankLogs(log_dir, plan.environment, rendezvous, job.watching)
+    memory = RankMemory(plan.num_ranks) if job.max_restart else None
+    logs = RankLogs(log_dir, plan.environment, rendezvous, job.watching, memory)
     agent = Agent(job, plan.num_ranks, logs, rendezvous, watch)
     try:
         result = agent.run()

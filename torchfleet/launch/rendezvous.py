@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from torchfleet.collective.elastic.attempts import Attempts
 from torchfleet.launch.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
 _LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more machines after MIN have joined
@@ -45,6 +46,7 @@ class Rendezvous(RendezvousHandler):
         self._num_machines = max_machines
         self._start_store: Store = store  # of this start of the ranks only
         self._rank_store: TCPStore | None = None
+        self._rank_address = address
         self.num_starts = 0
 
     @abstractmethod
@@ -65,7 +67,16 @@ class Rendezvous(RendezvousHandler):
                 announced = [self._own_host(), self._rank_store.port, self._store.add("starts", 1) - 1]
                 self._start_store.set("ranks", json.dumps(announced))
             host, port, self.num_starts = json.loads(self._start_store.get("ranks"))
+            self._rank_address = StoreAddress(host, port)
             return RendezvousInfo(self._start_store, number, self._num_machines, RendezvousStoreInfo(host, port))
+
+    @contextlib.contextmanager
+    def rank_attempts(self, num_ranks: int) -> Iterator[Attempts]:
+        """The attempts of the ranks, in the store of this start. `next_rendezvous` has returned before."""
+        with self._store_errors():
+            if self._rank_store is None:
+                self._rank_store = reach(self._rank_address, self._report)
+            yield Attempts(self._rank_store, num_ranks)
 
     def finish(self) -> None:
         """Report that all ranks of this machine have finished, and block until those of the other machines have."""

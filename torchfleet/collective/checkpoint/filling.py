@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.monitor.progress import Progress
-from torchfleet.collective.checkpoint.collective_manifest import SavedTensor, num_elements
+from torchfleet.collective.checkpoint.collective_manifest import SavedPiece, SavedTensor, num_elements
 from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece
-from torchfleet.collective.checkpoint.tensor_files import Reader, overlap
+from torchfleet.collective.checkpoint.tensor_files import overlap
 
 
 class Target(NamedTuple):
@@ -21,7 +21,17 @@ class Target(NamedTuple):
     piece: HeldPiece
 
 
-def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
+class PieceReader(Protocol):
+    """Reads pieces: of the files of a save, or of a copy in memory."""
+
+    def check(self, tensors: Iterable[SavedTensor]) -> None:
+        """Check that the pieces are there. Values are not read."""
+
+    def read(self, tensor: SavedTensor, piece: SavedPiece) -> bytearray | memoryview:
+        """The bytes of a piece."""
+
+
+def fill(reader: PieceReader, targets: Sequence[Target], progress: Progress | None) -> None:
     """Fill the targets, in the order of the files."""
     jobs = []
     for source, piece in targets:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor
-from torchfleet.collective.checkpoint.filling import Target, fill
+from torchfleet.collective.checkpoint.filling import PieceReader, Target, fill
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
     check_groups,
@@ -41,6 +42,15 @@ class Opened(Report, kw_only=True):
     names: list[str] = msgspec.field(default_factory=list)
 
 
+class LoadSource(NamedTuple):
+    """Where tensors are loaded from: a save, or a copy in memory."""
+
+    manifest: CollectiveManifest
+    known: Collection[str]  # names of the tensors of the models that it is for
+    place: str  # its name in messages
+    reader: Callable[[], AbstractContextManager[PieceReader]]
+
+
 def load(
     dirname: str,
     model: torch.nn.Module,
@@ -56,7 +66,22 @@ def load(
     model was saved keep their state. If the model does not fit, nothing is changed. If a file is damaged, some
     parameters may already have been overwritten: load another save.
     """
-    loading = CollectiveLoad(Storage(dirname), model, world)
+    storage, homes = Storage(dirname), model_pieces(model, world)
+    source = _opened(storage, [*homes, *tied(model)], world)
+    return load_from(source, homes, model, optimizer, strategies, world, names)
+
+
+def load_from(
+    source: LoadSource,
+    homes: Pieces,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategies: Sequence[Strategy],
+    world: World | None,
+    names: Names | None = None,
+) -> dict[str, Any]:
+    """Load from an opened source, as `load` does. `homes`: what model_pieces returned."""
+    loading = CollectiveLoad(source, homes, model, world)
     report, failed = Report(), None
     try:
         loading.check()
@@ -76,35 +101,37 @@ def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
     return load(dirname, module, None, (), None)
 
 
+def _opened(storage: Storage, names: list[str], world: World | None) -> LoadSource:
+    """The save in `storage`. `names`: of the tensors of this rank's model. All ranks call it together."""
+    opened = Opened(names=names)
+    if world is None or not world.rank:
+        try:
+            opened.manifest = msgspec.json.encode(saved.read(storage)).decode()
+        except Exception as error:
+            opened.error = error_text(error)
+    reports = exchange(world, opened)
+    manifest = msgspec.json.decode(reports[0].manifest, type=prepared(CollectiveManifest))
+    known = {name for report in reports for name in report.names}
+    place = f"{storage.path} ({manifest.save})"
+    return LoadSource(manifest, known, place, partial(Reader, storage, manifest))
+
+
 class CollectiveLoad:
     """A save being loaded into this rank's tensors: call `check` and `add_...` first, then `read`, then `assign`."""
 
-    def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
-        self._storage, self._model, self._world = storage, model, world
-        self._homes: Pieces = model_pieces(model, world)
-        reports = exchange(world, self._open())
-        self.manifest = msgspec.json.decode(reports[0].manifest, type=prepared(CollectiveManifest))
+    def __init__(self, source: LoadSource, homes: Pieces, model: torch.nn.Module, world: World | None) -> None:
+        self._source, self._homes, self._model, self._world = source, homes, model, world
+        self.manifest = source.manifest
         self._saved = self.manifest.of_kind("model")
-        self._known = {name for opened in reports for name in opened.names}
         self._targets: list[Target] = []
         self._assignments: list[Callable[[], object]] = []
-
-    def _open(self) -> Opened:
-        names = [*self._homes, *tied(self._model)]
-        if self._world is not None and self._world.rank:
-            return Opened(names=names)
-        try:
-            manifest = saved.read(self._storage)
-        except Exception as error:
-            return Opened(error=error_text(error))
-        return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
 
     def check(self) -> None:
         """Check that the model has exactly the saved tensors."""
         masters = self.manifest.of_kind("master")
-        place = f"{self._storage.path} ({self.manifest.save})"
+        place = self._source.place
         for name in self._saved:
-            if name not in self._known:
+            if name not in self._source.known:
                 raise CheckpointError(
                     f"{place} has '{name}', which the model does not have. Load it into its own model."
                 )
@@ -181,12 +208,12 @@ class CollectiveLoad:
         strategies."""
         progress = Progress("fleet.load") if self._is_first else None
         try:
-            with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
+            with torch.no_grad(), self._source.reader() as reader:
                 fill(reader, self._targets, progress)
         except Exception as error:
             return Report(error=error_text(error))
         if progress is not None:
-            progress.end(f"save {self.manifest.number} of {self._storage.path}")
+            progress.end(self._source.place)
         return Report()
 
     def assign(self) -> None:

@@ -68,7 +68,7 @@ def plan_save(
     kept: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:  # removes the remains of a save that cannot be planned
         try:
-            holdings = _collect(own, model, optimizer, strategies, world, names)
+            holdings = collect(own, model, optimizer, strategies, world, names)
             kept = as_json(extra or {}, "fleet.save")
             if world.rank == 0:
                 place = stack.enter_context(_reserve(Storage(dirname)))
@@ -84,7 +84,7 @@ def plan_save(
     return planned, {key: piece.tensor for key, piece in own.items() if key in mine}
 
 
-def _collect(
+def collect(
     own: dict[Key, HeldPiece],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,

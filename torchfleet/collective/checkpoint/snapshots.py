@@ -7,7 +7,7 @@ snapshot: pinning it takes longer than filling it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,16 @@ _ALIGNED = 64  # bytes: the alignment of every dtype
 AnyKey = TypeVar("AnyKey")
 
 
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 class Snapshots:
     """Takes one snapshot at a time: the next one overwrites it."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, memory: Callable[[int], torch.Tensor] = _host_memory) -> None:
+        """`memory` makes that many bytes of host memory."""
+        self._make, self._memory = memory, torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[Any, Any] | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -54,14 +59,15 @@ class Snapshots:
     def _grow(self, num_bytes: int, pinned: bool) -> None:
         if self._unpin is not None:
             self._unpin()
-        self._memory, self._unpin = torch.empty(num_bytes, dtype=torch.uint8), None
+        self._memory, self._unpin = self._make(num_bytes), None
         if pinned:  # not by torch's allocator, which rounds up to a power of 2
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = int(runtime.cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
             if status:
                 raise CheckpointError(
-                    f"{num_bytes:,} bytes of host memory cannot be pinned (CUDA error {status}): a save beside "
-                    "training needs as much as this rank writes. Leave asynchronous=True out, or allow more memory."
+                    f"{num_bytes:,} bytes of host memory cannot be pinned (CUDA error {status}): a save or copy beside "
+                    "training needs as much as this rank writes. Leave asynchronous=True or copy_steps out, or allow "
+                    "more memory."
                 )
             self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, self._memory.data_ptr())
 

@@ -3,7 +3,8 @@
 A process may join several groups, one after another (fleet.init, fleet.stop_worker, fleet.init). Rank 0 or the launcher
 serves the store. This process keeps its connection, and rank 0 its server, until the process ends: a rank that comes to
 the second group before rank 0 does must find the server that rank 0 is going to use. The store still has the keys of
-earlier groups then, with addresses that no longer exist. So all keys of a group have a prefix with its generation.
+earlier groups then, with addresses that no longer exist. So all keys of a group have a prefix with its generation. When
+a rank is replaced, all ranks begin another attempt, and count the groups of that anew: the new process has joined none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ class Rendezvous:
     def __init__(self) -> None:
         self._store: Store | None = None
         self._place: tuple[object, ...] = ()  # where the store is, and this rank's place among the ranks
-        self._generation = 0
+        self._attempt = self._generation = 0
+
+    def begin(self, attempt: int) -> None:
+        """All ranks begin an attempt to train, of the same number."""
+        self._attempt, self._generation = attempt, 0
 
     def next_store(self, master: str, rank: int, size: int, timeout: timedelta) -> Store:
         """The store for the next group. Waits until rank 0 serves it. All ranks call it together, equally often.
@@ -38,7 +43,7 @@ class Rendezvous:
             self._place = place
         self._store.set_timeout(timeout)
         self._generation += 1  # also after a change of place: the process may come back to a store with old keys
-        return PrefixStore(f"torchfleet generation {self._generation}", self._store)
+        return PrefixStore(f"torchfleet attempt {self._attempt} generation {self._generation}", self._store)
 
 
 rendezvous = Rendezvous()
