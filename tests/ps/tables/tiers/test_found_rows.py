@@ -81,7 +81,12 @@ def test_a_pull_that_was_foreseen_searches_only_what_was_on_disk(
     table.foresee(keys)
     sizes: list[int] = []
     find = Tiers._find
-    monkeypatch.setattr(Tiers, "_find", lambda self, some, num: sizes.append(len(some)) or find(self, some, num))
+
+    def counted(self: Tiers, some: np.ndarray, num_words: int) -> np.ndarray:
+        sizes.append(len(some))
+        return find(self, some, num_words)
+
+    monkeypatch.setattr(Tiers, "_find", counted)
     assert np.array_equal(table.tiers.bring(keys), find(table.tiers, keys, 0))
     assert sizes == [len(keys) - len(hot)]
 
