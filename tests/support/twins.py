@@ -123,7 +123,7 @@ def keys_and_rows(index) -> dict[int, int]:
         bucket += first
         slot = slots[bucket, place]
         rows = ((slot & 0xFFFFFFFF) - 1).astype(np.int64)
-        keys = np.ascontiguousarray(index._words[rows, :2]).view(np.uint64).reshape(-1)
+        keys = np.ascontiguousarray(index.words[rows, :2]).view(np.uint64).reshape(-1)
         tags = slot >> np.uint64(32)
         assert (tags == scramble(keys, secret_of(index)) >> 32).all(), "a slot's tag is that of its row's key"
         homes = (tags * np.uint64(num_buckets) >> np.uint64(32)).astype(np.int64)

@@ -41,7 +41,7 @@ def pull_of(keys: np.ndarray, call: int = 1) -> list:
 def pages_ahead(server: Server) -> int:
     table = server.state.tables[PLAIN.number]
     assert isinstance(table, TieredTable)
-    return sum(len(request.pages) for request in table.tiers.cold._ahead._requests if request is not None)
+    return sum(request.num_pages for request in table.tiers.cold._ahead._requests if request is not None)
 
 
 def test_only_tables_with_rows_on_disk_look_ahead(server: Server) -> None:

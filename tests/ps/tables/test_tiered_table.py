@@ -19,7 +19,7 @@ from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import OneSlice
 from torchfleet.ps.tables.tiered_table import TieredTable
-from torchfleet.ps.tables.tiers import cold_rows, pages, tiers
+from torchfleet.ps.tables.tiers import cold_rows, found_rows, pages, tiers
 
 DIM = 5
 MEMORY = 64 << 20
@@ -32,6 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers.Tiers, "max_hot", property(lambda _: 700))
     monkeypatch.setattr(tiered_table, "FEWEST_ROWS", 1)
     monkeypatch.setattr(tiers, "SWEEP", 64)
+    monkeypatch.setattr(found_rows, "FEWEST_KEYS", 1)
     monkeypatch.setattr(pages, "BLOCK_BYTES", 1 << 14)
     monkeypatch.setattr(cold_rows.ColdRows.__init__, "__defaults__", (1 << 17,))
 
@@ -61,8 +62,11 @@ def rows_of(table: SparseTable, num: int = 1 << 16) -> dict[int, bytes]:
 
 
 def step(dice: np.random.Generator, both: tuple[SparseTable, TieredTable]) -> set[int]:
-    """One random request to both; returns the keys that it erased."""
+    """One random request to both, often for the keys of an earlier one; returns the keys that it erased."""
     what, keys = dice.integers(0, 10), some_keys(dice)
+    earlier = list(both[1].tiers._found._requests.values())
+    if earlier and dice.random() < 0.4:
+        keys = earlier[dice.integers(len(earlier))].keys.copy()
     if dice.random() < 0.3:
         both[1].foresee(keys if dice.random() < 0.7 else some_keys(dice))
     if what < 4:

@@ -27,6 +27,7 @@ from torchfleet.ps.kernels.intrinsics import PREFETCHES, prefetch_word
 from torchfleet.ps.kernels.jit import inlined, kernel
 from torchfleet.ps.kernels.row_vectors import copy_row
 from torchfleet.ps.kernels.rows import fetch_rows
+from torchfleet.ps.kernels.statistics import NEVER
 
 _U0, _U8, _LOW = np.uint64(0), np.uint64(8), np.uint64(0xFFFFFFFF)
 _LINE = np.uint64(16)  # words in a cache line
@@ -191,3 +192,27 @@ def read(
                 num_missing += 1
     state[FETCHED] = np.int64(fetched)
     return num_missing
+
+
+@kernel
+def keep_found(
+    words_RW: np.ndarray, used_R: np.ndarray, tick: np.uint32, keys_N: np.ndarray, rows_N: np.ndarray, num_words: int
+) -> np.uint64:
+    """rows_N[i] stays as it is if that row is in use and has the key keys_N[i], and gets the tick; otherwise it becomes
+    MISSING. What is returned says nothing, as in kernels/rows.py.
+
+    used_R: NEVER for a row that is not in use. Leaves the first `num_words` words of every row in the cache.
+    """
+    fetched = np.uint64(0)
+    for start in range(0, len(keys_N), BLOCK):
+        stop = min(start + BLOCK, len(keys_N))
+        for i in range(start, stop):
+            fetched ^= np.uint64(used_R[max(rows_N[i], 0)])
+        fetched ^= fetch_rows(words_RW.reshape(-1), words_RW.shape[1], rows_N[start:stop], num_words)
+        for i in range(start, stop):
+            row = np.uint64(max(rows_N[i], 0))
+            if rows_N[i] >= 0 and used_R[row] != NEVER and key_at(words_RW, row) == keys_N[i]:
+                used_R[row] = tick
+            else:
+                rows_N[i] = MISSING
+    return fetched

@@ -15,7 +15,12 @@ HEADER_WORDS = 4  # checksum (2 words), page number (2 words)
 _HEADER = np.uint64(HEADER_WORDS)
 _CHANGED, _PASSES = np.uint64(2), np.uint64(3)  # words of a record, behind the key: see tables/tiers/pages.py
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
-_S29, _S32, _ONE = np.uint64(29), np.uint64(32), np.uint64(1)
+_STEP = np.uint64(0xA24BAED4963EE407)  # odd, so that no two places of a page have the same mask
+_MASK_A, _MASK_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MASK_C, _MASK_D = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xE7037ED1A0B428DB)
+_LOW, _S32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_ZERO, _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(number) for number in (0, 1, 2, 3, 4, 7))
+_BIT = np.uint8(1)
 
 
 @kernel
@@ -34,37 +39,45 @@ def take(
     page_words: np.ndarray, words_per_page: int, per_page: int, pages_N: np.ndarray, slots_N: np.ndarray,
     out_NW: np.ndarray,
 ) -> None:  # fmt: skip
-    """out_NW[i] = record slots_N[i] of page pages_N[i]."""
+    """out_NW[i] = record slots_N[i] of page pages_N[i]; stays as it is if that is negative."""
     width = np.uint64(out_NW.shape[1])
     flat = out_NW.reshape(-1)
     for i in range(len(pages_N)):
+        if pages_N[i] < 0:
+            continue
         source = np.uint64(pages_N[i]) * np.uint64(words_per_page) + _HEADER + np.uint64(slots_N[i]) * width
         copy_words(flat, np.uint64(i) * width, page_words, source, width)
 
 
 @inlined
-def _mixed(word: np.uint64) -> np.uint64:
-    word *= _PRIME
-    return word ^ (word >> _S32)
+def _folded(word: np.uint64) -> np.uint64:
+    return (word & _LOW) * (word >> _S32)
 
 
 @inlined
 def _checksum(pages_PD: np.ndarray, p: int) -> np.uint64:
-    """A checksum over all 64-bit words of a page but the first, which holds it. The number of words is even."""
+    """A checksum over all 64-bit words of a page but the first, which holds it. The number of words divides by four.
+
+    As XXH3 does, halves of words are multiplied, under a mask that differs from place to place, and each word is added
+    to another sum: products of 32 bits are quick on all processors, those of 64 bits are not on Neoverse-N1.
+    """
+    words, size = pages_PD.reshape(-1), np.uint64(pages_PD.shape[1])
+    first = np.uint64(p) * size
+    mask = words[first + _ONE] * _PRIME  # the number of the page
     # four sums side by side: each step of one waits for the step before
-    a, b, c, d = _PRIME, _PRIME << _ONE, _PRIME << _S29, _mixed(pages_PD[p, 1])
-    for i in range(2, pages_PD.shape[1] - 3, 4):
-        a = (a + _mixed(pages_PD[p, i])) * _PRIME
-        b = (b + _mixed(pages_PD[p, i + 1])) * _PRIME
-        c = (c + _mixed(pages_PD[p, i + 2])) * _PRIME
-        d = (d + _mixed(pages_PD[p, i + 3])) * _PRIME
-    if pages_PD.shape[1] % 4 == 0:
-        a = (a + _mixed(pages_PD[p, -2])) * _PRIME
-        b = (b + _mixed(pages_PD[p, -1])) * _PRIME
-    a = (a ^ (b >> _S29) ^ b) * _PRIME
-    c = (c ^ (d >> _S29) ^ d) * _PRIME
-    a = (a + (c ^ (c >> _S32))) * _PRIME
-    return a ^ (a >> _S32)
+    a, b, c, d = words[first + _TWO], words[first + _THREE], _MASK_C, _MASK_D
+    for i in range(first + _FOUR, first + size, _FOUR):  # without a sign: numba looks for negative positions otherwise
+        v, w, x, y = words[i], words[i + _ONE], words[i + _TWO], words[i + _THREE]
+        a += _folded(v ^ (mask + _MASK_A)) + w
+        b += _folded(w ^ (mask + _MASK_B)) + v
+        c += _folded(x ^ (mask + _MASK_C)) + y
+        d += _folded(y ^ (mask + _MASK_D)) + x
+        mask += _STEP
+    total = mask
+    for part in (a, b, c, d):
+        total = (total ^ part) * _PRIME
+        total ^= total >> _S32
+    return total
 
 
 @kernel
@@ -87,6 +100,23 @@ def first_wrong(pages_PD: np.ndarray, numbers_P: np.ndarray) -> int:
         if not is_page(pages_PD, p, numbers_P[p]):
             return p
     return -1
+
+
+@kernel
+def find_read(
+    places_F: np.ndarray, pages_M: np.ndarray, numbers_M: np.ndarray, pages_N: np.ndarray, numbers_N: np.ndarray,
+    places_N: np.ndarray,
+) -> None:  # fmt: skip
+    """places_N[i] = where in a memory of M pages the page pages_N[i] of the file is, with the number numbers_N[i]; -1
+    if it is not there.
+
+    places_F: by page of the file, where it was read to last. pages_M, numbers_M: which page is there now.
+    """
+    for i in range(len(pages_N)):
+        page = pages_N[i]
+        place = np.int64(places_F[page]) if page < len(places_F) else 0
+        is_there = pages_M[place] == page and numbers_M[place] == numbers_N[i]
+        places_N[i] = place if is_there else -1
 
 
 @kernel
@@ -116,16 +146,19 @@ def take_used(
     records that were changed before save `since` and, from the number marked_P of each page on, those with `bit`.
     """
     width, skipped = np.uint64(out_NW.shape[1]), np.uint64(head)
-    flat, num = out_NW.reshape(-1), 0
+    flat, num = out_NW.reshape(-1), _ZERO
     for p in range(len(slots_P)):
-        for slot in range(slots_P[p], ends_P[p]):
-            if used_B[slot >> 3] >> (slot & 7) & 1 == 0:
+        first, end, marked = np.uint64(slots_P[p]), np.uint64(ends_P[p]), np.uint64(marked_P[p])
+        begin = first - first % np.uint64(per_page)
+        start = np.uint64(p) * np.uint64(words_per_page) + _HEADER
+        for slot in range(first, end):
+            if used_B[slot >> _THREE] >> np.uint8(slot & _SEVEN) & _BIT == 0:
                 continue
-            source = np.uint64(p) * np.uint64(words_per_page) + _HEADER + np.uint64(slot % per_page) * (width + skipped)
-            if page_words[source + _CHANGED] < since or (slot >= marked_P[p] and page_words[source + _PASSES] & bit):
+            source = start + (slot - begin) * (width + skipped)
+            if page_words[source + _CHANGED] < since or (slot >= marked and page_words[source + _PASSES] & bit):
                 continue
             slots_N[num] = slot
             keys_N[num] = np.uint64(page_words[source]) | np.uint64(page_words[source + _ONE]) << _S32
-            copy_words(flat, np.uint64(num) * width, page_words, source + skipped, width)
-            num += 1
-    return num
+            copy_words(flat, num * width, page_words, source + skipped, width)
+            num += _ONE
+    return np.int64(num)

@@ -49,7 +49,7 @@ class KeyMap:
         self._store_memory = Memory(4 * self.width * self.max_rows)
         self.store: npt.NDArray[np.float32] = self._store_memory.array(np.float32)
         words = self.store.view(np.uint32)[: self.max_rows * self.width]
-        self._words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
+        self.words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
         self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self.max_rows).array(np.uint32)
         self.recent = RecentPulls(self.max_rows)
         self._state = np.concatenate([np.zeros(SECRET, np.int64), new_secret()])
@@ -134,7 +134,7 @@ class KeyMap:
         self.reserve(len(keys))
         if self._migrating or self._state[NUM_FREE]:
             return False
-        arrays = self._slots[NEW], self._num_buckets, self._state, self._words
+        arrays = self._slots[NEW], self._num_buckets, self._state, self.words
         self.num_keys += int(hashmap.load(*arrays, keys, rows.view(np.uint32)))
         return True
 
@@ -157,7 +157,7 @@ class KeyMap:
     def keys_of(self, rows: Rows) -> Keys:
         """The keys in these rows, which must ascend; for a freed row, its last key."""
         if len(rows) and rows[-1] - rows[0] + 1 == len(rows):  # contiguous: a slice is a plain copy
-            words = np.ascontiguousarray(self._words[rows[0] : rows[-1] + 1, :KEY_WORDS])
+            words = np.ascontiguousarray(self.words[rows[0] : rows[-1] + 1, :KEY_WORDS])
         else:
             words = np.empty((len(rows), KEY_WORDS), np.float32)
             gather(self.store, self.width, 0, rows, words)
@@ -206,7 +206,7 @@ class KeyMap:
         self._note_arrays()
 
     def _note_arrays(self) -> None:
-        self._arrays = self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
+        self._arrays = self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self.words
 
     def _migrate(self, num_buckets: int) -> None:
         moved = int(hashmap.migrate(self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, num_buckets))

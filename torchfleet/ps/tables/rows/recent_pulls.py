@@ -17,7 +17,7 @@ FEWEST_KEYS = 256  # smallest pull that is kept: a search for fewer keys is chea
 MOST_PULLS = 128  # pulls kept, of all workers together
 MOST_KEYS = 1 << 20  # keys kept, of all pulls together: 16 MB
 
-_Mark = tuple[int, int, int, int]
+Mark = tuple[int, int, int, int]
 
 
 class RecentPulls:
@@ -27,7 +27,7 @@ class RecentPulls:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._pulls: OrderedDict[_Mark, tuple[Keys, Rows]] = OrderedDict()
+        self._pulls: OrderedDict[Mark, tuple[Keys, Rows]] = OrderedDict()
         self._num_keys = 0
         self._bits = Memory(8 * (max_rows // 64 + 1)).array(np.uint64)  # of all_distinct: a bit for each row
 
@@ -39,7 +39,7 @@ class RecentPulls:
         """Remember that these keys are in these rows. Keeps `rows`; copies `keys`, which lies in a message buffer."""
         if not FEWEST_KEYS <= len(keys) <= MOST_KEYS:
             return
-        mark = _mark(keys)
+        mark = mark_of(keys)
         self._drop(mark)
         self._pulls[mark] = (keys.copy(), rows)
         self._num_keys += len(keys)
@@ -48,12 +48,12 @@ class RecentPulls:
 
     def has(self, keys: Keys) -> bool:
         """Whether these keys, in this order, were pulled: all of them have rows."""
-        pulled = self._pulls.get(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
+        pulled = self._pulls.get(mark_of(keys)) if len(keys) >= FEWEST_KEYS else None
         return pulled is not None and np.array_equal(pulled[0], keys)
 
     def take(self, keys: Keys) -> Rows | None:
         """The rows of exactly these keys in this order; None if the keys are not known or repeat."""
-        pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
+        pulled = self._drop(mark_of(keys)) if len(keys) >= FEWEST_KEYS else None
         if pulled is None or not np.array_equal(pulled[0], keys):
             return None
         return pulled[1] if all_distinct(pulled[1], self._bits) else None
@@ -67,13 +67,13 @@ class RecentPulls:
         self._pulls.clear()
         self._num_keys = 0
 
-    def _drop(self, mark: _Mark) -> tuple[Keys, Rows] | None:
+    def _drop(self, mark: Mark) -> tuple[Keys, Rows] | None:
         pulled = self._pulls.pop(mark, None)
         if pulled is not None:
             self._num_keys -= len(pulled[0])
         return pulled
 
 
-def _mark(keys: Keys) -> _Mark:
+def mark_of(keys: Keys) -> Mark:
     """A cheap fingerprint of a pull. Equality is decided by comparing all keys."""
     return len(keys), int(keys[0]), int(keys[len(keys) // 2]), int(keys[-1])

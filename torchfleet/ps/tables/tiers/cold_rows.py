@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import weakref
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.ps.kernels import pages as kernels
+from torchfleet.ps.kernels.merge import unique
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.tiers.cold_file import (
     PageReader,
@@ -164,7 +164,7 @@ class ColdRows:
 
     def foresee(self, slots: Slots) -> None:
         """Begin to read the records in these slots, which a request that waits will need."""
-        pages = np.unique(slots // self.layout.per_page)
+        pages = unique((slots // self.layout.per_page).view(np.uint64), many_repeat=False)[0].view(np.int64)
         pages = pages[~self._is_unwritten[pages // self.layout.pages_per_block]]
         if len(pages):
             self._ahead.begin(pages, self._numbers_of(pages))
@@ -173,31 +173,31 @@ class ColdRows:
         """The records in these slots. Raises TableError if the disk does not return what was written."""
         out = np.empty((len(slots), self.layout.record_words), np.uint32)
         page_of, slot_of = np.divmod(slots, self.layout.per_page)
+        places = self._ahead.places_of(page_of, self._numbers_of(page_of))
+        self.layout.take(self._ahead.memory, places, slot_of, out)
+        left = np.flatnonzero(places < 0)
+        if len(left):
+            out[left] = self._read_now(page_of[left], slot_of[left])
+        return out
+
+    def _read_now(self, page_of: Pages, slot_of: Slots) -> Words:
+        """As `read`, for records that were not read ahead."""
+        out = np.empty((len(page_of), self.layout.record_words), np.uint32)
         blocks = page_of // self.layout.pages_per_block
         in_memory = self._is_unwritten[blocks]
         for block in np.unique(blocks[in_memory]).tolist():
-            own = np.flatnonzero(in_memory & (blocks == block))
-            pages = page_of[own] - block * self.layout.pages_per_block
-            out[own] = self.layout.take(self._unwritten[block], pages, slot_of[own])
+            pages = page_of - block * self.layout.pages_per_block
+            self.layout.take(self._unwritten[block], np.where(blocks == block, pages, -1), slot_of, out)
         rest = np.flatnonzero(~in_memory)
-        for some, words, places in self._pages(page_of[rest]):
-            out[rest[some]] = self.layout.take(words, places, slot_of[rest[some]])
-        return out
-
-    def _pages(self, page_of: Pages) -> Iterator[tuple[Pages, Words, Pages]]:
-        """Yield (positions in page_of, memory, positions in memory) until every page has come."""
-        numbers, is_left = self._numbers_of(page_of), np.ones(len(page_of), np.bool_)
-        for some, memory, places in self._ahead.found(page_of, numbers):
-            is_left[some] = False
-            yield some, memory.view(np.uint32), places
-        left = np.flatnonzero(is_left)
-        pages, inverse = np.unique(page_of[left], return_inverse=True)
+        pages, inverse = np.unique(page_of[rest], return_inverse=True)
         for start in range(0, len(pages), PIECE):
             piece = pages[start : start + PIECE]
             memory = self._room.take(len(piece), self.layout.page_bytes)
             self._reader.read(piece, self._numbers_of(piece), memory)
-            some = np.flatnonzero((inverse >= start) & (inverse < start + PIECE))
-            yield left[some], memory.view(np.uint32), inverse[some] - start
+            places = np.full(len(page_of), -1, np.int64)
+            places[rest] = np.where((inverse >= start) & (inverse < start + PIECE), inverse - start, -1)
+            self.layout.take(memory.view(np.uint32), places, slot_of, out)
+        return out
 
     def _numbers_of(self, pages: Pages) -> Pages:
         blocks, rest = np.divmod(pages, self.layout.pages_per_block)

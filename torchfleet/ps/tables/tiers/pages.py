@@ -66,11 +66,9 @@ class Layout:
         """Write records into a block, from its record number `start` on."""
         kernels.fill(block, self.page_bytes // 4, self.per_page, start, records)
 
-    def take(self, pages: Words, page_of: Any, slot_of: Any) -> Words:
-        """Records by page, counted from the first of `pages`, and slot."""
-        out = np.empty((len(page_of), self.record_words), np.uint32)
+    def take(self, pages: Words, page_of: Any, slot_of: Any, out: Words) -> None:
+        """Copy records to `out`, by page, counted from the first of `pages`, and slot. Pages below 0 are left out."""
         kernels.take(pages.reshape(-1), self.page_bytes // 4, self.per_page, page_of, slot_of, out)
-        return out
 
     def take_used(
         self, pages: Words, slots: Slots, ends: Slots, used: npt.NDArray[np.uint8], since: int, marked: Slots, bit: int,

@@ -20,7 +20,7 @@ from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.disk import Bytes
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words
 
-BLOCKS = 8  # taken at once: 2 MiB
+BLOCKS = 16  # read and taken at once, 4 MiB: a disk reads eight at a time at half of its speed
 PLANNED = 1024  # blocks put in order at once
 AHEAD = 2  # pieces that are read while one is taken
 MOST_WAIT = 0.005  # seconds for the disk, for a caller that serves others meanwhile

@@ -20,6 +20,7 @@ from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.tiers.cold_rows import ColdRows
 from torchfleet.ps.tables.tiers.directory import Directory, Places
+from torchfleet.ps.tables.tiers.found_rows import FoundRows
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words, keys_of
 from torchfleet.ps.tables.tiers.passes import Pass, Passes
 from torchfleet.ps.tables.tiers.scan import Scan
@@ -46,6 +47,7 @@ class Tiers:
         self.directory = Directory(memory // 9, index.max_rows)
         self._used: npt.NDArray[np.uint32] = Memory(4 * index.max_rows).array(np.uint32)  # NEVER: not in use
         self._changed: npt.NDArray[np.uint32] = Memory(4 * index.max_rows).array(np.uint32)
+        self._found = FoundRows(index, self._used)
         self._passes = Passes(index.max_rows, Memory(4 * index.max_rows).array(np.uint32))
         self.interval = 1  # between two saves: the number that rows that change now get
         self._tick = 1
@@ -81,7 +83,9 @@ class Tiers:
 
     def foresee(self, keys: Keys) -> None:
         """Begin to read the rows of these keys, which a request that waits will need, from the disk."""
-        missing = keys[self._find(keys, 0) < 0]
+        at = self._find(keys, 0)
+        self._found.note(keys, at)
+        missing = keys[at < 0]
         places = self.directory.find_cold(missing, np.zeros(len(missing), np.int64))
         self.cold.foresee(places[places >= 0] - self._index.max_rows)
 
@@ -94,16 +98,30 @@ class Tiers:
             self._renumber()
         if self.cold.waste > MOST_WASTE:
             self.compact()
-        at = self._find(keys, num_words)
-        self._use(at)
+        at = self._found.rows_of(keys, self._tick, num_words)
+        if at is not None and at.min() >= 0:
+            return at
+        at = self._hot(keys, at, num_words)
         missing = at < 0
         if missing.any():
-            strangers = unique(keys[missing], many_repeat=False)[0]
+            strangers, inverse = unique(keys[missing], many_repeat=False)
             places, records = self.look_up(strangers)
             here = places >= 0
             self._make_room(len(strangers))
-            self._insert(strangers[here], places[here], records)
-            at[missing] = self._find(keys[missing], num_words)
+            brought = np.full(len(strangers), -1, np.int64)
+            brought[here] = self._insert(strangers[here], places[here], records)
+            at[missing] = brought[inverse]
+        self._found.note(keys, at, self._tick)
+        return at
+
+    def _hot(self, keys: Keys, known: Rows | None, num_words: int) -> Rows:
+        """Row numbers of the keys whose rows are in memory, which are in use now; -1 for others. `known`: those that
+        need no search, and -1.
+        """
+        at = np.full(len(keys), -1, np.int64) if known is None else known
+        missing = np.flatnonzero(at < 0)
+        at[missing] = found = self._find(keys[missing], num_words)
+        self._use(found)
         return at
 
     def _use(self, at: Rows) -> None:
@@ -126,6 +144,8 @@ class Tiers:
                 break
             records = self.cold.read(places - self._index.max_rows)
             same = keys_of(records) == keys[pending]
+            if len(pending) == len(keys) and same.all():  # as nearly always
+                return places, records
             out[pending[same]] = places[same]
             found.append((pending[same], records[same]))
             skips[pending[~same]] += 1  # another key with the same tag
@@ -134,11 +154,11 @@ class Tiers:
         empty = np.empty((0, self.cold.layout.record_words), np.uint32)
         return out, np.concatenate([some for _, some in found] or [empty])[order]
 
-    def _insert(self, keys: Keys, places: Places, records: Words) -> None:
-        """Move records into memory, where there is room for them."""
-        if not len(keys):
-            return
+    def _insert(self, keys: Keys, places: Places, records: Words) -> Rows:
+        """Move records into memory, where there is room for them. Returns their row numbers."""
         at = np.full(len(keys), -1, np.int64)
+        if not len(keys):
+            return at
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             self._index.insert_missing(keys[some], at[some])
@@ -151,6 +171,7 @@ class Tiers:
         self.directory.move(keys, places, at)
         self.cold.release(slots)
         self.num_read += len(keys)
+        return at
 
     def note_new(self, keys: Keys, at: Rows) -> None:
         """These keys got rows in memory."""
@@ -163,6 +184,7 @@ class Tiers:
         """The rows of these keys in memory are dropped."""
         self.directory.remove(keys, at)
         self._used[at] = NEVER
+        self._found.forget()
 
     def add_cold(self, keys: Keys, words: Words) -> None:
         """New rows, straight to the disk: for loading more rows than memory holds."""
@@ -195,6 +217,7 @@ class Tiers:
             num, stop = oldest(self._used, 1, 0, self._hand, num_rows, cut, len(found), found)
             self._hand = stop if stop < num_rows else 0
             if num:
+                self._found.note_left(int(cut))
                 self._write_out(found[:num])
                 num_out, num_empty = num_out + num, 0
             elif num_empty > 2:  # only rows of this request are left
@@ -234,6 +257,7 @@ class Tiers:
         used[is_used] = np.maximum(used[is_used], MAX_TICK // 2) - (MAX_TICK // 2 - 1)
         self._tick -= MAX_TICK // 2 - 1
         self._hand = 0
+        self._found.forget()
 
     # Compaction
 
