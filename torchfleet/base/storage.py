@@ -129,7 +129,7 @@ class Storage:
             if not self.is_local:
                 return memoryview(bytearray(self._read_there(name)))
             with self._open_here(name) as file:
-                buffer, num = memoryview(np.empty(os.fstat(file.fileno()).st_size, np.uint8)), 0
+                buffer, num = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data, 0
                 while num < len(buffer) and (got := file.readinto(buffer[num:])):
                     num += got
                 return buffer[:num]

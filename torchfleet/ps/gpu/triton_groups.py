@@ -136,4 +136,4 @@ def _views(memory: GroupMemory) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def _padded(num_segments: int) -> int:
     """Few values: the kernels are compiled for each of them."""
-    return max(32, triton.next_power_of_2(num_segments))
+    return max(32, int(triton.next_power_of_2(num_segments)))

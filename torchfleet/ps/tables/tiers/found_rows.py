@@ -70,7 +70,7 @@ class FoundRows:
             return None
         if known.tick > self._left:
             return known.at
-        at = known.at.copy()
+        at: Rows = known.at.copy()
         keep_found(self._index.words, self._used, np.uint32(tick), keys, at, KEY_WORDS + num_words)
         return at
 

@@ -190,7 +190,8 @@ rows_of_ids.register_autograd(_backward, setup_context=_setup)
 class JoinedTables(Protocol):
     """Several tables that are updated together (implemented by lookup/joined_tables.JoinedRows)."""
 
-    members: Sequence[RowsOnDevice]
+    @property
+    def members(self) -> Sequence[RowsOnDevice]: ...
 
     def step(self, lr: float | torch.Tensor, factor: float | torch.Tensor) -> None: ...
 

@@ -55,7 +55,7 @@ def _group_of(module: torch.nn.Module) -> JoinedRows | None:
     if not isinstance(module, SparseEmbedding) or module._forward_hooks or module._forward_pre_hooks:
         return None
     engine: Any = module.table_rows.engine
-    group = engine.group_of.get(module.name) if isinstance(engine, DeviceLookups) else None
+    group = engine.group_of.get(module.name or "") if isinstance(engine, DeviceLookups) else None
     return group if isinstance(group, JoinedRows) else None
 
 
