@@ -298,15 +298,19 @@ def _load_kernels() -> None:
 
 
 def _trace_a_network() -> None:
-    """The first save of a process makes torch.export import half a second's worth of modules. It asks for GPUs: torch
-    then lets no process that is forked use one."""
-    from unittest import mock
-
+    """The first save of a process makes torch.export import half a second's worth of modules. It asks for GPUs, too,
+    after which no process that is forked can use one: where there may be one, a process that saves imports them."""
     import torch
 
+    if has_gpu_driver():
+        return
     dims = ({0: torch.export.Dim("samples", min=1)},)
-    with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        torch.export.export(torch.nn.Linear(2, 1).eval(), (torch.zeros(3, 2),), dynamic_shapes=dims, strict=False)
+    torch.export.export(torch.nn.Linear(2, 1).eval(), (torch.zeros(3, 2),), dynamic_shapes=dims, strict=False)
+
+
+def has_gpu_driver() -> bool:
+    """Whether an NVIDIA driver is loaded. Does not ask CUDA, whose state a forked process cannot use."""
+    return os.path.exists("/dev/nvidiactl")
 
 
 def _serve(modules: Sequence[str]) -> None:

@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from support import processes
+from support.nursery import has_gpu_driver
 from support.paths import ROOT
 
 from torchfleet.launch.roles import free_ports
@@ -84,7 +84,7 @@ def export_once() -> None:
     """For `prepare_ranks`: what torch.export imports when it is first called takes most of a second."""
     import torch
 
-    with mock.patch.object(torch.cuda, "is_available", return_value=False):  # else no rank could use a GPU
+    if not has_gpu_driver():  # it asks for GPUs, after which no rank that is forked could use one
         torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
 
 
