@@ -124,6 +124,7 @@ def test_the_reference_has_every_public_name() -> None:
     modules = {
         "callbacks",
         "data",
+        "elastic",
         "lightning",
         "metrics",
         "nn",

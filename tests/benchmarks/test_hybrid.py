@@ -18,7 +18,7 @@ from benchmarks.scale_runs import Outcome
 
 def worker(number: int, seconds: float, auc: float | None = None) -> dict[str, Any]:
     spent = {"rounds": 10, "computed": 0.3, "waited": 0.1, "slowest": 0.04, "rows": 0.02}
-    found = {"worker": number, "workers": 2, "samples": 100, "seconds": seconds, "spent": spent}
+    found = {"worker": number, "workers": 2, "samples": 100, "seconds": seconds, "steps": 10, "spent": spent}
     return found if auc is None else {**found, "auc": auc}
 
 
@@ -26,7 +26,8 @@ def test_figures_are_ratios_to_data_parallelism_without_rows() -> None:
     found = {way: [[worker(0, seconds, 0.7), worker(1, seconds)]] for way, seconds in
              (("ddp", 1.0), ("servers", 1.25), ("ranks", 2.0))}  # fmt: skip
     alone = worker(0, 1.0)
-    alone["spent"] = {"rounds": 10, "computed": 0.25, "waited": 0.05, "slowest": 0.0, "rows": 0.01}
+    alone["seconds"] = 0.25
+    alone["spent"] = {"rounds": 0, "computed": 0.0, "waited": 0.0, "slowest": 0.0, "rows": 0.01}  # it exchanges nothing
     found["alone"] = [[alone]]
     slowed = {way: [[worker(0, seconds, 0.69), worker(1, seconds)]] for way, seconds in
               (("ddp", 5.0), ("servers", 5.0), ("balance", 2.5))}  # fmt: skip
@@ -43,7 +44,7 @@ def test_figures_are_ratios_to_data_parallelism_without_rows() -> None:
     table = result["step_ms"]
     assert table == {"compute": 28.0, "rows": 2.0, "slowest": 4.0, "exchange": 6.0, "step": 40.0}
     assert sum(table.values()) == 2 * table["step"]
-    assert result["lost"] == {"compute": 0.1, "rows": 0.025, "slowest": 0.1, "exchange": 0.025, "efficiency": 0.75}
+    assert result["lost"] == {"compute": 0.1, "rows": 0.025, "slowest": 0.1, "exchange": 0.15, "efficiency": 0.625}
     assert sum(result["lost"].values()) == pytest.approx(1.0)
 
 

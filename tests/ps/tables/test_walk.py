@@ -52,7 +52,9 @@ def test_a_walk_does_not_show_where_the_map_keeps_a_key() -> None:
     for cursor in rng.integers(0, 1 << 63, 400).tolist():
         keys, _, _ = table.walk(cursor, 1)
         assert (np.diff(keys.astype(np.int64)) > 0).all()
-        assert 20 < len(keys) <= FEWEST_WALKED
+        # About a third of the positions of a window have keys, by a secret hash: 5 or fewer of 40 or more that are
+        # expected, with a probability below 1e-9 each.
+        assert 5 < len(keys) <= FEWEST_WALKED
         replies.add(frozenset(keys.tolist()))
     for one in replies:
         assert all(one <= other or other <= one or not one & other for other in replies)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -156,12 +157,17 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
     )  # fmt: skip
 
 
+# Fields of a message's header before the number of its arrays, and behind it
+_SENDER = attrgetter("command", "role", "flags", "worker")
+_REQUEST = attrgetter("trace", "client", "call", "sequence", "floor", "incarnation", "shard", "term")
+
+
 def encode(message: Message) -> list[Frame]:
     """Frames of a message. Contiguous arrays are not copied: do not change them until the message has been sent."""
     num_arrays = len(message.arrays)
     if num_arrays > MAX_ARRAYS and num_arrays > _most_arrays(message.role):
         raise WireError(f"{num_arrays} arrays in one message, at most {_most_arrays(message.role)}")
-    header = _header(message, num_arrays)
+    header = HEADER.pack(MAGIC, VERSION, *_SENDER(message), num_arrays, *_REQUEST(message))
     if isinstance(message.arrays, JoinedArrays):
         return [header + message.arrays.entries.tobytes(), message.arrays.words]
     parts = [header]
@@ -188,18 +194,11 @@ def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
     they are many and small: a transport sends one that it has received without touching its content."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     if len(sizes) <= FEW_ARRAYS and max(sizes, default=0) <= MAX_FRAME:  # most messages: no array is made of a frame
-        entries = [_ARRAY.pack(0, BYTES, 1, size) for size in sizes]
-        return [b"".join([_header(message, len(sizes)), *entries]), *frames]
+        header = HEADER.pack(MAGIC, VERSION, *_SENDER(message), len(sizes), *_REQUEST(message))
+        return [b"".join([header, *(_ARRAY.pack(0, BYTES, 1, size) for size in sizes)]), *frames]
     message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
     made = encode(message)
     return [made[0], *frames] if len(made) == len(frames) + 1 else made
-
-
-def _header(message: Message, num_arrays: int) -> bytes:
-    return HEADER.pack(
-        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, num_arrays, message.trace,
-        message.client, message.call, message.sequence, message.floor, message.incarnation, message.shard, message.term,
-    )  # fmt: skip
 
 
 def _joined(frames: Sequence[Frame]) -> list[Frame]:
