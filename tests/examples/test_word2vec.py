@@ -24,6 +24,7 @@ from support.messages import lines_naming, names
 from support.paths import ROOT
 from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
+from torchfleet.apps.word2vec import trainer
 from torchfleet.apps.word2vec.vectors import WordVectors
 from torchfleet.apps.word2vec.vocabulary import Vocabulary
 from torchfleet.observe.watch.history import HistoryReader
@@ -157,6 +158,15 @@ class Trained:
         saving = ("--save", self.model, "--vectors", self.text, self.binary)
         self.output = run("train.py", *self.arguments, *saving, *self.judging)
         (self.dictionary,) = work.glob("text-*/dictionary")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def losses_of_whole_runs() -> Iterator[None]:
+    """A run in this process tells its mean loss, not that since the last second: what a second holds depends on the
+    machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_SHOW_SECONDS", 1e9)
+        yield
 
 
 @pytest.fixture(scope="module")
