@@ -30,14 +30,14 @@ STEPS, BATCH = 6, 16
 class Model(torch.nn.Module):
     """Two lookups in one table, one of them pooled, and a table with a size and padding."""
 
-    def __init__(self, device: str | None = "cpu") -> None:
+    def __init__(self, device: str | None = "cpu", state: Any = "none") -> None:
         super().__init__()
+        settings: dict[str, Any] = {"device": device, "state": state}
         first = fleet.nn.Uniform(-0.1, 0.1)
-        self.items = fleet.nn.SparseEmbedding(4, name="items", initializer=first, device=device, state="none")
-        self.bags = fleet.nn.SparseEmbedding(4, name="items", initializer=first, device=device, state="none")
-        self.tags = fleet.nn.SparseEmbedding(
-            3, name="tags", num_embeddings=50, padding_idx=7, device=device, state="none"
-        )
+        self.items = fleet.nn.SparseEmbedding(4, name="items", initializer=first, **settings)
+        self.bags = fleet.nn.SparseEmbedding(4, name="items", initializer=first, **settings)
+        settings["state"] = None if state == "rows" else state  # a table with a size shows all of its rows
+        self.tags = fleet.nn.SparseEmbedding(3, name="tags", num_embeddings=50, padding_idx=7, **settings)
         self.top = torch.nn.Linear(11, 1)
 
     def forward(self, ids: torch.Tensor, bags: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
@@ -58,10 +58,10 @@ def batches(num: int, seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
     ]
 
 
-def begin(optimizer: str = "adam", device: str | None = "cpu") -> tuple[Any, Any]:
+def begin(optimizer: str = "adam", device: str | None = "cpu", state: Any = "none") -> tuple[Any, Any]:
     torch.manual_seed(0)
     fleet.init(is_collective=True)
-    model = fleet.distributed_model(Model(device))
+    model = fleet.distributed_model(Model(device, state))
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
     return model, fleet.distributed_optimizer(kinds[optimizer](model.parameters(), lr=0.05))
 
@@ -118,6 +118,29 @@ def test_ranks_train_as_one_and_their_saves_load_on_any_number(ranks: Ranks, tmp
     for name in ("predicted", "top"):
         torch.testing.assert_close(two[0][name], one[0][name], atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(two[0][name], two[1][name], atol=1e-6, rtol=1e-5)
+
+
+def saved_and_loaded(folder: str, state: str | None) -> dict[str, Any]:
+    model, made = begin("adam", state=state)
+    train(model, made, batches(STEPS))
+    fleet.save(folder)
+    expected = predicted(model)
+    fleet.stop_worker()
+    fleet.reset()
+    model, _ = begin("adam", state=state)
+    fleet.load(folder)
+    found = predicted(model)
+    fleet.stop_worker()
+    return {"expected": expected, "found": found}
+
+
+@pytest.mark.parametrize("state", [None, "rows"])
+def test_what_state_dict_shows_of_a_table_does_not_matter_to_a_save(
+    ranks: Ranks, tmp_path: Path, state: str | None
+) -> None:
+    for size in (1, 2):
+        for result in ranks.run(saved_and_loaded, size, folder=str(tmp_path / f"{size}"), state=state):
+            assert torch.equal(result["found"], result["expected"])
 
 
 def loaded(folder: str) -> dict[str, Any]:

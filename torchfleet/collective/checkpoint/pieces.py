@@ -16,6 +16,7 @@ from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.tensors.shard_offsets import offset_of
 from torchfleet.collective.world import World
+from torchfleet.ps.worker.row_state.table_rows import without_rows
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -65,7 +66,8 @@ def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for module in sharded_modules(model):
         module.reshard()
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    saved = model.state_dict(keep_vars=True)
+    with without_rows():  # tables on devices have files of their own
+        saved = model.state_dict(keep_vars=True)
     aliases = set(tied(model))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     strange = sorted(set(saved) - set(found) - set(buffers) - aliases)
