@@ -80,7 +80,7 @@ def test_options_of_examples_are_there(line: str) -> None:
 
 
 def test_every_line_is_looked_at() -> None:
-    """By one of the tests above, or by a target of the Makefile, which tests/test_links.py looks at."""
+    """By one of the tests above, or by a target of the Makefile, which tests/test_document_links.py looks at."""
     known = ("make ", "fleetrun ", "fleet ", "python examples/", "python train.py")
     assert [line for line in LINES if not line.startswith(known)] == []
     assert len(SCRIPTS) == 6

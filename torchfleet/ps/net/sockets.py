@@ -27,6 +27,9 @@ MOST_WAITING = 4  # requests that are received before they are handled, if a tab
 _DESK_PAUSE = 0.005  # seconds between two checks for handshakes, under load
 _UNCONFIRMED_MS = 30_000  # time without an acknowledgement of sent bytes, after which the peer counts as gone
 _HANDSHAKE_MS = 10_000
+# Connections that wait to be accepted; ZeroMQ's own is 100. All workers of a job come at once, and the system tells one
+# that finds no place to try again after 1 s, 2 s, 4 s and so on.
+_BACKLOG = 1024
 _KEEPALIVE = 10  # seconds between two keepalive probes of a silent peer
 # As plain numbers: pyzmq's own are enumerations, and an | of two of them takes as long as sending a frame.
 _NOW, _MORE, _READABLE, _EVENTS = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), zmq.EVENTS
@@ -43,6 +46,7 @@ class Listener:
         self._desk = AdmissionDesk(self._context, frozenset(key.encode() for key in self._roles)) if keys else None
         self._socket = _socket(self._context, zmq.ROUTER, endpoint)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.BACKLOG, _BACKLOG)
         self._doorkeeper = Doorkeeper(self._socket, endpoint)
         self._unread = Unread()
         self.look_ahead: LookAhead | None = None
