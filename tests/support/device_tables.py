@@ -76,6 +76,16 @@ def ids_of(table: DeviceTable, ids: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(table.device)
 
 
+def assert_one_row_each(table: DeviceTable, ids: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """`ids`, which may repeat, are all that the table has; `slots` and `values`: what it gave for them."""
+    num = len(torch.unique(ids))
+    assert table.num_rows == num
+    assert len(torch.unique(slots)) == num
+    assert torch.equal(table.memory.row_keys[slots.long()], ids)
+    assert torch.equal(values, table.layout.first_words(ids)[:, : table.dim])
+    assert torch.equal(table.find(ids), slots)
+
+
 def saved(storage: Storage, saves: TableSaves, number: int, mode: Any) -> Manifest:
     """Save, and complete the manifest; a delta continues the save before."""
     before = read_manifest(storage) if mode == "delta" else None

@@ -59,7 +59,7 @@ def steps(
 
 
 def _saved_step(dirname: str | None) -> int:
-    """The number of steps of the last save; -1: there is none."""
+    """The number of steps of the last save; -1 if the folder has no save."""
     extra = None if dirname is None else saved_extra(dirname)
     if extra is None:
         return -1

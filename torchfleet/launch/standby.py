@@ -40,7 +40,7 @@ class Standby:
         )
 
     def take(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """The process, which runs `command` of Python from now on; None if there is none."""
+        """Let the process run `command` of Python, and return it; None if no process is in reserve."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return None

@@ -8,7 +8,7 @@ import msgspec.structs
 import numpy as np
 import pytest
 import torch
-from support.device_tables import RULES, spec
+from support.device_tables import RULES, assert_one_row_each, spec
 from support.table_groups import assert_equal, drawn, grouped, named, step
 
 from torchfleet.ps.gpu.device_table import DeviceTable
@@ -66,12 +66,7 @@ def test_every_key_gets_one_row_in_each_table(seed: int) -> None:
     for table, own, (slots, values) in zip(
         group.tables, ids, group.find_and_gather([(k, own, None) for k, own in enumerate(ids)], True), strict=True
     ):
-        num = len(torch.unique(own))
-        assert table.num_rows == num
-        assert len(torch.unique(slots)) == num
-        assert torch.equal(table.memory.row_keys[slots.long()], own)
-        assert torch.equal(values, table.layout.first_words(own)[:, :16])
-        assert torch.equal(table.find(own), slots)
+        assert_one_row_each(table, own, slots, values)
 
 
 def test_tables_grow_in_a_group_under_load() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.device_tables import RULES, spec
+from support.device_tables import RULES, assert_one_row_each, spec
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.gpu import plain_kernels
@@ -32,13 +32,7 @@ def drawn(num: int, distinct: int, seed: int) -> torch.Tensor:
 def test_every_key_gets_one_row(seed: int) -> None:
     table = DeviceTable(spec(dim=4), "cuda", capacity=1 << 18)
     ids = drawn(1 << 20, 200_000, seed)
-    slots, values = table.find_and_gather(ids, insert=True)
-    num = len(torch.unique(ids))
-    assert table.num_rows == num
-    assert len(torch.unique(slots)) == num
-    assert torch.equal(table.memory.row_keys[slots.long()], ids)
-    assert torch.equal(values, table.layout.first_words(ids)[:, :4])
-    assert torch.equal(table.find(ids), slots)
+    assert_one_row_each(table, ids, *table.find_and_gather(ids, insert=True))
 
 
 def test_rows_survive_growth_and_removal_under_load() -> None:

@@ -47,7 +47,7 @@ class MemoryFile:
 
     @property
     def step(self) -> int:
-        """Of the copy; -1: there is none."""
+        """The step after which the copy was made; -1 if the file has no copy."""
         head = self._read_head()
         return -1 if head is None else head.step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,10 @@ def test_frozen_tables_and_tables_in_eval_mode_keep_their_rows(num_groups: list[
     assert sorted(num_groups[-2:]) == [len(SIZES) - 1, len(SIZES)]
 
 
-def test_two_backward_passes_through_one_call_add_up(num_groups: list[int]) -> None:
+def assert_trains_as_torch(
+    backward: Callable[[Any, torch.Tensor], None], kind: type[torch.optim.Optimizer], num_servers: int = 1
+) -> None:
+    """Steps of a model of columns, whose gradients `backward` makes from a batch, end as those of plain torch."""
     torch.manual_seed(0)
     model = Columns(USES["all"])
     plain, loader = copy.deepcopy(model), batches(torch.float32)
@@ -131,16 +135,23 @@ def test_two_backward_passes_through_one_call_add_up(num_groups: list[int]) -> N
     def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for x in loader:
             optimizer.zero_grad()
-            out = model(x)
-            out[::2].square().mean().backward(retain_graph=True)
-            out[1::2].mean().backward()
+            backward(model, x)
             optimizer.step()
 
-    steps(plain, torch.optim.Adagrad(plain.parameters(), lr=0.1))
-    with one_worker(model, fleet_optimizer("adagrad", lr=0.1)) as part:
+    steps(plain, kind(plain.parameters(), lr=0.1))  # type: ignore[call-arg]
+    with one_worker(model, fleet_optimizer(kind.__name__.lower(), lr=0.1), num_servers=num_servers) as part:
         steps(part.model, part.optimizer)
         for name, value in part.model.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_two_backward_passes_through_one_call_add_up(num_groups: list[int]) -> None:
+    def backward(model: Any, x: torch.Tensor) -> None:
+        out = model(x)
+        out[::2].square().mean().backward(retain_graph=True)
+        out[1::2].mean().backward()
+
+    assert_trains_as_torch(backward, torch.optim.Adagrad)
     assert num_groups
 
 
@@ -191,23 +202,12 @@ def test_distinct_keys_of_parts_are_those_of_each_part() -> None:
 
 @each_of("num_servers", [1, 2])
 def test_gradients_of_a_group_may_be_scaled_before_the_step(num_servers: int, num_groups: list[int]) -> None:
-    torch.manual_seed(0)
-    model = Columns(USES["all"])
-    plain, loader = copy.deepcopy(model), batches(torch.float32)
+    def backward(model: Any, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        for table in (model.wide[1], model.narrow[2]):
+            table.weight.grad.mul_(0.25)
 
-    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for x in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            for table in (model.wide[1], model.narrow[2]):  # type: ignore[index]
-                table.weight.grad.mul_(0.25)
-            optimizer.step()
-
-    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    with one_worker(model, fleet_optimizer("sgd", lr=0.1), num_servers=num_servers) as part:
-        steps(part.model, part.optimizer)
-        for name, value in part.model.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert_trains_as_torch(backward, torch.optim.SGD, num_servers)
     assert num_groups[-2:] == [len(SIZES)] * 2
 
 

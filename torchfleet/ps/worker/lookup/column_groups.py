@@ -69,7 +69,7 @@ class ColumnGroups:
             if parts is None:
                 try:
                     parts = group.parts(blocks)
-                except Exception:  # torch functions may raise anything; whoever tries the ways one by one says why
+                except Exception:  # torch functions may raise anything; the ways that are then tried one by one tell it
                     return None
                 if parts is None or not parts.are_below:
                     return None

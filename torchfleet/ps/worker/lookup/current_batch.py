@@ -103,7 +103,7 @@ class Batch:
             self.guesses[table] = found
 
     def rows_of(self, table: str, create: bool) -> BatchRows | None:
-        """The rows of a table that have arrived; None if there are none."""
+        """The rows of a table that have arrived; None if no row has."""
         rows = self.rows.get((table, create))
         if rows is None and create and table in self.grouped and not self.is_awaited:
             group, number, _ = self.grouped[table]

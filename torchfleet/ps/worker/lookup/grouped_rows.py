@@ -161,7 +161,7 @@ class GroupedRows:
 
 
 def _split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Parts of a tensor that nobody else holds. Each may be changed in place, which torch refuses for views that a
+    """Parts of a tensor that only the caller holds. Each may be changed in place, which torch refuses for views that a
     function of autograd returns.
     """
     return list(torch.unsafe_split_with_sizes(tensor, sizes))
