@@ -24,6 +24,7 @@ from torchfleet.ps.checkpoint.part_writer import Files
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.device_table import DeviceTable
 from torchfleet.ps.gpu.row_blocks import RowBlock, split
+from torchfleet.ps.gpu.staging import Staging
 from torchfleet.ps.gpu.table_memory import EMPTY
 from torchfleet.ps.server.state.saves import Chain
 from torchfleet.ps.tables.rows.keymap import Keys
@@ -60,6 +61,7 @@ class TableSaves:
         self.counted = TableSaves(counted) if isinstance(counted, DeviceTable) else None  # ids that have no row yet
         self._chain = Chain()
         self._has_pinned = False
+        self._staging: Staging | None = None  # while a save is loaded onto a GPU
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -195,6 +197,9 @@ class TableSaves:
 
     def reserve(self, num_rows: int) -> None:
         self.table.reserve(num_rows)
+        if self._side is not None:
+            device = self.table.device
+            self._staging = Staging(device, torch.cuda.current_stream(device))
 
     def check_values(self, keys: Keys, values: Floats) -> None:
         """As RowTable.check_values."""
@@ -217,6 +222,7 @@ class TableSaves:
                 f"table '{self.spec.name}' is on a device and has rows of float32; found {sorted(columns)}"
             )
         rows = torch.from_numpy(np.require(columns.pop("rows"), requirements=_OWN))
+        rows = rows if self._staging is None else self._staging.moved(rows)
         known = {
             name: torch.from_numpy(np.require(_signed(column), requirements=_OWN)) for name, column in columns.items()
         }
@@ -234,6 +240,7 @@ class TableSaves:
             admission.load(keys, columns, int(time.time()))
 
     def note_loaded(self) -> int:
+        self._staging = None
         return self.num_rows
 
     def continue_from(self, token: int) -> None:

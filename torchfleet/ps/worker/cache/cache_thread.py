@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ class CacheThread:
         """`connect`: makes the thread's client."""
         self._connect = connect
         self._queue: queue.Queue[tuple[Preparer, Any] | Alone] = queue.Queue()
+        self._gathered: list[tuple[Preparer, Any]] | None = None  # within `together`
         self._ending = threading.Event()
         self._under_way: deque[tuple[Preparer, list[Any], End]] = deque()
         self._threads = BackgroundThreads([self._work], "the thread of the row cache failed")
@@ -59,7 +61,21 @@ class CacheThread:
     def prepare(self, cache: Preparer, batch: Any) -> None:
         """Call `cache.begin`, and later what it returns, when the replies to its requests are likely to be there."""
         self.check()
-        self._queue.put((cache, batch))
+        if self._gathered is None:
+            self._queue.put((cache, batch))
+        else:
+            self._gathered.append((cache, batch))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Give the thread what is prepared within, by one thread, at its end: then it is begun together."""
+        self._gathered = []
+        try:
+            yield
+        finally:
+            gathered, self._gathered = self._gathered, None
+            for given in gathered:
+                self._queue.put(given)
 
     def run(self, work: Callable[[Client], None]) -> None:
         """Call `work` after all that was given before, and wait for it. Raises its error."""

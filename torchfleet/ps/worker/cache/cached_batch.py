@@ -30,6 +30,7 @@ class CachedBatch:
 
     def __init__(self, memory: RowMemory, number: int, ids: Sequence[Slot]) -> None:
         self.memory, self.number, self.ids = memory, number, list(ids)
+        self.num_ids = sum(ids.numel() for ids, _ in self.ids)
         self.on_gradient: Callable[[CachedBatch], None] = lambda batch: None
         self.is_ready, self.is_dropped = threading.Event(), False
         self.error: BaseException | None = None

@@ -14,11 +14,12 @@ from torchfleet.ps.gpu.integers import shift_right, signed
 BYTES_PER_SLOT = 16
 NEVER = 0
 _FACTOR = signed(0x9E3779B97F4A7C15)
-_NUMBERS = 250  # of evictions, used in turns
 
 
 class EvictedKeys:
     """The number of the eviction, 1 to 250, with which a key was last given back."""
+
+    NUMBERS = 250  # of evictions, used in turns
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._marks = torch.zeros(BYTES_PER_SLOT * num_slots, dtype=torch.uint8, device=device)
@@ -26,7 +27,7 @@ class EvictedKeys:
     @staticmethod
     def number(eviction: int) -> int:
         """As the marks have it, of the eviction that is counted so."""
-        return 1 + eviction % _NUMBERS
+        return 1 + eviction % EvictedKeys.NUMBERS
 
     def add(self, keys: torch.Tensor, number: int) -> None:
         self._marks[self._places(keys)] = number

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError, TableError, WrongIds
+from torchfleet.ps.gpu.staging import Staging
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Slot, keys_together
-from torchfleet.ps.worker.cache.evicted_keys import NEVER, EvictedKeys
+from torchfleet.ps.worker.cache.evicted_keys import NEVER
+from torchfleet.ps.worker.cache.evictions import Evictions
 from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_memory import RowMemory
-from torchfleet.ps.worker.cache.staging import Staging
 from torchfleet.ps.worker.cache.write_back import Write, WriteBack
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
@@ -55,11 +56,8 @@ class RowCache:
         num_slots = num_bytes // RowMemory.bytes_per_row(spec)
         self.spec, self.step, self._thread, self._write_back = spec, step, thread, write_back
         self.memory = RowMemory(spec, max(1, num_slots), device, step)
-        self._evicted = EvictedKeys(self.memory.num_slots, device)
+        self._evictions = Evictions(self.memory.num_slots, device)
         self._servers_have_rows = servers_have_rows
-        self._evictions: dict[int, Write] = {}  # by number: the last write that was given with it, or before
-        self._last_write: Write | None = None
-        self._num_evictions = 0
         self._written_step = step
         self._alive: dict[int, weakref.ref[CachedBatch]] = {}
         self._lock = threading.Lock()
@@ -67,7 +65,7 @@ class RowCache:
         self._updated: Any = None  # CUDA event after the last update
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._staging = None if self._stream is None else Staging(spec.num_words, device, self._stream)
+        self._staging = None if self._stream is None else Staging(device, self._stream)
         self._looked_up = torch.zeros((), dtype=torch.int64, device=device)
         self.counts = {"missed": 0, "pulled": 0, "evicted": 0, "written": 0}
         self.seconds = dict.fromkeys(("wait", "begin", "end", "pull", "evict"), 0.0)
@@ -84,6 +82,17 @@ class RowCache:
             batch.given = torch.cuda.current_stream(self.memory.device).record_event()
         self._thread.prepare(self, batch)
         return batch
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Batches that are prepared within it, by the caches of this worker, reach their thread at once."""
+        return self._thread.together()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the batches that are prepared fill less than half of the slots, however many of their ids repeat."""
+        with self._lock:
+            alive = [batch for known in self._alive.values() if (batch := known()) is not None]
+        return sum(batch.num_ids for batch in alive) < self.memory.num_slots // 2
 
     def update(self, pending: Sequence[Pending], lr: float | None) -> None:
         """One update of the table. A step without gradients counts, too."""
@@ -191,18 +200,24 @@ class RowCache:
         if not len(new):
             return np.empty(0, np.uint64)
         keys = self.memory.keys_of(new)
-        evictions = self._evicted.find(keys)
+        evictions = self._evictions.find(keys)
         host_keys, numbers = torch.stack([keys, evictions.long()]).cpu().numpy()
         is_asked = np.ones(len(host_keys), bool) if self._servers_have_rows else numbers != NEVER
-        places = torch.from_numpy(is_asked.nonzero()[0]).to(self.memory.device)
-        batch.asked = new[places]
+        taken, rows = self._evictions.on_their_way(host_keys, numbers)
+        is_asked[taken] = False
+        asked = is_asked.nonzero()[0]
+        places = new[torch.from_numpy(np.concatenate([asked, taken])).to(self.memory.device)]
+        batch.asked = places[: len(asked)]
         self.memory.is_changed[new] = True
-        self.memory.is_changed[batch.asked] = False
+        self.memory.is_changed[places] = False
+        if rows is not None:
+            self._put(places[len(asked) :], torch.from_numpy(rows))
         self.counts["missed"] += len(host_keys)
-        self.counts["pulled"] += len(places)
-        for number in np.unique(numbers[numbers != NEVER]).tolist():
-            self._await_eviction(number)
-        return host_keys.view(np.uint64)[is_asked]
+        self.counts["pulled"] += len(asked)
+        return host_keys.view(np.uint64)[asked]
+
+    def _put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        self.memory.words[slots] = rows if self._staging is None else self._staging.moved(rows)
 
     def _end(self, batches: Sequence[CachedBatch], pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
         asked = batches[0].asked  # nothing if an earlier batch has failed: then the slots are taken back
@@ -212,8 +227,7 @@ class RowCache:
                 with self._timed("pull"):
                     rows = torch.from_numpy(pull.result()[0])
                 if len(asked):
-                    some = asked[start : start + len(rows)]
-                    self.memory.words[some] = rows if self._staging is None else self._staging.moved(rows)
+                    self._put(asked[start : start + len(rows)], rows)
                     start += len(rows)
             batches[0].asked = asked[:0]
             event = None if self._stream is None else self._stream.record_event()
@@ -243,13 +257,8 @@ class RowCache:
             slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive())
             if len(slots) < num:
                 raise self._too_small(num - len(slots))
-            self._num_evictions += 1
-            number = EvictedKeys.number(self._num_evictions)
-            self._await_eviction(number)
-            self._evicted.add(memory.keys_of(slots), number)
-            self._write(slots)
-            if self._last_write is not None:
-                self._evictions[number] = self._last_write
+            number = self._evictions.begin(memory.keys_of(slots), self._write_back.wait)
+            self._evictions.end(number, self._write(slots))
             memory.erase(slots)
             self.counts["evicted"] += len(slots)
 
@@ -258,21 +267,17 @@ class RowCache:
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             return min(self._alive, default=self._num_batches + 1)
 
-    def _await_eviction(self, number: int) -> None:
-        """Wait until the servers have the rows of an eviction, and of those before it."""
-        write = self._evictions.pop(number, None)
-        if write is not None:
-            self._write_back.wait(write)
-
-    def _write(self, slots: torch.Tensor) -> None:
+    def _write(self, slots: torch.Tensor) -> Write | None:
         """Send those of these rows that have changed."""
         if self._stream is not None and self._updated is not None:
             self._stream.wait_event(self._updated)
         slots = slots[self.memory.is_changed[slots]]
         self.counts["written"] += len(slots)
-        if len(slots):
-            self.memory.is_changed[slots] = False
-            self._give(self.memory.keys_of(slots), self.memory.words.index_select(0, slots))
+        if not len(slots):
+            return None
+        self.memory.is_changed[slots] = False
+        keys, order = torch.sort(self.memory.keys_of(slots))
+        return self._give(keys, self.memory.words.index_select(0, slots[order]))
 
     def _give(self, keys: torch.Tensor, rows: torch.Tensor) -> Write:
         host_keys, host_rows, copied = keys, rows, None
@@ -282,9 +287,9 @@ class RowCache:
                 for tensor in (keys, rows)
             )
             copied = self._stream.record_event()
-        self._last_write = Write(self.spec.name, host_keys, host_rows, copied, self.step)
-        self._write_back.give(self._last_write)
-        return self._last_write
+        write = Write(self.spec.name, host_keys, host_rows, copied, self.step)
+        self._write_back.give(write)
+        return write
 
     def _do_write_back(self, client: Client) -> None:
         with self._beside():
@@ -296,6 +301,7 @@ class RowCache:
         self._written_step = self.step
 
     def _forget(self) -> None:
+        self._evictions.settle(self._write_back.wait)
         with self._lock:
             for known in self._alive.values():
                 if (batch := known()) is not None:

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,42 @@ _ROWS = 1 << 14  # of one message: a pull behind it waits for a few milliseconds
 _UNDER_WAY = 4  # messages that are not answered
 
 
-@dataclass
 class Write:
-    """Rows with their state."""
+    """Rows with their state, by sorted keys."""
 
-    table: str
-    keys: torch.Tensor  # host memory, as `rows`
-    rows: torch.Tensor
-    copied: Any  # CUDA event after which keys and rows are filled; None without one
-    step: int
-    is_done: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, table: str, keys: torch.Tensor, rows: torch.Tensor, copied: Any, step: int) -> None:
+        """`keys` (int64) and `rows`: host memory. `copied`: the CUDA event after which they are filled, or None."""
+        self.table, self.step, self.is_done = table, step, threading.Event()
+        self._copied = copied
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = keys, rows  # None: the servers have them
 
     def messages(self) -> Iterator[tuple[Any, Any]]:
         """(keys, rows) in parts; one if there are no rows, which tells the step."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        keys, rows = self.keys.numpy().view(np.uint64), self.rows.numpy()
+        keys, rows = self._filled()
         for start in range(0, max(1, len(keys)), _ROWS):
-            yield keys[start : start + _ROWS], rows[start : start + _ROWS]
+            yield keys[start : start + _ROWS].view(np.uint64), rows[start : start + _ROWS]
+
+    def rows_of(self, keys: Any) -> tuple[Any, Any]:
+        """(which of these keys are in it, their rows). None are when the servers have them."""
+        own, rows = self._filled()
+        if not len(own):
+            return np.zeros(len(keys), bool), rows
+        places = np.minimum(np.searchsorted(own, keys), len(own) - 1)
+        is_found = own[places] == keys
+        return is_found, rows[places[is_found]]
+
+    def _filled(self) -> tuple[Any, Any]:
+        held = self._held
+        if held is None:
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        if self._copied is not None:
+            self._copied.synchronize()
+        return held[0].numpy(), held[1].numpy()
+
+    def finish(self) -> None:
+        """The servers have the rows: their memory is free for others."""
+        self._held = None
+        self.is_done.set()
 
 
 class WriteBack:
@@ -89,5 +106,4 @@ class WriteBack:
                         under_way.popleft().result()
                 for answer in under_way:
                     answer.result()
-                write.keys = write.rows = torch.empty(0)  # their memory is free for others
-                write.is_done.set()
+                write.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import sys
@@ -33,6 +34,7 @@ from torchfleet.ps.worker.lookup.sources import Embedding, Source
 
 Item = TypeVar("Item")
 _BATCHES_AHEAD = 4  # of a worker with a cache: rows come while several batches are trained
+_MOST_AHEAD = 8  # where the cache has room for them: taken four at a time, which it prepares in the calls of one
 
 
 class LookingAhead:
@@ -58,7 +60,6 @@ class LookingAhead:
         }
         self._columns = ColumnGroups((), {})
         self._suffixes: dict[str, tuple[int, ...]] = {}  # by table: how its ids were shaped, behind the first dimension
-        self.look_ahead = _BATCHES_AHEAD if self.caches else 1  # batches that `prefetch` takes from a loader early
         self._own = ThreadState()
         self._count = threading.Lock()
         self.foresight = Foresight()
@@ -99,8 +100,10 @@ class LookingAhead:
                     return
                 if self.caches and batch is not None and not batch.cached:  # its ids could not be predicted then
                     batch = self._foresee(item)
-                while len(ahead) < self.look_ahead and (following := ready()) is not None:
-                    ahead.append((following, self._foresee(following)))
+                wanted = self._num_ahead(len(ahead))
+                with self._cached_together():
+                    while len(ahead) < wanted and (following := ready()) is not None:
+                        ahead.append((following, self._foresee(following)))
                 current = self._own.batch = batch
                 yield item
                 if current is not None and not current.is_entered:  # otherwise its call has counted
@@ -108,6 +111,18 @@ class LookingAhead:
         finally:  # also if the loop is left early: its rows must not serve a later one
             if self._own.batch is current:
                 self._own.batch = None
+
+    def _num_ahead(self, num: int) -> int:
+        """How many batches `prefetch` takes from its loader early, when it has `num`."""
+        if not self.caches:
+            return 1
+        is_due = num <= _MOST_AHEAD - _BATCHES_AHEAD
+        return _MOST_AHEAD if is_due and all(cache.has_room for cache in self.caches.values()) else _BATCHES_AHEAD
+
+    def _cached_together(self) -> contextlib.AbstractContextManager[None]:
+        for cache in self.caches.values():
+            return cache.together()  # all have the same thread
+        return contextlib.nullcontext()
 
     def follow(self, model: torch.nn.Module, records: bool = True) -> list[RemovableHandle]:
         """Treat every call of this model as a batch: its lookups share one pull, and their rows.

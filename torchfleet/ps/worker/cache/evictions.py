@@ -1,0 +1,71 @@
+"""The rows that a cache has dropped: with which eviction, and their values while the servers do not have them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.ps.worker.cache.evicted_keys import NEVER, EvictedKeys
+from torchfleet.ps.worker.cache.write_back import Write
+
+Keys = np.ndarray[Any, np.dtype[np.int64]]
+Rows = np.ndarray[Any, np.dtype[np.float32]]
+Places = np.ndarray[Any, np.dtype[np.intp]]
+
+
+class Evictions:
+    """Counts evictions, and holds the writes of their rows until the servers have answered them.
+
+    The servers get writes in order. A row that no open write holds is therefore on the servers as it was last dropped;
+    a row that one holds is taken from the newest of them, and nothing waits for the servers.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num = 0
+        self._marks = EvictedKeys(num_slots, device)
+        self._open: list[Write] = []  # oldest first
+        self._last_write: dict[int, Write] = {}  # by the number of an eviction: its own, or the one before it
+
+    def begin(self, keys: torch.Tensor, wait: Callable[[Write], None]) -> int:
+        """Note that these keys are dropped. Returns the number that marks them. `wait`: waits for a write."""
+        self.num += 1
+        number = EvictedKeys.number(self.num)
+        if (old := self._last_write.pop(number, None)) is not None:  # numbers are used in turns
+            wait(old)
+        self._marks.add(keys, number)
+        return number
+
+    def end(self, number: int, write: Write | None) -> None:
+        """`write`: has those of the rows that had changed; None if none had."""
+        if write is not None:
+            self._open.append(write)
+        if self._open:
+            self._last_write[number] = self._open[-1]
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """The number of the last eviction of each key (uint8); NEVER for a key that was in none."""
+        return self._marks.find(keys)
+
+    def settle(self, wait: Callable[[Write], None]) -> None:
+        """Wait until the servers have all rows."""
+        for write in self._open:
+            wait(write)
+
+    def on_their_way(self, keys: Keys, numbers: Keys) -> tuple[Places, Rows | None]:
+        """The places of those of these keys whose rows are in open writes, and the rows; None if there are none."""
+        self._open = [write for write in self._open if not write.is_done.is_set()]
+        self._last_write = {n: write for n, write in self._last_write.items() if not write.is_done.is_set()}
+        places = np.flatnonzero((numbers != NEVER) & np.isin(numbers, list(self._last_write)))
+        at, rows = [places[:0]], list[Rows]()
+        for write in reversed(self._open):
+            if not len(places):
+                break
+            is_found, found = write.rows_of(keys[places])
+            if len(found):
+                at.append(places[is_found])
+                rows.append(found)
+                places = places[~is_found]
+        return np.concatenate(at), np.concatenate(rows) if rows else None
