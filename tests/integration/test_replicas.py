@@ -123,14 +123,18 @@ def test_seconds_without_a_backup_are_shown_and_counted(tmp_path: Path) -> None:
         job.wait_for_backup(1)
         job.wait_for_steps(20)
         stopped = job.pid(1)
+        # A slow machine may see workers join before the first backup is in step: that is shown and counted, too.
+        shown, counted = "server 0 without a backup for", {"(1 time)", "(2 times)"}
+        before = job.started.output.count(shown)
         os.kill(stopped, signal.SIGSTOP)
         try:
-            job.started.wait_for("server 0 without a backup for")
+            wait_until(lambda: job.started.output.count(shown) > before, START, "warning of a missing backup")
         finally:
             os.kill(stopped, signal.SIGCONT)
         job.wait_for_backup(2)
         job.finish()
-        assert lines_naming(job.started.output, "server 0", "was without a backup", "1 time")
+        (told,) = lines_naming(job.started.output, "server 0", "was without a backup")
+        assert any(told.endswith(times) for times in counted)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ class FailingSyncs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self._number, self.is_failing, self.num_failed, self.num_later = number, False, 0, 0
+        self.num_done = 0
         for name in ("fdatasync", "fsync"):
             monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
 
@@ -43,6 +44,7 @@ class FailingSyncs:
                 raise OSError(self._number, os.strerror(self._number))
             self.num_later += bool(self.num_failed)
             sync(file)
+            self.num_done += 1
 
         return run
 
@@ -62,10 +64,10 @@ def begun(path: Path) -> LogFolder:
 @pytest.mark.parametrize("step", ["begin_segment", "end_copy"])
 def test_a_sync_in_the_middle_of_a_step_is_not_repeated(tmp_path: Path, syncs: FailingSyncs, step: str) -> None:
     folder = begun(tmp_path / "log")
-    writer = LogWriter(folder, 0, 1e6, lambda: None)
+    writer, num_done = LogWriter(folder, 0, 1e6, lambda: None), syncs.num_done
     writer.append(1, ENTRY)
     writer.flush()
-    wait_until(lambda: writer.confirmed() == 1, SOON, "the entry is written")
+    wait_until(lambda: writer.confirmed() == 1 and syncs.num_done > num_done, SOON, "the entry is written and synced")
     syncs.is_failing = True
     getattr(writer, step)()
     writer.append(2, ENTRY)

@@ -62,6 +62,32 @@ def test_corrections_are_followed_and_jumps_are_told_once(machine: Machine, caps
     assert clock.now == before + 5
 
 
+def test_a_machine_that_sleeps_while_its_clocks_are_read_loses_no_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def counted_before_a_sleep(which: int) -> float:
+        count = machine.counted
+        monkeypatch.setattr(time, "clock_gettime", lambda which: machine.counted)
+        machine.run(3 * DAY)
+        return count
+
+    monkeypatch.setattr(time, "clock_gettime", counted_before_a_sleep)
+    assert clock.now == START
+    assert clock.now == START + 3 * DAY
+
+    def told_before_a_sleep() -> float:
+        wall = machine.wall
+        monkeypatch.setattr(time, "time", lambda: machine.wall)
+        machine.run(3 * DAY)
+        return wall
+
+    monkeypatch.setattr(time, "time", told_before_a_sleep)
+    assert clock.now == START + 3 * DAY
+    assert clock.now == START + 6 * DAY
+
+
 def test_a_time_that_the_job_gives_stands_above_it(machine: Machine) -> None:
     clock = Clock()
     clock.set(7)

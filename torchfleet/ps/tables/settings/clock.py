@@ -39,9 +39,10 @@ class Clock:
 
     def measured(self) -> int:
         """The machine's time, even if a job has set another."""
-        steady, wall = self._anchor + (_count() - self._counted), time.time()
+        count, wall = _count(), time.time()
+        steady = self._anchor + (count - self._counted)
         if abs(wall - steady) <= MAX_STEP:
-            self._anchor, self._counted, self._has_told = wall, _count(), False
+            self._anchor, self._counted, self._has_told = wall, count, False
             steady = wall
         elif not self._has_told:
             self._has_told = True
