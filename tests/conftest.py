@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.extras import skips_in_one_line
 from support.fleets import Fleet, in_process
+from support.nursery import has_gpu_driver
 from support.processes import preloaded
 from support.ranks import Ranks, nursery
 from support.searches import load_profile
@@ -81,8 +82,10 @@ def has_gpu() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
-    """Processes of pytest-xdist are forked by one that has collected the tests."""
-    if not session.config.pluginmanager.hasplugin("dsession"):
+    """Processes of pytest-xdist are forked by one that has collected the tests: not where a GPU is, because collecting
+    asks for GPUs, after which a forked process cannot use them.
+    """
+    if has_gpu_driver() or not session.config.pluginmanager.hasplugin("dsession"):
         return (yield)
     from support.forked_workers import forking
 
