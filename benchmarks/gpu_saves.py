@@ -7,6 +7,7 @@ python -m benchmarks.gpu_saves --quick --json    smaller, to see that it works (
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import threading
@@ -48,11 +49,13 @@ def options() -> argparse.Namespace:
 
 
 def disk_bytes_per_s(folder: Path, num_bytes: int) -> float:
-    """Plain files of the same size, written by as many threads."""
+    """Plain files of the same size, written by as many threads, until the disk has them."""
     data = np.random.default_rng(0).bytes(_FILE)
 
     def write(number: int) -> None:
-        (folder / f"{number}").write_bytes(data)
+        with (folder / f"{number}").open("wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
 
     start = time.perf_counter()
     with ThreadPoolExecutor(_WRITERS) as pool:
