@@ -18,9 +18,9 @@ from torchfleet.ps.worker.batch.recipe import Input, Recipe
 from torchfleet.ps.worker.batch.window import Window
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
-from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.distinct_parts import DistinctParts
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
+from torchfleet.ps.worker.lookup.thread_state import ThreadState
 
 SIZES, DIM, NUM_SAMPLES = (5, 40, 7, 300), 4, 32
 Rows = list[torch.Tensor]

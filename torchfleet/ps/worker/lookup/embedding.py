@@ -15,7 +15,6 @@ from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.batch.string_ids import with_hashed
 from torchfleet.ps.worker.lookup import device_forward
-from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
 from torchfleet.ps.worker.lookup.embedding_settings import (
@@ -31,6 +30,7 @@ from torchfleet.ps.worker.lookup.embedding_settings import (
     checked_storage,
 )
 from torchfleet.ps.worker.lookup.initializers import Uniform
+from torchfleet.ps.worker.lookup.thread_state import ThreadState
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 

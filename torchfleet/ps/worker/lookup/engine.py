@@ -19,10 +19,11 @@ from torchfleet.ps.worker.cache.cached_batch import pooled as pooled_rows
 from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
-from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
+from torchfleet.ps.worker.lookup.current_batch import Batch
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
 from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
+from torchfleet.ps.worker.lookup.thread_state import ThreadState
 
 
 class Engine(LookingAhead):

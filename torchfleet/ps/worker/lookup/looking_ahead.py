@@ -28,9 +28,10 @@ from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.shard import Keys
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.column_groups import ColumnGroups
-from torchfleet.ps.worker.lookup.current_batch import Batch, ThreadState
+from torchfleet.ps.worker.lookup.current_batch import Batch
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
+from torchfleet.ps.worker.lookup.thread_state import ThreadState
 
 Item = TypeVar("Item")
 _BATCHES_AHEAD = 4  # of a worker with a cache: rows come while several batches are trained
