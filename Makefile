@@ -90,7 +90,7 @@ test-bounds: setup
 	mkdir -p -m 700 build/bounds
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds $(RUN) -m pytest -n $(JOBS) --dist loadgroup --timeout 600 tests/ps/kernels tests/ps/tables tests/ps/worker tests/apps
 
-# The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
+# The first tutorial and the newcomer's hour, each in an empty virtual environment, outside the repository: pip fetches torch.
 test-install: setup
 	$(RUN) -m pytest -m install -n 0
 
