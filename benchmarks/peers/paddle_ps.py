@@ -2,8 +2,8 @@
 
 pip install --target DIR paddlepaddle==2.6.2 'numpy<2' 'protobuf<5' setuptools: it needs packages older than others.
 
-The same rows and network in Paddle's static graph. Rows are updated by the rule of its table's accessor, which the
-optimizer's own rate and kind do not reach; the tower by Adam on the server.
+The same rows and network in Paddle's static graph. Rows are updated by the Adam of its table's accessor, the tower by
+Adam on the server. Paddle's server does not end by itself.
 """
 
 from __future__ import annotations
