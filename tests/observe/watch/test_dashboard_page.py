@@ -316,16 +316,20 @@ def test_another_run_and_smoothed_lines_have_their_numbers_in_the_legend(browser
     jobs = [MadeJob(num_servers=1, num_workers=1, seconds=20, seed=seed) for seed in (0, 1)]
     folders = [write(tmp_path / "log" / name, job) for name, job in zip(names, jobs, strict=True)]
     before, now = (losses_of(folder) for folder in folders)
-    legend = "[data-chart='metrics.loss'] .legend li"
     with served(tmp_path / "log", compared=folders[0]) as url, opened(browser, url) as page:
-        page.wait_for_selector(f"{legend}:has-text('{names[0]} {before[-1]:.4f}')")
-        page.wait_for_selector(f"{legend}:has-text('worker 0 {now[-1]:.4f}')")
+        page.wait_for_selector(in_legend(names[0], before[-1]))
+        page.wait_for_selector(in_legend("worker 0", now[-1]))
         page.fill("#smoothing", "0.8")
         assert page.inner_text("#smoothing-weight") == "0.80"
         for name, losses in ((names[0], before), ("worker 0", now)):
             weights = [0.8**age for age in reversed(range(len(losses)))]
             mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
-            page.wait_for_selector(f"{legend}:has-text('{name} {mean:.4f}')")
+            page.wait_for_selector(in_legend(name, mean))
+
+
+def in_legend(name: str, loss: float) -> str:
+    """Where a line of this name has this number."""
+    return f"[data-chart='metrics.loss'] .legend li:has([title='{name}']):has-text('{loss:.4f}')"
 
 
 def losses_of(folder: Path) -> list[float]:
