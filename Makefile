@@ -90,9 +90,9 @@ test-bounds: setup
 	mkdir -p -m 700 build/bounds
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds $(RUN) -m pytest -n $(JOBS) --dist loadgroup --timeout 600 tests/ps/kernels tests/ps/tables tests/ps/worker tests/apps
 
-# The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
+# The first tutorial and the newcomer's hour, each in an empty virtual environment, outside the repository: pip fetches torch. Says how long each command took.
 test-install: setup
-	$(RUN) -m pytest -m install -n 0
+	$(RUN) -m pytest -m install -n 0 -rP
 
 # The Dockerfile on a base that debootstrap makes, and one server and two workers from it. Needs root, buildah and debootstrap.
 test-image:

@@ -59,10 +59,13 @@ def make_model(chosen: argparse.Namespace, sparse: bool) -> torch.nn.Module:
 
 
 def plain_example(chosen: argparse.Namespace, sparse: bool) -> torch.nn.Module:
-    """examples/deepfm with torch's own embeddings."""
+    """examples/deepfm with torch's own embeddings, and first values as its tables have them."""
     made, num_ids = OwnDeepFM(chosen.dim), sum(sizes(chosen.largest).values())
-    made.first = torch.nn.Embedding(num_ids, 1, sparse=sparse)  # type: ignore[assignment]
-    made.second = torch.nn.Embedding(num_ids, chosen.dim, sparse=sparse)  # type: ignore[assignment]
+    first = torch.nn.Embedding(num_ids, 1, sparse=sparse)
+    second = torch.nn.Embedding(num_ids, chosen.dim, sparse=sparse)
+    torch.nn.init.zeros_(first.weight)
+    torch.nn.init.uniform_(second.weight, -0.05, 0.05)
+    made.first, made.second = first, second  # type: ignore[assignment]
     return made
 
 

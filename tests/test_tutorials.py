@@ -97,8 +97,9 @@ def test_the_page_of_gpus_computes_on_one(folder: Path) -> None:
 
 @pytest.mark.install
 @pytest.mark.timeout(1800)
-def test_the_first_page_can_be_followed_in_an_empty_environment(tmp_path: Path) -> None:
-    """From `python3 -m venv` to the prediction, in one shell. torch comes from where pip finds it."""
+@pytest.mark.parametrize(("page", "place"), [("ten_minutes", "clicks"), ("newcomers_hour", "hour")])
+def test_a_first_page_can_be_followed_in_an_empty_environment(page: str, place: str, tmp_path: Path) -> None:
+    """From `python3 -m venv` to the last line, in one shell. torch comes from where pip finds it."""
     source = tmp_path / "torchfleet"
     copy_sources(source)
     environment = clean_environment(HOME=str(tmp_path), PATH=f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin")
@@ -119,9 +120,9 @@ def test_the_first_page_can_be_followed_in_an_empty_environment(tmp_path: Path) 
         print(f"{time.monotonic() - begin:6.1f} s  {line}")
         return str(done.stdout)
 
-    printed = pages.follow(TUTORIALS / "ten_minutes.md", tmp_path / "clicks", "install", execute=execute)
-    assert_figures("ten_minutes", printed)
-    assert (tmp_path / "clicks" / "model").is_dir()
+    printed = pages.follow(TUTORIALS / f"{page}.md", tmp_path / place, "install", execute=execute)
+    assert_figures(page, printed)
+    assert (tmp_path / place / "model").is_dir()
 
 
 # What holds the pages to it

@@ -58,6 +58,13 @@ PAIRS: dict[str, tuple[Contender, Contender, str]] = {  # rival, ours, what they
         "two ranks, collective, dense gradients of all rows",
     ),
 }
+# What a rival was seen to work with; said where it does not work. docs/compare.md has the commands that install it.
+SEEN = {
+    "fbgemm": "fbgemm-gpu-cpu 1.8.0 with torch 2.13",
+    "torchrec": "torchrec 1.8.0 and fbgemm-gpu-cpu 1.8.0 with torch 2.13; `pip install torchrec` asks for fbgemm-gpu, "
+    "which has no package for aarch64, and goes back to torchrec 0.1.0",
+    "paddle": "paddlepaddle 2.6.2",
+}
 ELSEWHERE = {
     "gensim": "word vectors: python -m benchmarks.word2vec --corpus text8.xz --json",
     "tensorflow": "its ParameterServerStrategy has no table that grows and no sparse rule of its own; not written",
@@ -94,8 +101,9 @@ def measured(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
         try:
             rounds.append((summary(run(rival, chosen)), summary(run(ours, chosen))))
         except Unable as error:
-            log(f"  {name}: {error}")
-            return {f"{name}_ratio": f"not measured: {error}"}
+            reason = f"{error}. Works: {SEEN[name]}" if name in SEEN else str(error)
+            log(f"  {name}: {reason}")
+            return {f"{name}_ratio": f"not measured: {reason}"}
         theirs, mine = (one["samples_per_s"] for one in rounds[-1])
         log(f"  {name}, round {turn + 1}/{chosen.rounds}: {theirs:,.0f}, ours {mine:,.0f} samples/s")
     found = {

@@ -101,9 +101,9 @@ def auc(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
     return float((ranks[positive].sum() - num * (num + 1) / 2) / (num * rest))
 
 
-def peak_mb() -> float:
-    """The most memory that this process had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def peak_mb(process: str = "self") -> float:
+    """The most memory that a process had, by its number, or this one."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 

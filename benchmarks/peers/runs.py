@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
+
+from benchmarks.peers.clicks import peak_mb
 
 ROOT = Path(__file__).parents[2]
 _SETTINGS = ("rows", "batch", "dim", "largest", "seed", "threads")
@@ -22,8 +26,9 @@ _SECONDS = 900  # that a run may take
 
 @dataclass(frozen=True)
 class Contender:
-    """`module`: of this package. `ranks`: processes that it starts itself, each told its number; `roles`: the processes
-    of `fleetrun` for ours, or "server, worker" for a rival with a server. `site`: a folder of its own packages.
+    """`module`: of this package. `ranks`: processes that it starts itself, each told its number. `fleet`: what
+    `fleetrun` is told, for ours. `has_server`: a server and a worker, after which the server is ended. `site`: a folder
+    of its own packages.
     """
 
     module: str
@@ -46,10 +51,10 @@ def run(contender: Contender, chosen: argparse.Namespace) -> list[dict[str, floa
         if contender.fleet:
             file = str(ROOT / "benchmarks" / "peers" / f"{contender.module}.py")
             command = [sys.executable, "-m", "torchfleet.launch", *contender.fleet, "--log_dir", folder, file, *words]
-            _run_all([command], contender)
+            run_all([command], contender)
             texts = [path.read_text() for path in sorted((Path(folder) / "latest").glob("*log.*"))]
         else:
-            texts = _run_all([[sys.executable, *script, *words, *own] for own in _roles(contender)], contender)
+            texts = run_all([[sys.executable, *script, *words, *own] for own in _roles(contender)], contender)
     found = [
         json.loads(line.partition("RESULT ")[2]) for text in texts for line in text.splitlines() if "RESULT " in line
     ]
@@ -67,27 +72,61 @@ def _roles(contender: Contender) -> Iterator[list[str]]:
         yield ["--port", str(port), "--index", str(index), "--number", str(contender.ranks)]
 
 
-def _run_all(commands: Sequence[list[str]], contender: Contender) -> list[str]:
-    """Run these at the same time. Returns what each printed."""
+def run_all(commands: Sequence[list[str]], contender: Contender) -> list[str]:
+    """Run these at the same time, until all have ended or one has failed. Returns what each printed."""
     paths = [*filter(None, [contender.site]), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        for command in commands
-    ]
-    try:
-        texts = [process.communicate(timeout=_SECONDS)[0] for process in reversed(started)][::-1]
-    except subprocess.TimeoutExpired:
-        raise Unable(f"{contender.module} took more than {_SECONDS} s") from None
-    finally:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-    if any(process.returncode for process in started):
-        last = [line for text in texts for line in text.strip().splitlines()[-1:]]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(TemporaryFile("w+")) for _ in commands]
+        started = [
+            subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment)
+            for command, file in zip(commands, files, strict=True)
+        ]
+        try:
+            codes = _wait(started, int(contender.has_server))
+            told = _server_told(started[0]) if contender.has_server and codes[0] is None else ""
+        finally:
+            for process in started:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+        texts = [_text(file) for file in files]
+    if told:
+        texts[0], codes[0] = f"{texts[0]}\n{told}", 0
+    last = [line for text, code in zip(texts, codes, strict=True) if code for line in _last(text)]
+    if any(codes):
         raise Unable(f"{contender.module} failed: {'; '.join(last)[:300]}")
+    if None in codes:
+        raise Unable(f"{contender.module} took more than {_SECONDS} s")
     return texts
+
+
+def _wait(started: Sequence[subprocess.Popen[str]], num_servers: int) -> list[int | None]:
+    """Until all but the servers, which are the first, have ended, one has failed, or the time is over. Returns their
+    statuses; None: it still runs.
+    """
+    end = time.monotonic() + _SECONDS
+    while True:
+        codes = [process.poll() for process in started]
+        if any(codes) or None not in codes[num_servers:] or time.monotonic() > end:
+            return codes
+        time.sleep(0.1)
+
+
+def _server_told(server: subprocess.Popen[str]) -> str:
+    """The report of a server that does not end by itself, in its place."""
+    return f"RESULT {json.dumps({'samples': 0, 'seconds': 0, 'cpu_s': 0, 'peak_mb': peak_mb(str(server.pid))})}"
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _last(text: str) -> list[str]:
+    """The line that says what went wrong: the last one of an error, or the last one at all."""
+    lines = text.strip().splitlines()
+    return [line for line in lines if re.match(r"\s*(\[rank\d+\]: )?\w*Error: ", line)][-1:] or lines[-1:]
 
 
 def free_port() -> int:

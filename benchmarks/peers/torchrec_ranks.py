@@ -1,4 +1,4 @@
-"""TorchRec on CPU over gloo (pip install torchrec fbgemm-gpu-cpu): one table cut by rows over the ranks, row-wise
+"""TorchRec on CPU over gloo (docs/compare.md says how it is installed): one table cut by rows over the ranks, row-wise
 Adagrad fused into backward, and the tower in DistributedDataParallel.
 """
 

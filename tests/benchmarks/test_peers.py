@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from support.extras import Late
+from support.paths import ROOT
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import clicks, runs
@@ -59,7 +64,33 @@ def test_a_rival_that_cannot_run_has_the_reason_in_its_place(monkeypatch: pytest
     monkeypatch.setattr(peers, "run", lambda *_: (_ for _ in ()).throw(runs.Unable("no module named paddle")))
     found: dict[str, Any] = peers.measured("paddle", CHOSEN)
     assert list(found) == ["paddle_ratio"]
-    assert "no module named paddle" in peers.table(found, ["paddle"])
+    assert "no module named paddle. Works: paddlepaddle 2.6.2" in peers.table(found, ["paddle"])
+
+
+def test_versions_that_work_are_those_of_the_page() -> None:
+    """Of every package that the script names, the page installs that version."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    named = {match for text in peers.SEEN.values() for match in re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", text)}
+    missing = {f"{package}=={version}" for package, version in named if f"{package}=={version}" not in page}
+    assert missing == {"torchrec==0.1.0"}  # what pip takes by itself
+
+
+@pytest.mark.slow
+def test_processes_of_one_that_has_failed_are_ended_and_its_error_is_told() -> None:
+    failing = "print('ValueError: no rows'); print('bye'); exit(3)"
+    commands = [[sys.executable, "-c", text] for text in ("import time; time.sleep(600)", failing)]
+    begin = time.monotonic()
+    with pytest.raises(runs.Unable, match=r"^played failed: ValueError: no rows$"):
+        runs.run_all(commands, runs.Contender("played"))
+    assert time.monotonic() - begin < 300
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_end_is_ended_after_the_worker_and_its_memory_is_told() -> None:
+    commands = [[sys.executable, "-c", text] for text in ("import time; time.sleep(600)", "print('trained')")]
+    server, worker = runs.run_all(commands, runs.Contender("played", has_server=True))
+    assert worker == "trained\n"
+    assert 1 < json.loads(server.partition("RESULT ")[2])["peak_mb"] < 1000
 
 
 @pytest.mark.slow

@@ -73,8 +73,8 @@ def opened(browser: Browser, url: str, complaints: int = 0, **options: Any) -> I
 
 
 @contextlib.contextmanager
-def served(folder: Path, **options: Any) -> Iterator[str]:
-    dashboard = Dashboard(RunFolders([folder]), port=0, **options)
+def served(folder: Path, compared: Path | None = None, **options: Any) -> Iterator[str]:
+    dashboard = Dashboard(RunFolders([folder], compared), port=0, **options)
     try:
         yield dashboard.url
     finally:
@@ -309,3 +309,30 @@ def test_a_token_in_the_address_becomes_a_cookie_and_runs_can_be_chosen(browser:
         page.goto(url.partition("#")[0])
         page.wait_for_selector("#notice:has-text('token is needed')", timeout=PATIENCE)
         context.close()
+
+
+def test_another_run_and_smoothed_lines_have_their_numbers_in_the_legend(browser: Browser, tmp_path: Path) -> None:
+    names = ("2026-11-15_1", "2026-11-16_1")
+    jobs = [MadeJob(num_servers=1, num_workers=1, seconds=20, seed=seed) for seed in (0, 1)]
+    folders = [write(tmp_path / "log" / name, job) for name, job in zip(names, jobs, strict=True)]
+    before, now = (losses_of(folder) for folder in folders)
+    with served(tmp_path / "log", compared=folders[0]) as url, opened(browser, url) as page:
+        page.wait_for_selector(in_legend(names[0], before[-1]))
+        page.wait_for_selector(in_legend("worker 0", now[-1]))
+        page.fill("#smoothing", "0.8")
+        assert page.inner_text("#smoothing-weight") == "0.80"
+        for name, losses in ((names[0], before), ("worker 0", now)):
+            weights = [0.8**age for age in reversed(range(len(losses)))]
+            mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
+            page.wait_for_selector(in_legend(name, mean))
+
+
+def in_legend(name: str, loss: float) -> str:
+    """Where a line of this name has this number."""
+    return f"[data-chart='metrics.loss'] .legend li:has([title='{name}']):has-text('{loss:.4f}')"
+
+
+def losses_of(folder: Path) -> list[float]:
+    """What its one worker has reported, second by second."""
+    told = [each["status"] for each in HistoryReader(folder).records() if each.get("key") == "worker.0"]
+    return [status["metrics"]["loss"] for status in told if status]
