@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import hybrid, hybrid_auc, hybrid_runs
+from benchmarks import hybrid, hybrid_auc, hybrid_runs, hybrid_uneven
 from benchmarks.hybrid_data import batches, new_batches
 from benchmarks.hybrid_worker import WARM, Plan
 from benchmarks.scale_runs import Outcome, script_flags
@@ -49,6 +49,18 @@ def test_figures_are_ratios_to_data_parallelism_without_rows() -> None:
     assert sum(table.values()) == 2 * table["step"]
     assert result["lost"] == {"compute": 0.1, "rows": 0.025, "slowest": 0.1, "exchange": 0.15, "efficiency": 0.625}
     assert sum(result["lost"].values()) == pytest.approx(1.0)
+
+
+def test_uneven_workers_are_held_against_even_ones_of_the_same_seed() -> None:
+    even = [[worker(0, 1.0, auc), worker(1, 1.0)] for auc in (0.70, 0.72)]
+    balance = [[worker(0, 2.0, auc), worker(1, 2.0)] for auc in (0.701, 0.717)]
+    quorum = [[worker(0, 2.0, auc), worker(1, 2.0)] for auc in (0.69, 0.71)]
+    for own in quorum:
+        own[0]["quorum"] = {"samples": {"on_time": 60.0, "late": 20.0, "dropped": 15.0, "waiting": 5.0}}
+    found = hybrid_uneven.table({"servers": even, "balance": balance, "quorum": quorum}, 5.0)
+    assert found["servers"] == {"auc": [0.70, 0.72], "trained": 301}
+    assert found["balance"] == {"auc": [0.701, 0.717], "trained": 301, "apart": -0.001, "ratio": round(0.5 / 0.6, 3)}
+    assert (found["quorum"]["apart"], found["quorum"]["ratio"]) == (-0.01, round(0.8 * 0.5 / 0.6, 3))
 
 
 def auc_options(**others: Any) -> argparse.Namespace:
