@@ -1,7 +1,7 @@
 """Hybrid mode's exchange of the network, through the servers and among ranks, beside plain DistributedDataParallel.
 
 python -m benchmarks.hybrid --json                       8 workers: speeds, a table of a step, one worker slowed, AUC
-python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, simulated, auc, kills
+python -m benchmarks.hybrid --parts speed --json         some of: speed, straggler, simulated, uneven, auc, kills
 python -m benchmarks.hybrid --quick --json               2 workers, few steps, to see that it works
 
 servers_ratio, ranks_ratio   samples/s with rows over those of DistributedDataParallel on the same network without rows
@@ -10,7 +10,11 @@ lost                         where the rest of n × one worker goes: shares that
 straggler_ratio              one worker slowed five times, with balance, over the sum of the workers' speeds
 simulated_ms_8, ..._32       where a step goes in virtual time, with every process on a machine of its own
 quorum_ratio                 the same, with a quorum of all but one; gradients that were dropped do not count
-auc                          by number of workers, hybrid and sync at the same global batch: the mean, and every seed
+straggler_auc, quorum_auc    with balance and with the quorum; servers_auc: of workers that are alike; `trained`: the
+                             samples behind each. Rounds have seeds of their own, and no sample is trained twice
+auc                          by number of workers, hybrid and sync at the same global batch: the mean, and every seed;
+                             with several --auc_rates also the best rate and epoch of each, by the mean of the seeds
+uneven                       one worker slowed, simulated: AUC at equal samples beside that of workers that are alike
 kills                        20 workers killed, which join again: the longest pause of another worker, and AUC
 """
 
@@ -22,7 +26,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks import hybrid_auc, hybrid_kills
+from benchmarks import hybrid_auc, hybrid_kills, hybrid_uneven
 from benchmarks.hybrid_runs import (
     Found,
     auc,
@@ -34,11 +38,12 @@ from benchmarks.hybrid_runs import (
     slow_factor,
     speed,
     step_table,
+    trained,
 )
 from benchmarks.timing import log, report
 
 ALONE = "alone"  # one worker through the servers
-PARTS = ("speed", "straggler", "simulated", "auc", "kills")
+PARTS = ("speed", "straggler", "simulated", "uneven", "auc", "kills")
 SIMULATED = 32  # workers
 SLOWED = ("ddp", "servers", "balance", "quorum")  # ways with a slow worker
 Runs = dict[str, list[Found]]
@@ -61,6 +66,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further round begins")
     hybrid_auc.add_options(parser)
     hybrid_kills.add_options(parser)
+    hybrid_uneven.add_options(parser)
     parser.add_argument("--quick", action="store_true", help="2 workers, 5 steps, one round, without AUC and kills")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
@@ -82,6 +88,8 @@ def main() -> None:
         result |= simulated(chosen)
     if "auc" in chosen.parts:
         result["auc"] = hybrid_auc.measure(chosen)
+    if "uneven" in chosen.parts:
+        result["uneven"] = hybrid_uneven.measure(chosen)
     if "kills" in chosen.parts:
         result["kills"] = hybrid_kills.measure(chosen)
     report({**result, **settings(chosen)}, chosen.json)
@@ -98,11 +106,12 @@ def in_turns(chosen: argparse.Namespace, found: Runs, slowed: Runs) -> None:
         if turn < chosen.rounds:
             for way, runs in found.items():
                 is_alone = way == ALONE
-                runs.append(run("servers" if is_alone else way, chosen, 1 if is_alone else chosen.workers))
+                num = 1 if is_alone else chosen.workers
+                runs.append(run("servers" if is_alone else way, chosen, num, seed=turn))
                 log_speed(f"{way}, round {turn + 1}/{chosen.rounds}", runs[-1], begun)
         if turn < num_slowed:
             for way, runs in slowed.items():
-                runs.append(run(way, chosen, chosen.workers, is_slowed=True))
+                runs.append(run(way, chosen, chosen.workers, is_slowed=True, seed=turn))
                 log_speed(f"{way}, one slowed, round {turn + 1}/{num_slowed}", runs[-1], begun)
         log(f"  so far: {json.dumps(summary(found, slowed, chosen.factor))}")
 
@@ -131,6 +140,8 @@ def summary(found: Runs, slowed: Runs, factor: float) -> dict[str, Any]:
     result: dict[str, Any] = {f"{way}_samples_per_s": value for way, value in speeds.items()}
     result |= {f"{way}_ratio": speeds[way] / speeds["ddp"] for way in ("servers", "ranks")}
     result |= {f"{way}_auc": auc(found[way]) for way in ("servers", "ranks")}
+    result["trained"] = {"servers": trained(found["servers"])}
+    result["trained"] |= {way: trained(slowed[way]) for way in ("balance", "quorum") if slowed.get(way)}
     together, alone = step_table(found["servers"]), step_table(found[ALONE])
     result |= {"step_ms": rounded(together), "alone_ms": rounded(alone), "lost": rounded(lost_table(alone, together))}
     num = found["servers"][0][0]["workers"]

@@ -22,14 +22,19 @@ Found = list[dict[str, Any]]  # what every worker of a run printed
 
 
 def run(
-    way: str, chosen: argparse.Namespace, num_workers: int, is_slowed: bool = False, is_simulated: bool = False
+    way: str,
+    chosen: argparse.Namespace,
+    num_workers: int,
+    is_slowed: bool = False,
+    is_simulated: bool = False,
+    seed: int = 0,
 ) -> Found:
     """`way`: ddp, ranks, servers, balance or quorum. `is_simulated`: in virtual time, not with ddp. Raises SystemExit
     with the output's end if a process fails."""
     # Where all wait for the slow worker, a step takes as many times longer: fewer steps are enough.
     steps = round(chosen.steps / chosen.factor) if is_slowed and way in ("ddp", "servers") else chosen.steps
     flags = ["--way", way, "--batch", str(chosen.batch), "--steps", str(steps)]
-    flags += ["--factor", str(chosen.factor), "--by", chosen.by]
+    flags += ["--factor", str(chosen.factor), "--by", chosen.by, "--seed", str(seed)]
     flags += ["--slow", str(num_workers - 1)] if is_slowed else []
     with tempfile.TemporaryDirectory() as folder:
         if way == "ddp":
@@ -66,6 +71,11 @@ def median_speed(runs: Iterable[Found]) -> float:
 
 def auc(runs: Iterable[Found]) -> float:
     return statistics.median(float(worker["auc"]) for workers in runs for worker in workers if "auc" in worker)
+
+
+def trained(runs: Iterable[Found]) -> float:
+    """Samples that all workers of a run have trained together, before the clock has started too."""
+    return statistics.median(sum(int(worker["trained"]) for worker in workers) for workers in runs)
 
 
 def step_table(runs: Iterable[Found]) -> dict[str, float]:

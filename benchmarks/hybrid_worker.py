@@ -7,30 +7,30 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 import torchfleet as fleet
 from benchmarks.hybrid_counted import Counted, audited, train
+from benchmarks.hybrid_data import NUM_DENSE, NUM_SLOTS, Batch, auc_of, batches, new_batches, tested
 
-NUM_SLOTS, DIM, NUM_DENSE, HIDDEN, NUM_IDS = 26, 10, 13, 400, 2000
+DIM, HIDDEN = 10, 400
 WARM = 25  # steps before the clock starts: with balance, until sizes of batches follow the speeds
 PARTS = 3  # backward takes about twice as long as forward
-NUM_TESTED = 20_000
 QUORUM_AGE = 8  # rounds: a worker that is five times slower, and enters again for every step, is some six late
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100000): pass"
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tower() -> torch.nn.Sequential:
@@ -50,45 +50,6 @@ class CTR(torch.nn.Module):
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.tower(torch.cat([self.rows(ids).flatten(1), dense], dim=1)).squeeze(1)
         return logits
-
-
-@functools.cache
-def effects_of_ids() -> np.ndarray:
-    return np.random.default_rng(1).normal(size=(NUM_SLOTS, NUM_IDS)) / 3
-
-
-def made(seed: int | tuple[int, int], num: int) -> Batch:
-    """Samples whose clicks depend on ids and numbers, the same way for all seeds."""
-    effects = effects_of_ids()
-    rng = np.random.default_rng(seed)
-    ids = (NUM_IDS * rng.random((num, NUM_SLOTS)) ** 3).astype(np.int64)
-    dense = rng.normal(size=(num, NUM_DENSE)).astype(np.float32)
-    logits = effects[np.arange(NUM_SLOTS), ids].sum(1) + dense[:, 0] * dense[:, 1]
-    clicked = (rng.random(num) < 1 / (1 + np.exp(-logits))).astype(np.float32)
-    keys = ids + NUM_IDS * np.arange(NUM_SLOTS)
-    return torch.from_numpy(keys), torch.from_numpy(dense), torch.from_numpy(clicked)
-
-
-def batches(worker: int, size: int, num: int = 20) -> Iterator[Batch]:
-    """`num` batches over and over, other ones on every worker; endless."""
-    own = [made(1000 + 100 * worker + i, size) for i in range(num)]
-    while True:
-        yield from own
-
-
-def new_batches(worker: int, size: int, until: Path, first: int) -> Iterator[Batch]:
-    """Batches that no worker sees twice, from number `first` on, until there is a file."""
-    for number in itertools.count(first):
-        if until.exists():
-            return
-        yield made((worker, number), size)
-
-
-def auc_of(scores: torch.Tensor, clicked: torch.Tensor) -> float:
-    ranks = scores.double().argsort().argsort().double() + 1
-    positive = clicked > 0
-    num = int(positive.sum())
-    return float((ranks[positive].sum() - num * (num + 1) / 2) / (num * (len(ranks) - num)))
 
 
 class Slow:
@@ -114,31 +75,59 @@ class Slow:
             pass
 
 
-def steps(source: Iterator[Batch], num: int, forward: Callable[[Batch], torch.Tensor], step: Callable[[], None],
-          slow: Slow, at_start: Callable[[], None] = lambda: None, warm: int = WARM) -> tuple[float, int]:  # fmt: skip
-    """Make `num` steps after `warm` ones. Returns seconds, and this worker's samples in them. `at_start`: called before
-    the clock starts."""
-    start = num_samples = 0.0
-    for number, batch in enumerate(source):
-        if number == warm:
+def share_of_others(chosen: argparse.Namespace, num_workers: int) -> float:
+    """How many times more samples than workers that are alike the others train beside a slow one, in the same time."""
+    return 1.0 if chosen.slow < 0 else num_workers / (num_workers - 1 + 1 / chosen.factor)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many steps a worker makes, the first `warm` of them before the clock starts."""
+
+    warm: int
+    num: int
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace, worker: int, num_workers: int) -> Plan:
+        """With a quorum the others do not wait for a slow worker: it makes fewer steps in the same time, and they make
+        more, so that all together train as many samples as workers that are alike."""
+        even = cls(WARM, chosen.steps)
+        if chosen.way != "quorum" or chosen.slow < 0:
+            return even
+        most = math.ceil(even.total * share_of_others(chosen, num_workers))
+        if worker != chosen.slow:
+            return cls(WARM, most - WARM)
+        return cls(2, num_workers * even.total - (num_workers - 1) * most - 2)
+
+    @property
+    def total(self) -> int:
+        return self.warm + self.num
+
+
+def steps(source: Iterator[Batch], plan: Plan, forward: Callable[[Batch], torch.Tensor], step: Callable[[], None],
+          slow: Slow, at_start: Callable[[], None] = lambda: None) -> dict[str, Any]:  # fmt: skip
+    """Make the steps of a plan. `seconds`, `samples`: of this worker since the clock has started; `trained`: its
+    samples of all steps. `at_start`: called before the clock starts."""
+    start, num_samples, num_before = 0.0, 0, 0
+    for number, batch in enumerate(itertools.islice(source, plan.total)):
+        if number == plan.warm:
             at_start()
-            start, num_samples = time.perf_counter(), 0
+            start, num_before = time.perf_counter(), num_samples
         begun = time.thread_time()  # not what forward waits: for rows, or for the network of others
         loss = F.binary_cross_entropy_with_logits(forward(batch), batch[2])
         slow.after_forward(time.thread_time() - begun)
         loss.backward()  # type: ignore[no-untyped-call]
         step()
         num_samples += len(batch[2])
-        if number + 1 == warm + num:
-            break
-    return time.perf_counter() - start, int(num_samples)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "samples": num_samples - num_before, "trained": num_samples}
 
 
 def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
     """The roof: the tower under plain DistributedDataParallel, on inputs that are there."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    torch.manual_seed(chosen.seed)
     model = torch.nn.parallel.DistributedDataParallel(tower(), bucket_cap_mb=1, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     rows = torch.randn(chosen.batch, NUM_SLOTS * DIM)
@@ -152,10 +141,11 @@ def by_ranks_alone(chosen: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     slow = Slow(chosen.factor if rank == chosen.slow else 1.0, chosen.by)
-    seconds, num = steps(batches(rank, chosen.batch), chosen.steps, forward, step, slow)
+    plan = Plan.of(chosen, rank, size)
+    found = steps(batches(chosen.seed, rank, chosen.batch, plan.total), plan, forward, step, slow)
     dist.barrier()
     dist.destroy_process_group()
-    return {"worker": rank, "workers": size, "seconds": seconds, "samples": num}
+    return {"worker": rank, "workers": size, **found}
 
 
 def spent() -> dict[str, float]:
@@ -168,7 +158,7 @@ def spent() -> dict[str, float]:
 
 def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
     fleet.init()
-    torch.manual_seed(0)
+    torch.manual_seed(chosen.seed)
     plain = Counted(CTR()) if chosen.until else CTR()
     model = fleet.distributed_model(plain)
     configs: dict[str, Any] = {"hybrid": True, "exchange": "ranks" if chosen.way == "ranks" else "servers"}
@@ -197,18 +187,17 @@ def by_fleet(chosen: argparse.Namespace) -> dict[str, Any]:
         return ended(
             {"worker": worker, "steps": num_steps, "longest": longest}, plain.clicks, lambda: audited(chosen, plain)
         )
-    num_steps, warm, own = chosen.steps, WARM, batches(worker, chosen.batch)
-    if chosen.way == "quorum":  # the others do not wait for a slow worker, which makes fewer steps in the same time
-        is_slow = worker == chosen.slow
-        num_steps, warm = (round(num_steps / chosen.factor), 2) if is_slow else (num_steps, WARM)
-        own = itertools.islice(own, num_steps + warm)
+    plan = Plan.of(chosen, worker, fleet.worker_num())
+    num_made = math.ceil(plan.total * share_of_others(chosen, fleet.worker_num()))
+    own = batches(chosen.seed, worker, chosen.batch, num_made)
+    if chosen.way == "quorum":  # each loop ends by itself
+        own = itertools.islice(own, plan.total)
     before: dict[str, float] = {}
-    seconds, num = steps(
-        fleet.prefetch(own), num_steps, lambda batch: model(batch[0], batch[1]), step, slow,
-        lambda: before.update(spent()), warm,
+    found = steps(
+        fleet.prefetch(own), plan, lambda batch: model(batch[0], batch[1]), step, slow,
+        lambda: before.update(spent()),
     )  # fmt: skip
-    found: dict[str, Any] = {"worker": worker, "workers": fleet.worker_num(), "seconds": seconds, "samples": num}
-    found["steps"] = num_steps
+    found |= {"worker": worker, "workers": fleet.worker_num(), "steps": plan.num}
     found["spent"] = {name: value - before[name] for name, value in spent().items()}
     return ended(found, model)
 
@@ -218,7 +207,7 @@ def ended(found: dict[str, Any], model: torch.nn.Module, more: Callable[[], dict
     fleet.barrier_worker()
     if fleet.worker_index() == 0:
         found |= {"quorum": fleet.stats().get("quorum", {}), **more()}
-        ids, dense, clicked = made(7, NUM_TESTED)
+        ids, dense, clicked = tested()
         model.eval()
         with torch.no_grad():
             found["auc"] = auc_of(model(ids, dense), clicked)
@@ -237,6 +226,7 @@ def main() -> None:
     parser.add_argument("--by", choices=["busy", "sleep", "cpu"], default="busy")
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the samples and of the network's first values")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     found = by_ranks_alone(chosen) if chosen.way == "ddp" else by_fleet(chosen)

@@ -22,7 +22,8 @@ RATE = 1e-3  # of Adam, for the network and for the rows
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run. `batch`: samples of one worker in one step. `link`, `jitter`: of a simulation."""
+    """What is run. `batch`: samples of one worker in one step. `link`, `jitter`: of a simulation. `row_rate`: of Adam,
+    for the rows."""
 
     data: str
     mode: str
@@ -34,6 +35,7 @@ class Setting:
     simulated: bool = False
     link: str = ""
     jitter: float = 0.0
+    row_rate: float = RATE
 
     @property
     def name(self) -> str:
@@ -65,7 +67,7 @@ def script_flags(setting: Setting) -> list[str]:
     if setting.mode == "gather":
         flags += ["--gather", str(setting.workers)]
     if setting.mode != "geo":  # its SGD has rates of its own
-        flags += ["--lr", str(RATE), "--embedding_lr", str(RATE)]
+        flags += ["--lr", str(RATE), "--embedding_lr", str(setting.row_rate)]
     return flags
 
 

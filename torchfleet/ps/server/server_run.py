@@ -20,6 +20,7 @@ from torchfleet.ps.kernels.jit import mark_of_all
 from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import ServerSocket
+from torchfleet.ps.server.farewell import Farewell
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.newest_log import require_newest
 from torchfleet.ps.server.look_ahead import LookAhead
@@ -139,13 +140,13 @@ class ServerRun:
         """
         assert self.listener is not None
         assert self._status is not None
-        status, tracing, server = self._status, self._tracing(), self.server
+        status, tracing, server, farewell = self._status, self._tracing(), self.server, Farewell()
 
         def is_over() -> bool:
             server.state.counters.load.look()
             status.write()
             tracing.look()
-            return self._is_ended or self.handler.is_stopping
+            return self._is_ended or farewell.is_over(self.handler.is_stopping)
 
         self.listener.look_ahead = LookAhead(server.state)
         failure = ""
