@@ -11,6 +11,7 @@ import copy
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,24 @@ class Tracer:
         self._rank_of_module = {name: rank_of[stage] for name, stage in stage_of_modules(model, starts).items()}
         self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
 
+    def called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """The names of the modules that forward calls for inputs like these, in order."""
+        found: list[str] = []
+        args, named = tree_map_only(torch.Tensor, self._bare, (args, dict(kwargs)))
+        handles = [
+            module.register_forward_pre_hook(partial(_note, found, name))
+            for name, module in self._model.named_modules()
+        ]
+        try:
+            with self._mode, torch.no_grad():
+                self._model(*args, **named)
+        except Exception as error:
+            raise self._untraceable(error) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
     def trace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, indices: Sequence[int]
     ) -> dict[int, TracedStage]:
@@ -71,11 +90,7 @@ class Tracer:
             with torch.no_grad():  # recomputed modules are then traced as they are
                 pipe = pipeline(model, args, named, split_policy=_without_assertions)
         except Exception as error:
-            raise ModelError(
-                f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "
-                f"model that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of "
-                "its stages, or take what depends on values (branches, .item()) out of its forward."
-            ) from error
+            raise self._untraceable(error) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
         found: dict[int, TracedStage] = {}
         for index in indices:
@@ -84,6 +99,13 @@ class Tracer:
             found[index] = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
             found[index].put_back(self._opaque)
         return found
+
+    def _untraceable(self, error: Exception) -> ModelError:
+        return ModelError(
+            f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a model "
+            f"that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of its "
+            "stages, or take what depends on values (branches, .item()) out of its forward."
+        )
 
     def _without_memory(self, module: torch.nn.Module, memo: Mapping[int, Any] | None = None) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -259,6 +281,10 @@ def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
                 inside._buffers.update(buffers)
 
     module.forward = forward
+
+
+def _note(found: list[str], name: str, *_: Any) -> None:
+    found.append(name)
 
 
 def _first_line(error: BaseException) -> str:
