@@ -41,8 +41,15 @@ def measured(model: nn.Sequential, precision: torch.dtype | None = None) -> list
 
 def network() -> nn.Sequential:
     torch.manual_seed(1)
-    layers = [nn.Linear(DIM, WIDE), nn.Tanh(), nn.Dropout(0.5), nn.Linear(WIDE, DIM), nn.BatchNorm1d(DIM), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(DIM, 3))
+    layers = [
+        nn.Linear(DIM, WIDE),
+        nn.Tanh(),
+        nn.Dropout(0.5),
+        nn.Linear(WIDE, DIM),
+        nn.BatchNorm1d(DIM),
+        nn.ReLU(True),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(DIM, 3))
 
 
 def test_bytes_are_those_counted_by_hand() -> None:
@@ -57,12 +64,15 @@ def test_sums_over_units_are_what_a_whole_stage_keeps() -> None:
     model = network()
     units = measured(model)
     cutting = Cutting(units, Stages([0], [1]))
+    assert [unit.name for unit in units if not unit.is_start] == ["5"]  # would change what another rank has sent
     for first, end in combinations(range(len(units) + 1), 2):
+        if first == 5:
+            continue
         entering = model[:first](torch.ones(BATCH, DIM)).detach().requires_grad_(first > 0)
         own = [*model.parameters(), *model.buffers(), *([] if first else [entering])]
         with kept_for_backward(own) as kept:
             output = model[first:end](entering)
-        held = [*kept.values(), output, *([entering] if first else [])]
+        held = [*kept.values(), output, *([entering] if first else [])]  # the batch itself is not counted
         assert cutting.bytes(0, first, end) == bytes_in(held), (first, end)
 
 

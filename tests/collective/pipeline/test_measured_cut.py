@@ -140,6 +140,21 @@ def test_a_model_that_returns_its_loss_is_cut_between_its_blocks(ranks: Ranks) -
     assert {name for name in found[1] if "table" not in name} == {"blocks.2.inside.weight", "blocks.2.inside.bias"}
 
 
+class Late(nn.Module):
+    """What is used last was assigned first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, WORDS)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def refused(case: str) -> dict[str, Any]:
     """What distributed_model says."""
     configs: dict[str, Any] = {"accumulate_steps": NUM, "cut": "measured"}
@@ -147,7 +162,7 @@ def refused(case: str) -> dict[str, Any]:
         configs["memory_MB"] = 0.001
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(pipeline=True, pipeline_configs=configs))
     wrong = torch.ones(BATCH, 5) if case == "rank" and fleet.worker_index() == 1 else batch(0)[0]
-    model = made(False)
+    model = Late() if case == "late" else made(False)
     if case == "guard":
         with fleet.device_guard("gpu:1"):
             model.append(nn.Linear(WORDS, WORDS))
@@ -165,6 +180,7 @@ def refused(case: str) -> dict[str, Any]:
         ("rank", "'0' dry_batch"),
         ("guard", "pipeline_configs['cut'] device_guard '6'"),
         ("none", "pipeline=True dry_batch"),
+        ("late", "2 stages no module order forward"),
     ],
 )
 def test_all_ranks_refuse(ranks: Ranks, case: str, text: str) -> None:
@@ -215,6 +231,25 @@ def test_a_failure_is_told_to_all_ranks() -> None:
 
 
 # Modules, orders and settings
+
+
+def test_no_stage_begins_between_the_owner_and_the_user_of_a_parameter() -> None:
+    class Shifted(Traced):
+        def forward(self, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[1](self.blocks[0](self.words(ids)))
+            shift = self.blocks[0].inside[1].bias.sin()  # type: ignore[union-attr,operator,index]
+            return loss_of(self.head(self.blocks[3](self.blocks[2](x) + shift)), target)
+
+    world: Any = SimpleNamespace(degrees={"sharding": 1}, device=torch.device("cpu"))
+    cut = MeasuredCut(DistributedStrategy(pipeline=True), world, [0, 1])
+    found = {unit.name: unit.is_start for unit in cut._measure(Shifted(), (batch(0), {}), [])}
+    # The shift is computed where the second block has run, and the blocks after that need only its value.
+    assert found == {
+        "words": True,
+        "blocks.0": True,
+        "blocks.1": False,
+        **dict.fromkeys(("blocks.2", "blocks.3", "head"), True),
+    }
 
 
 def test_stages_begin_with_modules_that_are_called_once_and_in_order() -> None:

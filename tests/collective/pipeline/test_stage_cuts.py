@@ -141,7 +141,8 @@ def test_memory_moves_a_cut_of_equal_times() -> None:
         ([unit("a", 1, 60.0), unit("b", 1, 60.0)], [0, 1, 0, 1], 100, "4 a b"),
         ([unit("a", 1, 60.0)] * 4, [0, 1, 0, 1], 100, "100.000 50.000 'a' 60.000"),
         ([unit("a", 1, 60.0)] * 3, [0, 1], 100, "100.000 120 recompute"),
-        ([unit("a"), unit("b", is_start=False)], [0, 1], math.inf, "2 pipeline_configs['stages']"),
+        ([unit("a"), unit("b", is_start=False)], [0, 1], math.inf, "2 Sequential order ranks"),
+        ([unit("a"), unit("b"), unit("c", is_start=False)], [0, 1, 2], math.inf, "3 b order ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_named(units: list[Unit], rank_of: list[int], bound: float, text: str) -> None:

@@ -34,13 +34,16 @@ class ModelPart(NamedTuple):
     module: torch.nn.Module  # has the tensors of the part
     state: float  # bytes of its parameters, gradients and optimizer state
     call: Callable[[Any, Inputs], Any]  # of what the part before it returned, and the model's inputs
-    takes_several: bool = False  # what the part before returned may be several tensors, and still cross to another rank
+    is_start: bool | None = None  # whether a stage may begin with it; None: if what enters is one tensor
 
 
-class _Result(NamedTuple):
+class _Round(NamedTuple):
+    """Forward and backward of a part."""
+
     seconds: float
+    entering: list[torch.Tensor]  # copies of the tensors that the part before returned
     output: Any
-    kept: Storages
+    kept: Storages  # for backward
 
 
 class DryStep:
@@ -52,42 +55,50 @@ class DryStep:
     def measure(self, parts: Sequence[ModelPart], inputs: Inputs) -> list[Unit]:
         """A unit for each part. `inputs`: of one micro-batch, on the device. Raises ModelError if a part cannot run."""
         found: list[Unit] = []
-        value, before = None, Storages()
+        value: Any = None
+        before: set[int] = set()  # storages in `value` that are kept already
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            for place, part in enumerate(parts):
+            for part in parts:
                 try:
-                    result = self._run(part, value, inputs)
+                    done = self._run(part, value, inputs)
                 except Exception as error:
                     raise ModelError(
                         f"pipeline_configs['cut']='measured': module {part.name!r} cannot run in the dry step: "
                         f"{type(error).__name__}: {error}. The dry_batch of fleet.distributed_model must be as the "
                         "inputs of train_batch."
                     ) from error
-                is_start = place == 0 or part.takes_several or isinstance(value, torch.Tensor)
-                found.append(_unit(part, value, result, before, is_start))
-                value, before = result.output, result.kept
+                inherited = {
+                    storage_of(copy)
+                    for copy, given in zip(done.entering, tensors(value), strict=True)
+                    if storage_of(given) in before
+                }
+                found.append(_unit(part, value, done, inherited))
+                value, before = done.output, {*done.kept, *inherited}
         return found
 
-    def _run(self, part: ModelPart, value: Any, inputs: Inputs) -> _Result:
-        """The least time of some rounds; what is kept for backward in a round before them, which may be slower."""
+    def _run(self, part: ModelPart, value: Any, inputs: Inputs) -> _Round:
+        """A round of the least time of some; what it keeps is that of a round before them, which may be slower."""
         own = {f"part.{name}": tensor for name, tensor in self._stand_ins(part.module)}
         leaves = [tensor for tensor in own.values() if tensor.requires_grad]
 
-        def once() -> tuple[float, Any]:
-            entering = map_tensors(_leaf, value)
+        def once() -> _Round:
+            received = map_tensors(_leaf, value)
+            needing = [*leaves, *(tensor for tensor in tensors(received) if tensor.requires_grad)]
+            entering = map_tensors(torch.clone, received)  # may be changed in place, as inside of a stage
             start = self._clock()
             with self._autocast():
                 output = part.call(entering, inputs)
-            _backward(output, [*leaves, *(tensor for tensor in tensors(entering) if tensor.requires_grad)])
-            return self._clock() - start, map_tensors(torch.Tensor.detach, output)
+            _backward(output, needing)
+            seconds = self._clock() - start
+            return _Round(seconds, list(tensors(entering)), map_tensors(torch.Tensor.detach, output), {})
 
-        def rounds() -> _Result:
+        def rounds() -> _Round:
             with kept_for_backward([*own.values(), *tensors(inputs)]) as kept:
-                _, output = once()
-            return _Result(min(once()[0] for _ in range(_ROUNDS)), output, kept)
+                first = once()
+            return first._replace(kept=kept, seconds=min(once().seconds for _ in range(_ROUNDS)))
 
         # Backward runs inside, too: modules that are recomputed run again then.
-        found: _Result = functional_call(_Around(part.module), own, (rounds,))
+        found: _Round = functional_call(_Around(part.module), own, (rounds,))
         return found
 
     def _stand_ins(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,7 +131,7 @@ class _Around(torch.nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, function: Callable[[], _Result]) -> _Result:
+    def forward(self, function: Callable[[], _Round]) -> _Round:
         return function()
 
 
@@ -136,17 +147,19 @@ def _backward(output: Any, leaves: Sequence[torch.Tensor]) -> None:
         torch.autograd.grad(needing, leaves, [torch.ones_like(tensor) for tensor in needing], allow_unused=True)
 
 
-def _unit(part: ModelPart, value: Any, result: _Result, before: Storages, is_start: bool) -> Unit:
-    """`before`: what the part before keeps."""
-    entering = {storage_of(tensor): tensor for tensor in tensors(value)}
-    leaving = [tensor for tensor in tensors(result.output) if storage_of(tensor) not in {*result.kept, *entering}]
+def _unit(part: ModelPart, value: Any, done: _Round, inherited: set[int]) -> Unit:
+    """`inherited`: storages that enter, and that the parts before keep."""
+    entering = {storage_of(tensor): tensor for tensor in done.entering}
+    leaving = [tensor for tensor in tensors(done.output) if storage_of(tensor) not in {*done.kept, *entering}]
+    is_start = value is None or isinstance(value, torch.Tensor) if part.is_start is None else part.is_start
+    is_changed = any(tensor._version for tensor in done.entering)  # what another rank has sent must not be
     return Unit(
         part.name,
-        result.seconds,
+        done.seconds,
         part.state,
-        inside=bytes_in(tensor for place, tensor in result.kept.items() if place not in entering),
+        inside=bytes_in(tensor for place, tensor in done.kept.items() if place not in entering),
         entering=bytes_in(entering.values()),
-        joined=bytes_in(t for place, t in entering.items() if place in result.kept and place not in before),
+        joined=bytes_in(t for place, t in entering.items() if place in done.kept and place not in inherited),
         leaving=bytes_in(leaving),
-        is_start=is_start,
+        is_start=is_start and not is_changed,
     )

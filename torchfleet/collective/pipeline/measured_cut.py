@@ -23,7 +23,8 @@ from torchfleet.collective.pipeline import orders, stages
 from torchfleet.collective.pipeline.dry_step import DryStep, Inputs, ModelPart
 from torchfleet.collective.pipeline.micro_batches import MicroBatches, batch_size_of, num_micro_batches
 from torchfleet.collective.pipeline.stage_cuts import Cutting, Stages, Unit, megabytes
-from torchfleet.collective.pipeline.traced import TracedStage, Tracer
+from torchfleet.collective.pipeline.stage_ties import by_name, ties
+from torchfleet.collective.pipeline.traced import TracedStage, Tracer, strays
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.world import World
 
@@ -73,11 +74,12 @@ class MeasuredCut:
                 f"pipeline_configs['cut']='measured': {type(model).__name__} calls no module of its own exactly once: "
                 "say where stages begin with pipeline_configs['stages']"
             )
-        tracer = Tracer(model, names[1:], [], [0] * len(names), device)
-        for place, traced in tracer.trace(*inputs, is_training, range(len(names))).items():
+        every = Tracer(model, names[1:], [], [0] * len(names), device).trace(*inputs, is_training, range(len(names)))
+        inner = _not_to_cut(model, names, [traced.module for traced in every.values()])
+        for place, traced in every.items():
             traced.recompute(recomputed, None)
-            call = partial(_call_traced, traced)
-            yield ModelPart(names[place], traced.module, self._state(traced.module), call, takes_several=True)
+            call, state = partial(_call_traced, traced), self._state(traced.module)
+            yield ModelPart(names[place], traced.module, state, call, is_start=place not in inner)
 
     def _state(self, module: torch.nn.Module) -> float:
         """Bytes of a rank for the module's parameters, their gradients, and what Adam keeps of them."""
@@ -107,6 +109,14 @@ class MeasuredCut:
                 f"  stage {stage} on rank {self._rank_of[stage]}: {names}, {1e3 * cutting.seconds(first, end):.3g} ms "
                 f"a micro-batch, {megabytes(cutting.bytes(stage, first, end))}"
             )
+
+
+def _not_to_cut(model: torch.nn.Module, names: Sequence[str], modules: Sequence[torch.nn.Module]) -> set[int]:
+    """Parts that must stay with the one before them: parameters of a part before are used in a later one."""
+    part_of = stages.stage_of_modules(model, names[1:])
+    found = strays(modules, range(len(modules)), part_of, by_name(ties(model, part_of)))
+    pairs = [sorted((part, owner)) for part, _, owner in found]
+    return {place for first, last in pairs for place in range(first + 1, last + 1)}
 
 
 def agreed(world: World, measure: Callable[[], list[Unit]], bound: float) -> tuple[list[Unit], float]:

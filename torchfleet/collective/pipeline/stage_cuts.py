@@ -143,9 +143,12 @@ class Cutting:
         where, num = "pipeline_configs['cut']='measured'", len(self._stages.rank_of)
         least = self._cut(self._bytes_at_start, max)
         if least is None:
+            able = ", ".join(unit.name for unit in self._units[1:] if unit.is_start)
             return StrategyError(
-                f"{where}: too few modules take one tensor, so that no cut makes {num} stages: use fewer ranks, or say "
-                "where stages begin with pipeline_configs['stages']"
+                f"{where}: no cut makes {num} stages, since a later one can begin only at: {able or 'no module'}. In a "
+                "Sequential that is a module that takes one tensor and does not change it; in any other model, one "
+                "after which no parameters of the modules before it are used: assign modules in the order forward "
+                "calls them. Or use fewer ranks."
             )
         share = f" ({megabytes(limit)} for each of its stages)" if limit < self._stages.bound else ""
         where += f": a rank may take {megabytes(self._stages.bound)}{share}"

@@ -14,6 +14,8 @@ The model is made and called on torch's meta device: no memory is taken and noth
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -72,11 +74,14 @@ def size_of(path: str) -> ModelSize:
 
 def _function(path: str) -> Callable[[], Any]:
     module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # a console script does not look there, as python -m does
+        sys.path.append(os.getcwd())
     try:
         found: Callable[[], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(
-            f"--model {path}: expected module:function, such as train:make_model, in a folder of PYTHONPATH: {error}"
+            f"--model {path}: expected module:function, such as train:make_model, in this folder or one of PYTHONPATH: "
+            f"{error}"
         ) from None
     return found
 
