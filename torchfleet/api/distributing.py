@@ -13,19 +13,22 @@ from torchfleet.base.adoption import AdoptedOptimizer
 
 
 def distributed_model(
-    model: torch.nn.Module, strategy: Strategy | None = None, sparse: str | int | None = None
+    model: torch.nn.Module,
+    strategy: Strategy | None = None,
+    sparse: str | int | None = None,
+    dry_batch: Any = None,
 ) -> torch.nn.Module:
     """Put the sparse embeddings of the model on the servers; in collective training, wrap it for all ranks.
 
     Sparse embeddings are those of fleet.nn, and torch's with sparse=True. `sparse` adds others of torch's: an int
     selects those with at least that many rows, "auto" those whose trained weights have 1 MiB or more. Worker 0 prints
     which they are. The servers update a row only in steps that look it up: docs/modes/README.md. `strategy`: as in
-    init.
+    init. `dry_batch`: the inputs of a batch, as for train_batch, for a pipeline that measures where to cut the model.
     """
     job = any_job()
     check_model(model)
     job.use(check_strategy(strategy, "fleet.distributed_model"), "fleet.distributed_model")
-    return job.distribute_model(model, sparse)
+    return job.distribute_model(model, sparse, dry_batch)
 
 
 @overload

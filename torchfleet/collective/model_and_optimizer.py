@@ -62,7 +62,9 @@ class ModelAndOptimizer(JobSettings):
         model.become(made)
         self.model = model
 
-    def distribute_model(self, model: torch.nn.Module, sparse: str | int | None = None) -> CollectiveModel:
+    def distribute_model(
+        self, model: torch.nn.Module, sparse: str | int | None = None, dry_batch: Any = None
+    ) -> CollectiveModel:
         if self.model is not None:
             raise ModelError(
                 "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
@@ -70,6 +72,7 @@ class ModelAndOptimizer(JobSettings):
         model = _own_model(model)
         self.strategies = build(self.settings, self.world)
         self._refuse_local_parameters(model)
+        self._offer(dry_batch)
         self.device_rows = None if self._beside_rows else on_devices(model, sparse, self.world)
         model = self._convert(model)
         forward: Forward = self._forward_of(model)
@@ -101,6 +104,22 @@ class ModelAndOptimizer(JobSettings):
     @property
     def _owns_gradients(self) -> bool:
         return any(strategy.owns_gradients for strategy in self.strategies)
+
+    def _offer(self, dry_batch: Any) -> None:
+        """Give the batch to the strategies that make a dry step. A batch that is missing or not needed is an error."""
+        takers = [strategy for strategy in self.strategies if strategy.wants_batch]
+        if takers and dry_batch is None:
+            raise ModelError(
+                f"{takers[0].field}=True is to run the model in a dry step, and has no batch: call "
+                "fleet.distributed_model(model, dry_batch=inputs), with the model's arguments as for train_batch"
+            )
+        if not takers and dry_batch is not None:
+            raise ModelError(
+                "fleet.distributed_model(dry_batch=...): no strategy makes a dry step. Leave it out, or set "
+                "pipeline=True and pipeline_configs={'cut': 'measured'}."
+            )
+        for strategy in takers:
+            strategy.dry_batch = dry_batch
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
         """Refuse layers that shard themselves over all ranks under strategies that do not support them."""

@@ -83,11 +83,13 @@ class Strategy:
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
     wants_loss = False  # `note_loss` is called for every batch
     trains_alone = False  # gradients differ from rank to rank at the step: each rank clips by its own norm
+    wants_batch = False  # `convert` makes a dry step, with `dry_batch`
     refuses_clipping = ""  # why clip_grad_norm_ is refused, and what to use instead
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         self.settings, self.world = settings, world
         self.configs: Mapping[str, Any] = getattr(settings, f"{self.field}_configs", {})
+        self.dry_batch: Any = None  # set before `convert` if it `wants_batch`
 
     # The model, once, in fleet.distributed_model
 

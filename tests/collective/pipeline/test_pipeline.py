@@ -7,7 +7,6 @@ batch norms of few samples, which make small differences large, are compared in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -272,17 +271,6 @@ def test_a_sequential_is_cut_evenly() -> None:
     assert stages.starts(Chain(), [], 2) == ["head.0"]  # 42 + 63 and 60 + 21
     assert stages.starts(Chain(), ["body.2"], 2) == ["body.2"]
     assert stages.starts(Chain(), [], 1) == []
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_the_even_cut_is_the_best(num_stages: int) -> None:
-    sizes = [int(size) for size in torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(num_stages))]
-
-    def largest(cuts: tuple[int, ...]) -> int:
-        return max(sum(sizes[start:end]) for start, end in zip((0, *cuts), (*cuts, 9), strict=True))
-
-    best = min(largest(cuts) for cuts in combinations(range(1, 9), num_stages - 1))
-    assert largest(tuple(stages._even_cut(sizes, num_stages))) == best
 
 
 def test_guards_nest_and_the_inner_one_counts() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import pages
+from support.paths import ROOT
 from support.ranks import Ranks
 from torch import nn
 
@@ -83,6 +86,18 @@ def test_the_command_prints_every_strategy(makers: str, capsys: pytest.CaptureFi
     assert [name for name in STAGES if name not in printed] == []
     assert main(["plan", "--model", f"{makers}:small", "--ranks", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"]["sharding, stage 1"]["state_bytes"] == 848 * 2 + 848 * 2 / 4
+
+
+def test_the_module_is_looked_for_in_the_present_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_here.py").write_text("import torch\ndef make(): return torch.nn.Linear(3, 5)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
+    assert size_of("planned_here:make").parameters == 4 * (3 * 5 + 5)
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_written(tmp_path: Path) -> None:
+    pages.follow(ROOT / "docs" / "collective" / "which_strategy.md", tmp_path)
 
 
 @pytest.mark.parametrize("path", ["planned_makers:number", "planned_makers:nothing", "no_such_module:f", "x"])

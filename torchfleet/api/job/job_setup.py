@@ -47,7 +47,12 @@ class JobSetup:
         self._strategy_before = self.strategy
         self.strategy = strategy or self.strategy
 
-    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None, dry_batch: Any = None) -> torch.nn.Module:
+        if dry_batch is not None:
+            raise ModelError(
+                "fleet.distributed_model(dry_batch=...) is for pipelines of collective training, and this job has "
+                "servers: leave it out"
+            )
         if self.model is not None:
             raise ModelError(
                 "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"

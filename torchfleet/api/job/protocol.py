@@ -49,8 +49,10 @@ class Job(Protocol):
         """The model of the job, once it was distributed."""
         ...
 
-    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
-        """`sparse`: which embeddings go to the servers, besides those that are declared sparse."""
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None, dry_batch: Any = None) -> torch.nn.Module:
+        """`sparse`: which embeddings go to the servers, besides those that are declared sparse. `dry_batch`: the
+        arguments of the model, for strategies that run it once before they convert it.
+        """
         ...
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> AdoptedOptimizer: ...

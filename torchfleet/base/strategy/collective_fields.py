@@ -93,8 +93,20 @@ class PipelineConfigs(Configs, field="pipeline_configs", aliases={"micro_batch":
     )
     vpp_degree = Key(1, at_least=1)  # stages on each rank
     stages = ListKey(str)  # the names of the modules at which the second, third, ... stage begins
+    cut = Key("even", choices=("even", "measured"))  # without stages: by parameters, or by a dry step
+    memory_MB = Key(0.0, at_least=0.0)  # that a rank may take, for a measured cut; 0: by its GPU
 
     def _check_together(self) -> None:
+        if self.cut == "measured" and self.stages:
+            raise StrategyError(
+                "pipeline_configs: cut='measured' and stages contradict each other: a dry step finds where the stages "
+                "begin. Give one of them."
+            )
+        if self.memory_MB and self.cut != "measured":
+            raise StrategyError(
+                f"pipeline_configs: memory_MB={self.memory_MB:g} does nothing beside cut={self.cut!r}: set "
+                "cut='measured', or leave it out"
+            )
         mode, degree = self.schedule_mode, self.vpp_degree
         fitting = {"Interleaved1F1B": degree > 1, "InterleavedZeroBubble": True, "ZBVZeroBubble": degree == 2}
         if not fitting.get(mode, degree == 1):

@@ -77,6 +77,17 @@ def orders(mode: str, size: int, vpp_degree: int, num: int) -> list[list[Action]
     return found
 
 
+def num_kept(orders: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
+    """The most micro-batches that a stage keeps for backward at a time, by stage."""
+    most = [0] * num_stages
+    for order in orders:
+        now = [0] * num_stages
+        for action in order:
+            now[action.stage] += {FORWARD: 1, BACKWARD_INPUT: 0}.get(action.kind, -1)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
 class _StageOfTorch:
     """What a schedule of torch reads of a stage when it computes its order."""
 

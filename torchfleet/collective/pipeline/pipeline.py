@@ -14,10 +14,10 @@ and equal those of the whole batch if the loss is a mean over samples (batch nor
 sets the order of forward and backward passes, and `vpp_degree` the number of stages on each rank (orders.py).
 
 Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees.
-`fleet.device_guard` or `stages` sets the stages; a Sequential without either is split evenly (stages.py). A Sequential
-is split directly. Any other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns
-its outputs as a tensor or a flat tuple. After the split a rank has only the parameters of its own stages, under their
-original names.
+`fleet.device_guard` or `stages` sets the stages, or a dry step finds them (measured_cut.py); a Sequential without these
+is split evenly (stages.py). A Sequential is split directly. Any other model is traced by torch.export for each shape of
+micro-batch (traced.py), and then returns its outputs as a tensor or a flat tuple. After the split a rank has only the
+parameters of its own stages, under their original names.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B). Composes with amp, recompute, gradient_merge,
 lars, lamb, sharding (from stage 2 on every micro-batch exchanges its gradients, and a traced stage is gathered as a
@@ -42,6 +42,7 @@ from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.pipeline import orders, stages
 from torchfleet.collective.pipeline.exploring import explore
 from torchfleet.collective.pipeline.flow import Call, Schedule
+from torchfleet.collective.pipeline.measured_cut import MeasuredCut
 from torchfleet.collective.pipeline.micro_batches import (
     MicroBatches,
     batch_size_of,
@@ -77,6 +78,7 @@ class Pipeline(Strategy):
             self._wire = Wire(self._axis, world.device)
         self._own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._axis.rank]
         self._stage = self._own[-1]  # the one that runs
+        self.wants_batch = settings.pipeline_configs.cut == "measured"
         self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
         self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
@@ -111,7 +113,10 @@ class Pipeline(Strategy):
         """Remove everything from the model that does not belong to this rank's stages. Names do not change."""
         if self._axis.size == 1:
             return model
-        first = stages.starts(model, self.settings.pipeline_configs.stages, len(self._rank_of))
+        if self.settings.recompute:
+            again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
+            self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
+        first = self._starts(model)
         stage_of = stages.stage_of_modules(model, first)
         rank_of = {name: self._rank_of[stage] for name, stage in stage_of.items()}
         found = ties(model, rank_of)
@@ -124,15 +129,20 @@ class Pipeline(Strategy):
                     self._parts.setdefault(stage_of[name], []).append(model.get_submodule(name))
                 model.forward = self._run_part
             return model
-        if self.settings.recompute:
-            again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
-            self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
         self._tracer = Tracer(model, first, found, self._rank_of, self.world.device)
         self._buffers = dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         vars(model)["fleet_traced"] = True  # its modules are never called themselves
         return model
+
+    def _starts(self, model: torch.nn.Module) -> list[str]:
+        """The names of the first modules of the second, third, ... stage."""
+        if not self.wants_batch:
+            return stages.starts(model, self.settings.pipeline_configs.stages, len(self._rank_of))
+        stages.refuse_guards(model)
+        batch, self.dry_batch = self.dry_batch, None
+        return MeasuredCut(self.settings, self.world, self._rank_of).starts(model, batch, self._recomputed)
 
     def runner(self) -> Runner:
         return self

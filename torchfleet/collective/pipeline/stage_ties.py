@@ -34,6 +34,11 @@ def ties(model: torch.nn.Module, rank_of: dict[str, int]) -> list[Tie]:
     return [tie for tie in found.values() if len(tie) > 1]
 
 
+def by_name(found: Sequence[Tie]) -> dict[str, Tie]:
+    """The tie of each name that a tied parameter has."""
+    return {name: tie for tie in found for names in tie.values() for name in names}
+
+
 class StageTies:
     """The tied parameters of this rank. All ranks create it together, with the same ties."""
 

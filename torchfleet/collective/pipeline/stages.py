@@ -1,17 +1,20 @@
 """Partition of a model into the stages of a pipeline.
 
 The user sets the stages, with `fleet.device_guard` while the model is constructed or with pipeline_configs["stages"]. A
-Sequential without them is split so that the largest stage has as few parameters as possible.
+Sequential without them is split so that the largest stage has as few parameters as possible, or, like any other model,
+by what a dry step measures (measured_cut.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from torchfleet.base.device_guard import stage_of
 from torchfleet.base.errors import StrategyError
+from torchfleet.collective.pipeline.stage_cuts import best_cut
 
 
 def chain(model: torch.nn.Module, name: str = "") -> list[str]:
@@ -29,6 +32,16 @@ def _is_sequential(module: torch.nn.Module) -> bool:
         and getattr(module.forward, "__func__", None) is torch.nn.Sequential.forward
         and not (module._forward_hooks or module._forward_pre_hooks)
     )
+
+
+def refuse_guards(model: torch.nn.Module) -> None:
+    """Raise StrategyError if device_guard says where stages begin, and a dry step is to find it."""
+    guarded = _guarded_starts(model)
+    if guarded:
+        raise StrategyError(
+            f"pipeline_configs['cut']='measured' and device_guard (at {guarded[0]!r}) both say where the stages of the "
+            "pipeline begin: use one"
+        )
 
 
 def starts(model: torch.nn.Module, given: Sequence[str], num_stages: int) -> list[str]:
@@ -86,27 +99,42 @@ def _even_starts(model: torch.nn.Module, num_stages: int) -> list[str]:
     if not names and num_stages > 1:
         raise StrategyError(
             f"pipeline: a {type(model).__name__} is no torch.nn.Sequential, and nothing says where its stages begin: "
-            "give pipeline_configs['stages'], the names of the modules that begin them, or use fleet.device_guard"
+            "give pipeline_configs['stages'], the names of the modules that begin them, use fleet.device_guard, or let "
+            "a dry step find them: pipeline_configs['cut']='measured'"
         )
     if len(names) < num_stages:
         raise StrategyError(f"pipeline: {len(names)} modules in a row cannot be cut into {num_stages} stages")
     sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in names]
-    return [names[first] for first in _even_cut(sizes, num_stages)]
+    before = list(accumulate(sizes, initial=0))
+    cuts = best_cut(len(names), num_stages, lambda _, first, end: before[end] - before[first])
+    return [names[first] for first in cuts or ()]
 
 
-def _even_cut(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """Where the second, third, ... stage begins, so that the largest sum of a stage is as small as possible."""
-    num = len(sizes)
-    before = [0]
-    for size in sizes:
-        before.append(before[-1] + size)
-    # best[i]: the largest stage, and the negated cuts, of the first i sizes in the number of stages that the loop has
-    # reached. Of equally good cuts the last one wins: modules without parameters stay with the module before them.
-    best: list[tuple[int, list[int]]] = [(total, []) for total in before]
-    for stage in range(1, num_stages):
-        for i in range(num, stage, -1):  # backwards: best[j] is still that of one stage less
-            best[i] = min((max(best[j][0], before[i] - before[j]), [*best[j][1], -j]) for j in range(stage, i))
-    return [-cut for cut in best[num][1]]
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+def blocks(model: torch.nn.Module, name: str = "") -> list[str]:
+    """Modules of which stages can be made: those of lists, and outside of lists those that have none inside."""
+    found: list[str] = []
+    for own, child in model.named_children():
+        path = f"{name}.{own}" if name else own
+        is_whole = isinstance(model, _LISTS) and not isinstance(child, _LISTS)
+        if is_whole or not any(isinstance(inside, _LISTS) for inside in child.modules()):
+            found.append(path)
+        else:
+            found += blocks(child, path)
+    return found
+
+
+def in_call_order(names: Sequence[str], called: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Those of `names` that were called once, in the order of the model's modules, `known`: others begin no stage."""
+    places, last = {name: place for place, name in enumerate(known)}, -1
+    found: list[str] = []
+    for name in called:
+        if name in names and called.count(name) == 1 and places[name] > last:
+            found.append(name)
+            last = places[name]
+    return found
 
 
 def stage_of_modules(model: torch.nn.Module, first: Sequence[str]) -> dict[str, int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.base.errors import ModelError
 from torchfleet.collective.pipeline.shapes import as_tuple
-from torchfleet.collective.pipeline.stage_ties import Tie
+from torchfleet.collective.pipeline.stage_ties import Tie, by_name
 from torchfleet.collective.pipeline.stages import stage_of_modules
+from torchfleet.collective.pipeline.trace_repairs import in_its_order, keep_buffers_in_backward, without_assertions
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import recompute
 
@@ -55,7 +57,25 @@ class Tracer:
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._rank_of = rank_of
         self._rank_of_module = {name: rank_of[stage] for name, stage in stage_of_modules(model, starts).items()}
-        self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
+        self._ties = by_name(tied)
+
+    def called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """The names of the modules that forward calls for inputs like these, in order."""
+        found: list[str] = []
+        args, named = tree_map_only(torch.Tensor, self._bare, (args, dict(kwargs)))
+        handles = [
+            module.register_forward_pre_hook(partial(_note, found, name))
+            for name, module in self._model.named_modules()
+        ]
+        try:
+            with self._mode, torch.no_grad():
+                self._model(*args, **named)
+        except Exception as error:
+            raise self._untraceable(error) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
 
     def trace(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, indices: Sequence[int]
@@ -69,13 +89,9 @@ class Tracer:
         try:
             annotate_split_points(model, self._split)
             with torch.no_grad():  # recomputed modules are then traced as they are
-                pipe = pipeline(model, args, named, split_policy=_without_assertions)
+                pipe = pipeline(model, args, named, split_policy=without_assertions)
         except Exception as error:
-            raise ModelError(
-                f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "
-                f"model that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of "
-                "its stages, or take what depends on values (branches, .item()) out of its forward."
-            ) from error
+            raise self._untraceable(error) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
         found: dict[int, TracedStage] = {}
         for index in indices:
@@ -84,6 +100,13 @@ class Tracer:
             found[index] = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
             found[index].put_back(self._opaque)
         return found
+
+    def _untraceable(self, error: Exception) -> ModelError:
+        return ModelError(
+            f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a model "
+            f"that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of its "
+            "stages, or take what depends on values (branches, .item()) out of its forward."
+        )
 
     def _without_memory(self, module: torch.nn.Module, memo: Mapping[int, Any] | None = None) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -105,16 +128,25 @@ class Tracer:
                 f"pipeline: the modules that begin stages ({', '.join(self._split)}) cut this model into "
                 f"{len(modules)} stages instead of {len(self._split) + 1}: each must be called once, after the last one"
             )
-        for stage, module in enumerate(modules):
-            rank = self._rank_of[stage]
-            for name, _ in module.named_parameters():
-                owner = self._rank_of_module.get(_original(name).rpartition(".")[0], rank)
-                if owner != rank and rank not in self._ties.get(name, ()):
-                    raise ModelError(
-                        f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
-                        "the model has its modules. Assign modules in the order forward calls them, or let the stages "
-                        "begin elsewhere."
-                    )
+        for stage, name, _ in strays(modules, self._rank_of, self._rank_of_module, self._ties):
+            raise ModelError(
+                f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which the "
+                "model has its modules. Assign modules in the order forward calls them, or let stages begin elsewhere."
+            )
+
+
+def strays(
+    modules: Sequence[torch.nn.Module],
+    rank_of: Sequence[int],
+    rank_of_module: Mapping[str, int],
+    tied: Mapping[str, Tie],
+) -> Iterator[tuple[int, str, int]]:
+    """(stage, parameter, rank): parameters that a traced stage uses, and another rank has by the order of modules."""
+    for stage, module in enumerate(modules):
+        for name, _ in module.named_parameters():
+            owner = rank_of_module.get(_original(name).rpartition(".")[0], rank_of[stage])
+            if owner != rank_of[stage] and rank_of[stage] not in tied.get(name, ()):
+                yield stage, name, owner
 
 
 class TracedStage:
@@ -159,7 +191,7 @@ class TracedStage:
         for name, traced in modules.items():
             if _original(name) in layers:
                 parent, _, last = name.rpartition(".")
-                modules[parent]._modules[last] = _in_its_order(traced, layers[_original(name)])
+                modules[parent]._modules[last] = in_its_order(traced, layers[_original(name)])
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """The arguments of the stage, from the values that crossed the cut before it and the model's inputs (flat)."""
@@ -177,7 +209,7 @@ class TracedStage:
         """Apply recompute to the modules of these names, since a trace does not keep it. The stage must be new."""
         chosen = {*names} - self._put_back
         for module in [found for name, found in self.module.named_modules() if _original(name) in chosen]:
-            _keep_buffers_in_backward(module)
+            keep_buffers_in_backward(module)
             recompute(module, offload)
 
 
@@ -213,52 +245,8 @@ class _Wiring:
         return sorted({value for value in (*needed, *self._outputs) if 0 <= value[0] <= index})
 
 
-class _Ordered(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module, places: Sequence[int]) -> None:
-        super().__init__()
-        self._call: Callable[..., Any] = layer.__call__  # not registered, to keep the model's names
-        self._places = places
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self._call(*[args[place] for place in self._places])
-
-
-def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
-    """A trace may reorder a module's inputs. Stand-ins of layers with several inputs copy them, to show the order."""
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    copies = [node.args[0] for node in traced.graph.nodes if node.target is torch.ops.aten.clone.default]
-    places = [inputs.index(source) for source in copies if source in inputs]
-    return _Ordered(layer, places) if places else layer
-
-
-def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove export's assertions on dtypes. In torch 2.8 they split the module around them in two."""
-    for node in list(graph.graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return graph
-
-
-def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
-    """Let the second run of the module, in backward, change copies of its buffers (running statistics)."""
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
-            return inner(*args, **kwargs)
-        kept = [(inside, dict(inside._buffers)) for inside in module.modules() if inside._buffers]
-        for inside, buffers in kept:
-            inside._buffers.update(
-                {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-            )
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            for inside, buffers in kept:
-                inside._buffers.update(buffers)
-
-    module.forward = forward
+def _note(found: list[str], name: str, *_: Any) -> None:
+    found.append(name)
 
 
 def _first_line(error: BaseException) -> str:

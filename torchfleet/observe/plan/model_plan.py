@@ -14,6 +14,8 @@ The model is made and called on torch's meta device: no memory is taken and noth
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -72,11 +74,14 @@ def size_of(path: str) -> ModelSize:
 
 def _function(path: str) -> Callable[[], Any]:
     module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # a console script does not look there, as python -m does
+        sys.path.append(os.getcwd())
     try:
         found: Callable[[], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(
-            f"--model {path}: expected module:function, such as train:make_model, in a folder of PYTHONPATH: {error}"
+            f"--model {path}: expected module:function, such as train:make_model, in this folder or one of PYTHONPATH: "
+            f"{error}"
         ) from None
     return found
 
@@ -92,21 +97,15 @@ def _largest(model: torch.nn.Module) -> int:
 
 def _traced(model: torch.nn.Module, inputs: Any) -> tuple[int, float]:
     """Bytes that forward keeps for backward, beside parameters, and operations of a step."""
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    kept: dict[int, Any] = {}
-    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    from torchfleet.collective.tensors.kept_tensors import bytes_in, kept_for_backward
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor  # the tensor too: a freed storage's address would come again
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+    own = [*model.parameters(), *model.buffers()]
+    with FlopCounterMode(display=False) as counter, kept_for_backward(own) as kept:
         outputs = model(*(tensor.to("meta") for tensor in inputs))
-    kept = {address: tensor for address, tensor in kept.items() if address not in own}
     del outputs
-    return sum(t.untyped_storage().nbytes() for t in kept.values()), _BACKWARD * float(counter.get_total_flops())
+    return bytes_in(kept.values()), _BACKWARD * float(counter.get_total_flops())
 
 
 def plans(size: ModelSize, ranks: int, optimizer: str) -> Iterator[RankPlan]:
