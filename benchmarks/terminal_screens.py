@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.timing import log
+from torchfleet.ps.server.warm import compile_all
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WIDTH, _HEIGHT = 120, 40
@@ -69,6 +70,7 @@ def main() -> None:
     if shutil.which("tmux") is None:
         sys.exit("tmux is not installed: it is the terminal that the screens are of")
     chosen.out.mkdir(exist_ok=True)
+    compile_all()  # a display of servers that wait for kernels shows little else
     with tempfile.TemporaryDirectory() as folder:
         played = Path(folder) / "train.py"
         played.write_text(_PLAYED)

@@ -93,15 +93,17 @@ def shown(folders: RunFolders) -> Iterator[str]:
 
 @contextlib.contextmanager
 def running_job(log_dir: Path, *words: str) -> Iterator[str]:
-    """The address of its dashboard. `words`: more for the script."""
+    """The address of its dashboard; the job is waited for at the end. `words`: more for the script."""
     command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), "--dashboard", *JOB, *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         try:
             assert job.stdout
             yield next(found[1] for line in job.stdout if (found := re.search(r"dashboard: (\S+)", line)))
+            job.communicate(timeout=PATIENCE)
         finally:
-            job.terminate()
-            job.communicate(timeout=30)
+            if job.poll() is None:
+                job.terminate()
+                job.communicate(timeout=30)
 
 
 def opened(browser: Any, url: str, scheme: str, size: dict[str, int]) -> Any:
