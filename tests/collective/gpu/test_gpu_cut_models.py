@@ -51,7 +51,8 @@ def rise(fields: dict[str, Any], meta: bool) -> dict[str, Any]:
     torch.zeros(1, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = fleet.distributed_model(made(meta))
+    is_measured = fields.get("pipeline_configs", {}).get("cut") == "measured"
+    model = fleet.distributed_model(made(meta), dry_batch=torch.ones(4, WIDTH) if is_measured else None)
     peak = torch.cuda.max_memory_allocated() - before
     part = sum(local(parameter).nbytes for parameter in model.parameters())
     places = {str(parameter.device) for parameter in model.parameters()}
@@ -67,6 +68,16 @@ def test_a_gpu_never_holds_more_than_its_part(ranks: Ranks, kind: str, meta: boo
         assert found["places"] == "cuda:0"
         assert found["part"] < 0.51 * whole
         assert found["peak"] <= 1.1 * found["part"] + SLACK
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["in_host", "meta"])
+def test_a_dry_step_holds_one_block_at_a_time(ranks: Ranks, meta: bool) -> None:
+    """Its parameters, their gradients, and what forward keeps of four samples."""
+    block = sum(parameter.nbytes for parameter in made(False)[0].parameters())  # type: ignore[index]
+    fields = {"pipeline": True, "pipeline_configs": {"cut": "measured"}}
+    for found in ranks.run(rise, 2, fields=fields, meta=meta):
+        assert found["places"] == "cuda:0"
+        assert found["peak"] <= max(1.1 * found["part"], 2.1 * block) + SLACK
 
 
 def train_parallel() -> dict[str, Any]:
