@@ -100,10 +100,12 @@ class _Job:
         self.model: Any = fleet.distributed_model(task.model())
         self.optimizer: Any = fleet.distributed_optimizer(task.optimizer(self.model))
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad()  # first: a step before may have ended for want of memory
-        self.task.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        loss = self.task.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        return loss.detach()
 
 
 @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 
 from benchmarks import collective_peers
+from benchmarks.host_tensors import HostTensors, peak_of
+from benchmarks.peer_ranks import ratios
 from benchmarks.peer_trainings import FAMILIES, by_ddp, by_fleet, lines_of
 
 SMALL = ["--cpu", "--small", "--batch", "2", "--rounds", "1", "--seconds", "0.01", "--checked", "2"]
@@ -27,10 +30,26 @@ def test_contenders_make_the_same_steps(ranks: Ranks) -> None:
     for found in ranks.run(measured, 2):
         assert found["fleet_loss"] == pytest.approx(found["ddp_loss"], rel=1e-5)
         assert found["fleet_stage3_loss"] == pytest.approx(found["fsdp2_loss"], rel=1e-5)
-        ratios = collective_peers.ratios(found)
-        assert ratios["ratio_to_ddp"] == found["fleet_samples_per_s"] / found["ddp_samples_per_s"] > 0
-        assert set(ratios) == {"ratio_to_ddp", "ratio_to_fsdp2"}  # memory of a host is that of one contender alone
-    assert collective_peers.ratios({"fleet_mib": 3.0, "ddp_mib": 2.0}) == {"memory_ratio_to_ddp": 1.5}
+        made = ratios(found)
+        assert made["ratio_to_ddp"] == found["fleet_samples_per_s"] / found["ddp_samples_per_s"] > 0
+        kinds = {"ratio_to", "cpu_ratio_to", "memory_ratio_to"}  # resident memory is that of one contender alone
+        assert set(made) == {f"{kind}_{rival}" for kind in kinds for rival in ("ddp", "fsdp2")}
+
+
+def test_ratios_say_what_is_more() -> None:
+    found = {"fleet_mib": 3.0, "ddp_mib": 2.0, "fleet_cpu_s": 0.2, "ddp_cpu_s": 0.1, "ddp_rss_mib": 1.0}
+    assert ratios(found) == {"memory_ratio_to_ddp": 1.5, "cpu_ratio_to_ddp": 0.5}
+
+
+def test_memory_of_host_tensors_is_the_most_at_any_time() -> None:
+    with HostTensors() as host:
+        kept = torch.zeros(1 << 18)
+        gone = torch.zeros(1 << 20)
+        del gone
+        last = torch.zeros(1 << 19)
+    assert host.peak == 4 * ((1 << 18) + (1 << 20))
+    assert kept.numel() + last.numel() == 3 << 18
+    assert peak_of([(2, -5), (1, 7), (3, 4)]) == 7
 
 
 def test_lines_are_those_that_one_writes() -> None:

@@ -22,9 +22,17 @@ LAYERS = 8  # of 1 MB each, and a small one at the start
 def test_the_first_and_the_last_bucket_are_small() -> None:
     gradients = [300_000] * 40  # the first are those of the last layers
     assert bucket_bytes(gradients, 4 * MB, MB) == [1_200_000, 4_200_000, 4_200_000, 1_200_000, 1_200_000]
-    assert bucket_bytes(gradients, 4 * MB, 2 * MB) == [1_200_000, 4_200_000, 4_200_000, 300_000, 2_100_000]
+    assert bucket_bytes(gradients, 4 * MB, 2 * MB) == [1_200_000, 4_200_000, 4_500_000, 2_100_000]
     assert bucket_bytes([5 * MB, 5 * MB, 10], 4 * MB, MB) == [5 * MB, 5 * MB + 10]  # a layer is in one bucket
     assert bucket_bytes([10, 10], 4 * MB, MB) == [20]
+    assert bucket_bytes([10, 10], 1, 1) == [10, 10]
+
+
+def test_what_is_left_between_buckets_is_no_exchange_of_its_own() -> None:
+    assert bucket_bytes([MB, 2000, MB], 32 * MB, MB) == [MB + 2000, MB]
+    assert bucket_bytes([MB, MB - 1, MB], 32 * MB, MB) == [2 * MB - 1, MB]
+    assert bucket_bytes([MB, MB, MB], 32 * MB, MB) == [MB, MB, MB]
+    assert bucket_bytes([2000, MB], 32 * MB, MB) == [2000, MB]  # nothing before it
 
 
 def sizes_of_buckets(**fields: Any) -> dict[str, Any]:

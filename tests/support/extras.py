@@ -34,6 +34,7 @@ EXTRAS = {
     "pyarrow": "parquet",
     "ray": "ray",
     "tensorboard": "tensorboard",
+    "torchao": "fp8",
     "transformers": "transformers",
     "uvicorn": "serve",
     "uvloop": "serve",

@@ -25,7 +25,6 @@ _AXES = {
     "sharding_degree": "sharding",
     "context_parallel_degree": "context",
 }  # key of configs → its axis
-_AS_OFTEN = ("amp", "sync_batch_norm")  # converting twice has no effect
 
 
 class ModelAndOptimizer(JobSettings):
@@ -225,9 +224,7 @@ def _own_model(model: torch.nn.Module) -> torch.nn.Module:
     """The user's own model, also from the wrapper of a previous job, as when a notebook's cell is run again."""
     if not isinstance(model, CollectiveModel):
         return model
-    changed = [
-        s.field for s in model.strategies if type(s).convert is not Strategy.convert and s.field not in _AS_OFTEN
-    ]
+    changed = [s.field for s in model.strategies if type(s).convert is not Strategy.convert and not s.can_convert_again]
     if changed:
         raise ModelError(
             f"the model is what fleet.distributed_model returned before, and {changed[0]} has changed its layers: make "

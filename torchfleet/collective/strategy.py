@@ -80,6 +80,7 @@ class Strategy:
     accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which each rank owns
     has_own_backward = False  # runs the model's backward passes itself; `begin_backward` of all is then called
     replaces_parameters = False  # `convert` replaces them by DTensors: they are sharded before they have values
+    can_convert_again = False  # `convert` of another job's model, which a strategy of this kind has converted, is right
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
     wants_loss = False  # `note_loss` is called for every batch
     trains_alone = False  # gradients differ from rank to rank at the step: each rank clips by its own norm

@@ -298,7 +298,7 @@ class TestRefusals:
             ({"amp": 1}, "amp bool 1"),
             ({"amp_configs": {"init_loss_scaling": 0}}, "amp_configs['init_loss_scaling']"),
             ({"amp_configs": {"init_loss_scaling": float("inf")}}, "amp_configs['init_loss_scaling']"),
-            ({"amp_configs": {"dtype": "float8"}}, "'float16' 'bfloat16' 'float8'"),
+            ({"amp_configs": {"dtype": "int8"}}, "'float16' 'bfloat16' 'float8' 'int8'"),
             ({"amp_configs": {"custom_white_list": "softmax"}}, "amp_configs['custom_white_list'] list"),
             ({"amp_configs": {"loss_scaling": 1}}, "'loss_scaling' init_loss_scaling"),
             ({"amp_configs": [1]}, "amp_configs"),

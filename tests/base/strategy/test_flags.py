@@ -164,7 +164,7 @@ class TestRefusals:
             (("--amp_configs", "incr_ratio=much"), ["incr_ratio", "a number", "much"]),
             (("--amp_configs", "incr_every_n_steps=1.5"), ["incr_every_n_steps", "whole number", "1.5"]),
             (("--amp_configs", "use_pure_fp16=maybe"), ["use_pure_fp16", "true or false", "maybe"]),
-            (("--amp_configs", "dtype=float8"), ["dtype", "bfloat16", "float8"]),
+            (("--amp_configs", "dtype=int8"), ["dtype", "bfloat16", "float8", "int8"]),
             (("--localsgd_configs", "k_steps=0"), ["k_steps", "at least 1"]),
             (("--nccl_comm_num", "0"), ["nccl_comm_num", "at least 1"]),
             (("--nccl_comm_num", "two"), ["nccl_comm_num", "whole number", "two"]),

@@ -71,7 +71,7 @@ def _needs_ranks(settings: DistributedStrategy) -> str:
             return f"{name}=True"
     if settings.nccl_comm_num > 1:
         return f"nccl_comm_num={settings.nccl_comm_num}"
-    if settings.amp and settings.amp_configs.dtype != "bfloat16":
+    if settings.amp and settings.amp_configs.dtype == "float16":
         return "amp in float16 (whose workers skip a step together)"
     return ""
 

@@ -28,7 +28,14 @@ class AmpConfigs(Configs, field="amp_configs"):
     custom_black_list = ListKey(str)
     use_pure_fp16 = Key(False)
     use_pure_bf16 = Key(False)
-    dtype = Key("float16", choices=("float16", "bfloat16"))
+    dtype = Key("float16", choices=("float16", "bfloat16", "float8"))  # float8: linear layers; else bfloat16
+    float8_exclude = ListKey(str)  # names of linear layers that stay in bfloat16
+
+    def _check_together(self) -> None:
+        if self.float8_exclude and self.dtype != "float8":
+            raise StrategyError(
+                f"amp_configs: float8_exclude is given, but dtype={self.dtype!r}: set dtype='float8', or leave it out"
+            )
 
 
 class RecomputeConfigs(Configs, field="recompute_configs"):

@@ -28,6 +28,7 @@ _KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torc
 
 class SyncBatchNorm(Strategy):
     field = "sync_batch_norm"
+    can_convert_again = True
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         for name, module in model.named_modules():

@@ -35,6 +35,7 @@ from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.compression import Residual, flat, num_sent
 from torchfleet.collective.strategies.layerwise.layerwise import check_inner, check_momentum
+from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 
@@ -245,8 +246,7 @@ def _check(settings: DistributedStrategy) -> None:
             f"dgc_configs['sparsity'] expects shares from 0 to below 1 that do not fall, found {values!r}; "
             "[0.75, 0.9375, 0.984, 0.996, 0.999], say"
         )
-    amp = settings.amp_configs
-    if settings.amp and amp["dtype"] == "float16" and not amp["use_pure_bf16"]:
+    if settings.amp and precision(settings.amp_configs)[0] == torch.float16:
         raise StrategyError(
             "dgc and amp in float16 cannot be used together: a gradient that overflows would stay in what is not sent "
             "yet. Use amp_configs={'dtype': 'bfloat16'}, or leave one of them out."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def on_two(ranks: Ranks) -> list[dict[str, Any]]:
         for kind in OPTIMIZERS
         for stage in STAGES
     ]
-    merged = {"name": "merged", "optimizer": "momentum", "fields": sharded(3, segment_broadcast_MB=32.0)}
+    merged = {"name": "merged", "optimizer": "momentum", "fields": sharded(3, segment_broadcast_MB=16.0)}
     offloaded = {"name": "offloaded", "optimizer": "adam", "fields": sharded(3, offload=True)}
     return ranks.run(train, 2, cases=[*cases, merged, offloaded, {"name": "plain", "optimizer": "adam", "fields": {}}])
 
@@ -400,9 +401,9 @@ def test_the_stages_of_a_pipeline_can_be_sharded(ranks: Ranks) -> None:
 # Without ranks: what is dealt out, and what is gathered together
 
 
-def names_of(model: torch.nn.Module, max_bytes: float) -> list[list[str]]:
+def names_of(model: torch.nn.Module, max_bytes: float, max_share: float = 1.0) -> list[list[str]]:
     names = {module: name for name, module in model.named_modules()}
-    return [[names[module] for module in unit] for unit in Units(model, max_bytes).find()]
+    return [[names[module] for module in unit] for unit in Units(model, max_bytes, max_share=max_share).find()]
 
 
 def test_neighbours_are_gathered_together_up_to_the_size() -> None:
@@ -413,6 +414,14 @@ def test_neighbours_are_gathered_together_up_to_the_size() -> None:
     assert names_of(model, block) == [["blocks.0"], ["blocks.1"], ["blocks.2"], [""]]
     inside = [[f"blocks.{i}{rest}"] for i in range(3) for rest in (".inner.0", ".inner.2", "")]
     assert names_of(model, 0) == [*inside, [""]]
+
+
+def test_neighbours_have_no_more_than_a_share_of_the_model_together() -> None:
+    model = Net(8)
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0])]
+    two = (2 * sizes[1] + 1) / sizes[0]
+    assert names_of(model, math.inf, two) == [["blocks.0", "blocks.1"], ["blocks.2"], [""]]
+    assert names_of(model, math.inf, 0.01) == [["blocks.0"], ["blocks.1"], ["blocks.2"], [""]]  # none is taken apart
 
 
 def test_what_is_used_at_two_places_is_gathered_with_what_is_around_both() -> None:

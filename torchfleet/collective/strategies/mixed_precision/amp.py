@@ -1,7 +1,8 @@
 """Mixed precision: matrix products in half precision, sums and parameters in float32.
 
 The model runs under torch.autocast, and returns float32; custom_white_list and custom_black_list change what autocast
-does for single functions (op_lists.py). In float16 the backward pass from the model's outputs to its parameters is
+does for single functions (op_lists.py). dtype="float8" is bfloat16 with linear layers that multiply in float8
+(float8.py). In float16 the backward pass from the model's outputs to its parameters is
 scaled (loss_scaling.py, scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16
 has float32's range and needs no scale.
 
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchfleet.base.errors import ModelError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
+from torchfleet.collective.strategies.mixed_precision.float8 import Float8Layers
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
 from torchfleet.collective.strategies.mixed_precision.masters import Masters
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
@@ -53,6 +55,9 @@ class Amp(Strategy):
         self.dtype, self.is_pure = precision(settings.amp_configs)
         if self.dtype == torch.bfloat16 and world.device.type == "cpu" and world.rank == 0:
             warn_if_slow()
+        is_float8 = settings.amp_configs.dtype == "float8"
+        self._float8 = Float8Layers(settings, world.device) if is_float8 else None
+        self.can_convert_again = not is_float8
         white, black = settings.amp_configs.custom_white_list, settings.amp_configs.custom_black_list
         if self.is_pure and world.device.type == "cuda":
             white = [*white, *(name for name in _PURE_WHITE if name not in (*white, *black))]
@@ -70,6 +75,10 @@ class Amp(Strategy):
     # The model
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self._float8 is not None:
+            model = self._float8.convert(model)
+            if self.world.rank == 0:
+                print(self._float8.report(), flush=True)
         if self.is_pure:
             for module in model.modules():
                 if not _is_norm(module):

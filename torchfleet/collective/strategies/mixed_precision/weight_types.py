@@ -34,4 +34,11 @@ class WeightTypes:
         for layer, functions in _CAST:
             if isinstance(module, layer) and self._black.isdisjoint(functions):
                 return self._dtype
-        return kept
+        is_half = _is_conv1d(module) and self._black.isdisjoint(("addmm", "mm", "matmul"))
+        return self._dtype if is_half else kept
+
+
+def _is_conv1d(module: torch.nn.Module) -> bool:
+    """Whether it is the linear layer of Hugging Face's GPT-2, which calls addmm. By name: nothing is imported here."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")

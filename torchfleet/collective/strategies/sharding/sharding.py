@@ -9,9 +9,10 @@ rank holds in bytes, beside activations, for parameters and gradients of b bytes
 
 Stage 1 assigns whole parameters to ranks (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every
 parameter is sharded along its first dimension; units.py finds the modules that are gathered together.
-`segment_broadcast_MB` is the approximate amount that is sent or gathered at a time. `sharding_degree` ranks form a
-group; with `hybrid_dp` there are several groups, among which gradients are averaged too. With `offload`, parameters,
-gradients and optimizer state of stage 3 are in host memory, also on a single rank.
+`segment_broadcast_MB` is the approximate amount that is sent or gathered at a time; at its default, neighbours that are
+gathered together have no more than a quarter of the parameters. `sharding_degree` ranks form a group; with `hybrid_dp`
+there are several groups, among which gradients are averaged too. With `offload`, parameters, gradients and optimizer
+state of stage 3 are in host memory, also on a single rank.
 
 Sources: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP. Composes with amp, recompute, gradient_merge,
 lars, lamb, tensor_parallel, pipeline; stage 1 also with every way to exchange gradients. Stage 1 equals plain training
@@ -28,13 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.collective_fields import CONFIGS
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
 from torchfleet.collective.strategies.sharding.units import Kind, Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World
+
+_MAX_SHARE = 0.25  # of the model's parameters, gathered together at the default of segment_broadcast_MB
 
 
 class Sharding(Strategy):
@@ -49,7 +54,10 @@ class Sharding(Strategy):
         is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # with one rank there is nothing to shard
         self.stage = settings.sharding_configs.stage if is_cut else 0
         self.owns_gradients = self.replaces_parameters = self.stage > 1
-        self._segment_bytes = int(self.settings.sharding_configs.segment_broadcast_MB * (1 << 20))
+        megabytes = settings.sharding_configs.segment_broadcast_MB
+        self._segment_bytes = int(megabytes * (1 << 20))
+        # A small model would be gathered whole, and stage 3 would save nothing.
+        self._max_share = _MAX_SHARE if megabytes == CONFIGS["sharding"]["segment_broadcast_MB"].default else 1.0
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
         self._optimizer: ShardedOptimizer | None = None
@@ -60,6 +68,8 @@ class Sharding(Strategy):
     # Stage 1
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        if self.stage > 1:
+            _check_fused(inner, self.stage)
         if self.stage != 1:
             return inner
         apart = {name for parameter, name in names.items() if is_local(parameter)}
@@ -88,7 +98,9 @@ class Sharding(Strategy):
         if self.keeps_parameters_in_host:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         gathered = WeightTypes(self.settings)
-        for unit, kind in list(Units(model, self._segment_bytes, tuple(own), gathered).find_with_kinds()):
+        for unit, kind in list(
+            Units(model, self._segment_bytes, tuple(own), gathered, self._max_share).find_with_kinds()
+        ):
             if getattr(model, "fleet_traced", False) and unit != [model]:
                 raise StrategyError(
                     f"sharding (stage {self.stage}) and a pipeline of a {type(model).__name__}, which is traced: its "
@@ -139,12 +151,23 @@ def _check_offload(settings: DistributedStrategy) -> None:
             "gathered when they are needed. Use stage=3, or leave offload out."
         )
     on_device = [field for field in ("lars", "lamb") if getattr(settings, field)]
-    if settings.amp and settings.amp_configs.dtype != "bfloat16" and not settings.amp_configs.use_pure_bf16:
+    if settings.amp and precision(settings.amp_configs)[0] == torch.float16:
         on_device.append("amp in float16")
     if on_device:
         raise StrategyError(
             f"sharding_configs['offload'] and {on_device[0]} cannot be used together: gradients are in host memory, "
             "where it does not look at them. Leave one of them out."
+        )
+
+
+def _check_fused(optimizer: torch.optim.Optimizer, stage: int) -> None:
+    """Refuse fused steps that torch has not for cut parameters; its own error comes in the first step."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        name = type(optimizer).__name__
+        raise StrategyError(
+            f"sharding (stage {stage}) and {name}(fused=True) cannot be used together: torch steps on cut parameters "
+            f"by fused kernels of Adam and AdamW alone. Use {name}(foreach=True), or sharding_configs={{'stage': 1}}."
         )
 
 

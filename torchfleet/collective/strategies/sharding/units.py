@@ -32,8 +32,9 @@ def _is_traced(model: torch.nn.Module) -> bool:
 class Units:
     """The modules in the ModuleLists and Sequentials of a model, neighbours grouped up to `max_bytes` of parameters.
 
-    A larger module is searched for units inside. A module is not a unit if one of its parameters is also used outside
-    of it, or if it is never called itself; its parameters then belong to the enclosing module, ultimately to the model.
+    `max_share`: of the model's parameters, the most that neighbours have together. A module of more than `max_bytes` is
+    searched for units inside. A module is not a unit if one of its parameters is also used outside of it, or if it is
+    never called itself; its parameters then belong to the enclosing module, ultimately to the model.
     `gathered` returns the dtype in which a module's own parameters are gathered.
     """
 
@@ -43,11 +44,13 @@ class Units:
         max_bytes: float,
         left_out: Sequence[torch.Tensor] = (),
         gathered: Callable[[torch.nn.Module, torch.dtype], torch.dtype] = _as_kept,
+        max_share: float = 1.0,
     ) -> None:
         self._model, self._max_bytes = model, max_bytes
         self._gathered = _as_kept if _is_traced(model) else gathered
         self._uses, self._users = _uses(model), _users(model)
         self._left_out = set(left_out)
+        self._group_bytes = min(max_bytes, max_share * self._own_bytes(model))
         self._taken = set(left_out)  # parameters that already belong to a unit, or never will
 
     def find(self) -> Iterator[list[torch.nn.Module]]:
@@ -66,7 +69,7 @@ class Units:
             for child in container.children():
                 own = self._own_bytes(child)
                 can_be_one = own > 0 and _is_called(child) and not self._shares(child)
-                if own > 0 and unit and (not can_be_one or own + sum(map(self._own_bytes, unit)) > self._max_bytes):
+                if own > 0 and unit and (not can_be_one or own + sum(map(self._own_bytes, unit)) > self._group_bytes):
                     yield unit
                     unit = []
                 if own > self._max_bytes or not can_be_one:
