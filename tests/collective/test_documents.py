@@ -125,8 +125,8 @@ def test_the_readme_lists_the_order_and_what_does_not_go_together() -> None:
 
 
 def test_every_field_and_key_is_among_those_of_paddle() -> None:
-    """`local_grad_clip_norm`, `dtype`, `float8_exclude`, `stages`, `cut`, `memory_MB` are torchfleet's own, and named as
-    such there.
+    """`local_grad_clip_norm`, `dtype`, `float8_exclude`, `stages`, `cut`, `memory_MB` are torchfleet's own, and named
+    as such there.
     """
     text = (DOCS.parent / "paddle.md").read_text()
     names = {
