@@ -66,7 +66,7 @@ def rank(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
 
     step()
-    found = {"rest": held(model, optimizer)}
+    found: dict[str, float] = {"rest": held(model, optimizer)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model(batch).square().mean().backward()
     found["step"] = found["rest"] + most_allocated(profiled)  # the gradients of the step before are added to
