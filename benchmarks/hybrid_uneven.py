@@ -1,5 +1,5 @@
-"""AUC of workers of which one is slow beside workers that are alike, at equal samples, in virtual time: every process on
-a machine of its own, so that the slow worker is as slow as asked for."""
+"""AUC of workers of which one is slow beside workers that are alike, at equal samples, in virtual time: every process
+on a machine of its own, so that the slow worker is as slow as asked for."""
 
 from __future__ import annotations
 
