@@ -16,7 +16,7 @@ from torchfleet.ps.worker.lookup.joined_tables import Asked, JoinedRows
 
 class SparseEmbeddingCollection(torch.nn.ModuleDict):
     """Embeddings by name, looked up by one call: `collection({"user": ids, "item": ids})` is
-    {"user": collection["user"](ids), "item": collection["item"](ids)}, bit for bit. What is given for a name is what
+    `{"user": collection["user"](ids), "item": collection["item"](ids)}`, bit for bit. What is given for a name is what
     its embedding takes as `ids`: a tensor, strings, a slot (values, offsets), or a list of slots. Names may be left
     out.
 
