@@ -72,8 +72,8 @@ def by_fleet(task: TrainingTask, is_amp: bool) -> Step:
 
 def by_fleet_sharded(task: TrainingTask, is_amp: bool) -> Step:
     strategy = fleet.DistributedStrategy(amp=is_amp, sharding=True, sharding_configs={"stage": 3})
-    if is_amp:  # as FSDP2's policy below: norms and what is added up are in bfloat16 too, not only products
-        strategy.amp_configs = {"use_pure_bf16": True}
+    if is_amp:  # autocast has norms in float32, where FSDP2's policy below has all in bfloat16
+        strategy.amp_configs = {"dtype": "bfloat16"}
     fleet.init(is_collective=True, strategy=strategy)
     model: Any = fleet.distributed_model(task.model())
     optimizer: Any = fleet.distributed_optimizer(task.optimizer(model))
