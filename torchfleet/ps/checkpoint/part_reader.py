@@ -133,13 +133,22 @@ class Loading:
     def _load(self, kind: PartKind) -> None:
         """Load everything of this kind that the shard owns."""
         repeated, before, num_keys = RepeatedKeys(self._storage, self._link.save), self._table.num_rows, 0
-        for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
-            repeated.add(part, arrays["keys"])
+        is_first = kind == "rows" and not before
+        for part, arrays in self._read(kind):
             num_keys += len(arrays["keys"])
+            if not is_first:
+                repeated.add(part, arrays["keys"])
             with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
                 self._table.load_slice(SavedSlice(kind, arrays))
-        if self._table.num_rows != before + num_keys:  # otherwise every key has made a row: none repeats
-            repeated.check()
+        if self._table.num_rows == before + num_keys:  # every key has made a row: none repeats
+            return
+        if is_first:  # read again: to hold the keys of all rows would take a third more memory
+            for part, arrays in self._read(kind):
+                repeated.add(part, arrays["keys"])
+        repeated.check()
+
+    def _read(self, kind: PartKind) -> Iterator[tuple[Part, part_file.Arrays]]:
+        return read_parts(self._storage, self._link.save, self._parts(kind), self._own)
 
     def _parts(self, kind: PartKind) -> list[Part]:
         """The files that hold data of this shard."""
