@@ -57,6 +57,13 @@ def test_its_speed_is_that_of_the_simulators_queues(workers: int, servers: int, 
     assert found["samples_per_s"] == pytest.approx(simulated, rel=0.05)
 
 
+def test_small_rows_are_loaded_by_their_number_and_large_ones_by_their_bytes() -> None:
+    small, large = plan(dim=4, rule="sgd"), plan(dim=256, rule="adagrad")
+    each = SMALL.rows / SMALL.servers
+    assert small["load_s"] == pytest.approx(each * small.unit("load_ns_per_row") * 1e-9)
+    assert large["load_s"] == pytest.approx(each * (8 + 2 * 4 * 256) / (large.unit("load_mb_per_s") * 1e6))
+
+
 def test_more_servers_take_less_memory_each_and_save_sooner() -> None:
     few, many = plan(servers=4), plan(servers=16)
     for name in ("server_bytes", "save_s", "load_s"):

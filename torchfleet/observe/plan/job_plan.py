@@ -137,10 +137,11 @@ def _speed(plan: Plan) -> None:
 def _saves(plan: Plan) -> None:
     saved = plan.size.rows * plan["saved_row_bytes"]
     each = saved / plan.size.servers
+    by_rows = plan.size.rows / plan.size.servers * plan.unit("load_ns_per_row") / 1e9
     plan.figures |= {
         "saved_bytes": saved,
         "save_s": each / (plan.unit("save_mb_per_s") * 1e6),
-        "load_s": each / (plan.unit("load_mb_per_s") * 1e6),
+        "load_s": max(each / (plan.unit("load_mb_per_s") * 1e6), by_rows),
     }
 
 
