@@ -27,9 +27,8 @@ def test_a_dropped_row_is_the_newest_of_the_open_writes(drops: list[tuple[set[in
     evictions, open_writes = Evictions(1000, CPU), list[tuple[Write, dict[int, float]]]()
     for value, (keys, changed, is_answered) in enumerate(drops):
         dropped = torch.tensor(sorted(keys | changed), dtype=torch.int64)
-        number = evictions.begin(dropped, lambda write: None)
         write = written(changed, float(value))
-        evictions.end(number, write)
+        evictions.add(dropped, write, lambda write: None)
         if write is not None:
             open_writes.append((write, dict.fromkeys(changed, float(value))))
         if is_answered and open_writes:
@@ -45,11 +44,11 @@ def test_a_dropped_row_is_the_newest_of_the_open_writes(drops: list[tuple[set[in
 def test_a_number_is_used_again_only_when_the_servers_have_its_rows() -> None:
     evictions, waited = Evictions(10, CPU), list[Write]()
     first = written({1}, 1.0)
-    evictions.end(evictions.begin(torch.tensor([1]), waited.append), first)
+    evictions.add(torch.tensor([1]), first, waited.append)
     for _ in range(EvictedKeys.NUMBERS - 1):
-        evictions.end(evictions.begin(torch.tensor([2]), waited.append), None)
+        evictions.add(torch.tensor([2]), None, waited.append)
     assert waited == []
-    evictions.begin(torch.tensor([3]), waited.append)
+    evictions.add(torch.tensor([3]), None, waited.append)
     assert waited == [first]
 
 

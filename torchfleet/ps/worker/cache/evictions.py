@@ -24,22 +24,20 @@ class Evictions:
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num = 0
+        self._num = 0
         self._marks = EvictedKeys(num_slots, device)
         self._open: list[Write] = []  # oldest first
         self._last_write: dict[int, Write] = {}  # by the number of an eviction: its own, or the one before it
 
-    def begin(self, keys: torch.Tensor, wait: Callable[[Write], None]) -> int:
-        """Note that these keys are dropped. Returns the number that marks them. `wait`: waits for a write."""
-        self.num += 1
-        number = EvictedKeys.number(self.num)
+    def add(self, keys: torch.Tensor, write: Write | None, wait: Callable[[Write], None]) -> None:
+        """Note that these keys are dropped. `write` has those of their rows that had changed; None if none had. `wait`
+        waits for a write.
+        """
+        self._num += 1
+        number = EvictedKeys.number(self._num)
         if (old := self._last_write.pop(number, None)) is not None:  # numbers are used in turns
             wait(old)
         self._marks.add(keys, number)
-        return number
-
-    def end(self, number: int, write: Write | None) -> None:
-        """`write`: has those of the rows that had changed; None if none had."""
         if write is not None:
             self._open.append(write)
         if self._open:
@@ -55,7 +53,9 @@ class Evictions:
             wait(write)
 
     def on_their_way(self, keys: Keys, numbers: Keys) -> tuple[Places, Rows | None]:
-        """The places of those of these keys whose rows are in open writes, and the rows; None if there are none."""
+        """Search the open writes for these keys. Returns the places of the keys that were found, and their rows; None
+        if none was found. `numbers`: what `find` returned for the keys.
+        """
         self._open = [write for write in self._open if not write.is_done.is_set()]
         self._last_write = {n: write for n, write in self._last_write.items() if not write.is_done.is_set()}
         places = np.flatnonzero((numbers != NEVER) & np.isin(numbers, list(self._last_write)))

@@ -257,8 +257,7 @@ class RowCache:
             slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive())
             if len(slots) < num:
                 raise self._too_small(num - len(slots))
-            number = self._evictions.begin(memory.keys_of(slots), self._write_back.wait)
-            self._evictions.end(number, self._write(slots))
+            self._evictions.add(memory.keys_of(slots), self._write(slots), self._write_back.wait)
             memory.erase(slots)
             self.counts["evicted"] += len(slots)
 

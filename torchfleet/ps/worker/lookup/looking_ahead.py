@@ -121,9 +121,8 @@ class LookingAhead:
         return _MOST_AHEAD if is_due and all(cache.has_room for cache in self.caches.values()) else _BATCHES_AHEAD
 
     def _cached_together(self) -> contextlib.AbstractContextManager[None]:
-        for cache in self.caches.values():
-            return cache.together()  # all have the same thread
-        return contextlib.nullcontext()
+        first = next(iter(self.caches.values()), None)  # all have the same thread
+        return contextlib.nullcontext() if first is None else first.together()
 
     def follow(self, model: torch.nn.Module, records: bool = True) -> list[RemovableHandle]:
         """Treat every call of this model as a batch: its lookups share one pull, and their rows.
