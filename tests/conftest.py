@@ -33,8 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `browser`, `long` or `install` run if
-    `-m` names their mark, or one of them is asked for by its name.
+    Tests marked `gpu` are skipped where there is none, else one process runs them, because they look at its memory.
+    Tests marked `cluster`, `browser`, `long` or `install` run if `-m` names their mark, or one of them is asked for by
+    its name.
     """
     asked = config.getoption("-m")
     left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
@@ -46,9 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in left])
     items[:] = [item for item in items if item in left]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not has_gpu():
+    if on_gpu:
+        mark = pytest.mark.xdist_group("gpu") if has_gpu() else pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            item.add_marker(mark)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:

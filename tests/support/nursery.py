@@ -309,8 +309,10 @@ def _trace_a_network() -> None:
 
 
 def has_gpu_driver() -> bool:
-    """Whether an NVIDIA driver is loaded. Does not ask CUDA, whose state a forked process cannot use."""
-    return os.path.exists("/dev/nvidiactl")
+    """Whether an NVIDIA driver is loaded and its GPUs are not hidden. Does not ask CUDA, whose state a forked process
+    cannot use.
+    """
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and os.path.exists("/dev/nvidiactl")
 
 
 def _serve(modules: Sequence[str]) -> None:
