@@ -55,8 +55,9 @@ def test_the_script_runs_with_servers_and_workers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("fleetrun")])
-def test_a_line_of_fleetrun_is_understood(line: str, folder: Path) -> None:
+def test_a_line_of_fleetrun_is_understood(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as `--dry_run` goes. Hosts and keys of an example are replaced by those that are here."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if "--keygen" in line:
         assert cli.main(arguments_of(line)[1:]) == 0
         return

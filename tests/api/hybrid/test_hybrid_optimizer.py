@@ -160,7 +160,7 @@ def test_gradients_of_rows_are_pushed_without_the_scale_of_the_loss() -> None:
     for batch in BATCHES[:2]:
         with torch.autocast("cpu", torch.float16):
             output = model(batch)
-        torch.nn.functional.mse_loss(output, batch["y"]).backward()
+        torch.nn.functional.mse_loss(output.float(), batch["y"]).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

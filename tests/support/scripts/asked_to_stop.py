@@ -30,9 +30,9 @@ for step in range(first, options.steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    fleet.stop_if_asked(options.folder, extra={"step": step + 1})  # the first call takes over the signal
     if step == first:
         print(f"training from step {step}", flush=True)
-    fleet.stop_if_asked(options.folder, extra={"step": step + 1})
     time.sleep(options.pause)
 print(f"loss {loss.item().hex()}")
 fleet.stop_worker()

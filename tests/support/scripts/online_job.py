@@ -137,21 +137,25 @@ def main(options: argparse.Namespace) -> None:
     fleet.stop_worker()
 
 
+def forked(options: argparse.Namespace) -> int:
+    """The job in a child process, which prints its errors only."""
+    child = os.fork()
+    if child:
+        return child
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        main(options)
+    except BaseException as error:
+        print(f"the child failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
 def killed_again_and_again(options: argparse.Namespace) -> None:
     """The job in a child process, killed at random moments; every child goes on where the last one came to."""
     dice, num_killed = random.Random(options.seed), 0
-    silence = os.open(os.devnull, os.O_WRONLY)
     while True:
-        child = os.fork()
-        if not child:
-            os.dup2(silence, 1)
-            try:
-                main(options)
-            except BaseException as error:
-                print(f"the child failed: {error!r}", file=sys.stderr, flush=True)
-                os._exit(1)
-            os._exit(0)
-        status = None
+        child = forked(options)
         if num_killed < options.kills:
             time.sleep(dice.uniform(0.02, options.kill_within))
             os.kill(child, signal.SIGKILL)
@@ -179,11 +183,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     import without_compiler  # noqa: F401
 
+    from torchfleet.ps.server.warm import load_all
+
     given = parse()
     if given.kills:
         torch.set_num_threads(1)
         warm = parse(["--data", given.data, "--model_dir", f"{given.model_dir}-whole", "--until", given.until])
-        main(warm)  # uninterrupted; and kernels are loaded here, once for all children
+        load_all()  # kernels, here, once for all children
+        # Uninterrupted, in a child: where torch is built with CUDA, a child cannot train if its parent has trained.
+        assert os.waitpid(forked(warm), 0)[1] == 0
         killed_again_and_again(given)
     else:
         main(given)

@@ -26,8 +26,11 @@ class Tower(torch.nn.Module):
         self.tower = torch.nn.Sequential(torch.nn.Linear(3 * FEATURES + 3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = [rows(x[:, i].long()) for i, rows in enumerate(self.rows)]
-        return self.tower(torch.cat([*found, self.bag(x[:, :FEATURES].long() + 1)], dim=1))
+        return self.tower(torch.cat([*self.looked_up(x), self.bag(x[:, :FEATURES].long() + 1)], dim=1))
+
+    def looked_up(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """A function of its own: torch compiles nothing of a function whose graph breaks inside a loop."""
+        return [rows(x[:, i].long()) for i, rows in enumerate(self.rows)]
 
 
 def batch(step: int, size: int = 16) -> torch.Tensor:
