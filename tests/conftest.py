@@ -23,6 +23,8 @@ from support.searches import load_profile
 from torchfleet.ps.server.server import Server
 
 load_profile()  # before a file of tests is imported: settings of single tests build on it
+if has_gpu_driver():
+    os.environ.setdefault("FLEET_DEVICE", "cpu")  # of all jobs but those of tests marked `gpu`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,6 +142,12 @@ def networks_are_traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         trace_once(monkeypatch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_tests_use_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.delenv("FLEET_DEVICE", raising=False)
 
 
 @pytest.fixture(autouse=True)

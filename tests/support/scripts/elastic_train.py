@@ -86,6 +86,7 @@ def train() -> None:
         made.append(step)
         print(f"step {step}", flush=True)
         x = torch.randn(24, 6, generator=torch.Generator().manual_seed(step)) + random.random() * np.random.rand()
+        x = x.to(next(model.parameters()).device)
         y = x[:, :3].argmax(1)
         loss = F.cross_entropy(model(x[index::number]), y[index::number])
         loss.backward()
