@@ -1,7 +1,12 @@
-"""How long fleet.save holds training up: written at once, and beside training.
+"""How long fleet.save holds training up: written at once, and beside training. In turns with it, the same state is saved
+by torch.distributed.checkpoint (`dcp`).
 
 python -m benchmarks.collective_saves --json            350 million parameters with Adam's state: 4.2 GB a save
 python -m benchmarks.collective_saves --quick --json    smaller, to see that it works
+
+held_up_*        seconds that a save takes from the loop: at once, beside training, and beside training the first time
+written_*        seconds until a save beside training is written
+dcp_ratio_*      DCP's time over ours for each of them: above 1, ours is faster
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any
 import torch
 
 import torchfleet as fleet
+from benchmarks.dcp_saves import DcpSaves
 from benchmarks.timing import log, report
 
 WIDTH = 4096  # of square layers: 16.8 million parameters each
@@ -45,6 +51,9 @@ class Training:
         self.device = next(self._model.parameters()).device
         self._inputs = torch.randn(64, WIDTH, device=self.device)
         self.num_bytes = 3 * sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def step(self) -> None:
         self._model(self._inputs).square().mean().backward()
@@ -74,31 +83,70 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
+class Times:
+    """Seconds of one library's saves: held up at once, held up beside training, and until the latter were written."""
+
+    def __init__(self) -> None:
+        self.at_once: list[float] = []
+        self.beside: list[float] = []
+        self.written: list[float] = []
+
+    def last(self) -> str:
+        return f"at once {self.at_once[-1]:.3f} s; beside {self.beside[-1]:.3f} s, written {self.written[-1]:.3f} s"
+
+    def report(self) -> dict[str, float]:
+        return {
+            "held_up_at_once_s": statistics.median(self.at_once),
+            "held_up_first_s": self.beside[0],  # which also makes, or pins, the memory
+            "held_up_beside_training_s": statistics.median(self.beside[1:]),
+            "written_s": statistics.median(self.written[1:]),
+        }
+
+
 def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     training = Training(chosen.layers)
     steps = [seconds(training.step) for _ in range(5)]
-    held: dict[str, list[float]] = {"at once": [], "beside training": []}
-    during: list[float] = []
-    place = str(folder / "saved")
+    ours, theirs, during = Times(), Times(), list[float]()
+    rival = DcpSaves(folder / "dcp", training.device.type == "cuda")
     for number in range(chosen.saves):
-        held["at once"].append(seconds(lambda: fleet.save(place)))
-        extra = {"number": number}
-        held["beside training"].append(seconds(partial(fleet.save, place, extra, asynchronous=True)))
-        during += [seconds(training.step) for _ in range(3)]
-        while fleet.saved_extra(place) != extra:  # it must not be the next save that waits
-            time.sleep(0.05)
-        log(f"save {number + 1}: " + ", ".join(f"{name} {times[-1]:.3f} s" for name, times in held.items()))
+        during += save_ours(training, str(folder / "saved"), {"number": number}, ours)
+        save_theirs(training, rival, theirs)
+        log(f"save {number + 1}: {ours.last()}; DCP: {theirs.last()}")
     fleet.stop_worker()
+    own, other = ours.report(), theirs.report()
     return {
         "device": torch.cuda.get_device_name() if training.device.type == "cuda" else "cpu",
         "bytes": training.num_bytes,
         "step_s": statistics.median(steps),
         "step_beside_a_save_s": statistics.median(during),
         "copy_s": copy_seconds(training.num_bytes, training.device),
-        "held_up_at_once_s": statistics.median(held["at once"]),
-        "held_up_first_s": held["beside training"][0],  # which also pins the memory
-        "held_up_beside_training_s": statistics.median(held["beside training"][1:]),
+        **own,
+        **{f"dcp_{name}": value for name, value in other.items()},
+        **{f"dcp_ratio_{name.removesuffix('_s')}": value / own[name] for name, value in other.items()},
     }
+
+
+def save_ours(training: Training, place: str, extra: dict[str, int], times: Times) -> list[float]:
+    """Returns the seconds of steps while a save is written."""
+    times.at_once.append(seconds(lambda: fleet.save(place)))
+    start = time.perf_counter()
+    times.beside.append(seconds(partial(fleet.save, place, extra, asynchronous=True)))
+    during = [seconds(training.step) for _ in range(3)]
+    while fleet.saved_extra(place) != extra:  # it must not be the next save that waits
+        time.sleep(0.01)
+    times.written.append(time.perf_counter() - start)
+    return during
+
+
+def save_theirs(training: Training, rival: DcpSaves, times: Times) -> None:
+    times.at_once.append(seconds(lambda: rival.save(training.state())))
+    start = time.perf_counter()
+    written = rival.begin(training.state())
+    times.beside.append(time.perf_counter() - start)
+    for _ in range(3):
+        training.step()
+    written.result()
+    times.written.append(time.perf_counter() - start)
 
 
 def main() -> None:
