@@ -1,5 +1,5 @@
-"""How long fleet.save holds training up: written at once, and beside training. In turns with it, the same state is saved
-by torch.distributed.checkpoint (`dcp`).
+"""How long fleet.save holds training up: written at once, and beside training. In turns with it, the same state is
+saved by torch.distributed.checkpoint (`dcp`).
 
 python -m benchmarks.collective_saves --json            350 million parameters with Adam's state: 4.2 GB a save
 python -m benchmarks.collective_saves --quick --json    smaller, to see that it works

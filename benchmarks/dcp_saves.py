@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 
 
 class DcpSaves:
@@ -22,11 +22,11 @@ class DcpSaves:
         self._stager = _stager(is_gpu)
 
     def save(self, state: dict[str, Any]) -> None:
-        dcp.save(state, storage_writer=self._writer(), process_group=self._group)
+        state_dict_saver.save(state, storage_writer=self._writer(), process_group=self._group)
 
     def begin(self, state: dict[str, Any]) -> Any:
         """A future that is done when the save is written. Returns when training may go on."""
-        found = dcp.async_save(
+        found: Any = state_dict_saver.async_save(
             state, storage_writer=self._writer(), process_group=self._group, async_stager=self._stager
         )
         if hasattr(found, "staging_completion"):  # copies beside the caller; a step would change what is copied
@@ -35,7 +35,7 @@ class DcpSaves:
         return found
 
     def _writer(self) -> Any:
-        return dcp.FileSystemWriter(self._folder, thread_count=2, overwrite=True)
+        return filesystem.FileSystemWriter(self._folder, thread_count=2, overwrite=True)
 
 
 def _stager(is_gpu: bool) -> Any:
