@@ -444,7 +444,7 @@ def test_machines_may_come_and_go_between_the_bounds(tmp_path: Path) -> None:
         (tmp_path / "more").unlink()
         assert stays.wait() == 0
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", stays.output)]
-    assert len(begun) == 3
+    assert len(begun) >= 3  # torch may meet once more, when it counts out the machine that it had missed first
     assert begun == sorted(begun)
     assert lines_naming(stays.output, "[fleetrun]", "machine")
     assert lines_naming(stays.output, "[fleetrun]", "1 of 1")  # it left without a word; coming costs no restart
