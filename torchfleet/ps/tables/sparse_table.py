@@ -12,7 +12,7 @@ from torchfleet.ps.kernels import rows
 from torchfleet.ps.kernels.merge import segment_sum, sum_by_key, unique
 from torchfleet.ps.tables.keyed_table import KeyedTable
 from torchfleet.ps.tables.row_updates import row_updates
-from torchfleet.ps.tables.rows import recent_pulls
+from torchfleet.ps.tables.rows import kept_requests
 from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.tables.rows.wire_rows import pulled_rows
@@ -71,7 +71,7 @@ class SparseTable(KeyedTable):
             if num_missing and create:
                 self._make_rows(self.index, keys, at, out, num_missing)
             # in a sync step all workers push as one
-            if create and worker is None and len(keys) >= recent_pulls.FEWEST_KEYS:
+            if create and worker is None and len(keys) >= kept_requests.FEWEST_KEYS:
                 self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
@@ -147,7 +147,7 @@ class SparseTable(KeyedTable):
         """`push` without the check: a message is checked as a whole with `check_push` before any of it is applied."""
         self.step += 1
         rate, change = learning_rate(self.spec.rule, lr, self.step), self._updates.change
-        is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
+        is_many = len(keys) >= kept_requests.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
         if pulled is None and is_many and self.is_open and grads.shape[1] == self.spec.dim:
             pulled = self._rows_of_distinct(keys)

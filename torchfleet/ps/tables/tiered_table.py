@@ -216,20 +216,20 @@ class TieredTable(SparseTable):
         """As KeyedTable.stored_chunks; for a save, slices without rows come while the disk is busy."""
         is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
         since = self.tracking.since if is_delta else 0  # type: ignore[union-attr]
-        for keys, words in self.tiers.all_rows(num_rows, since, MOST_WAIT if save else None):
+        for keys, words in self.tiers.all_rows.slices(num_rows, since, MOST_WAIT if save else None):
             yield keys, self._values(words), self._columns(words)
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
         """As RowStore.slices: rows on disk are brought into memory, a slice at a time."""
         step = min(num_rows, self._part)
-        for keys, _ in self.tiers.all_rows(step, 0):
+        for keys, _ in self.tiers.all_rows.slices(step, 0):
             for start in range(0, len(keys), step):
                 at = self.tiers.bring(keys[start : start + step])
                 yield np.sort(at[at >= 0])
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk."""
-        keys, words, behind = self.tiers.walk(cursor, num_rows)
+        keys, words, behind = self.tiers.all_rows.walk(cursor, num_rows)
         return keys, self.form.widened(np.ascontiguousarray(self._values(words)[:, : self._value_words])), behind
 
     def mark_all(self) -> None:
@@ -245,7 +245,7 @@ class TieredTable(SparseTable):
 
     def settle(self) -> bool:
         """As Table.settle."""
-        return super().settle() or self.tiers.settle()
+        return super().settle() or self.tiers.compaction.settle()
 
     def stats(self) -> dict[str, Any]:
         tiers = self.tiers

@@ -101,6 +101,15 @@ class Layout:
             )
 
 
+def records_of(keys: Keys, words: Words, changed: Words, bits: Words) -> Words:
+    """Records of rows: the number of the save that changed each last, and the bits of passes (passes.py)."""
+    out = np.empty((len(keys), RECORD_HEAD + words.shape[1]), np.uint32)
+    out[:, :KEY_WORDS] = keys.view(np.uint32).reshape(-1, KEY_WORDS)
+    out[:, KEY_WORDS], out[:, KEY_WORDS + 1] = changed, bits
+    out[:, RECORD_HEAD:] = words
+    return out
+
+
 def keys_of(records: Words) -> Keys:
     """The keys of records, in a new array."""
     return np.ascontiguousarray(records[:, :KEY_WORDS]).view(np.uint64).reshape(-1)
