@@ -21,7 +21,6 @@ from torchfleet.ps.tables.rows.tracking import AnyTracking, PackedTracking, Trac
 from torchfleet.ps.tables.rowstore import CHUNK, RowStore
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Floats
-from torchfleet.ps.tables.table import SavedModel
 from torchfleet.ps.tables.update_bounds import check_block, check_squares
 
 
@@ -94,10 +93,6 @@ class KeyedTable(RowStore):
             self._put(keys, stored, self._complete(columns or {}, len(keys)))
         finally:
             self._capacity = capacity
-
-    def restore(self, model: SavedModel) -> None:
-        """As Table.restore."""
-        model.load_rows(self)
 
     def note_loaded(self) -> int:
         """As RowTable.note_loaded."""

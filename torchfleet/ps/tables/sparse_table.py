@@ -22,7 +22,7 @@ from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.rule import learning_rate
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
-from torchfleet.ps.tables.table import SavedSlice, SaveMode
+from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode
 from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_shows
 
 
@@ -235,6 +235,10 @@ class SparseTable(KeyedTable):
     def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
         """As Table.save_slices."""
         return save_slices(self, mode, num_rows)
+
+    def restore(self, model: SavedModel) -> None:
+        """As Table.restore."""
+        model.load_rows(self)
 
     def load_slice(self, saved: SavedSlice) -> None:
         """As RowTable.load_slice."""

@@ -56,6 +56,6 @@ class FoundRows:
         at, used_at = known
         if used_at > self._left:
             return at
-        at = at.copy()
+        at = np.array(at)
         keep_found(self._index.words, self._used, np.uint32(tick), keys, at, KEY_WORDS + num_words)
         return at
