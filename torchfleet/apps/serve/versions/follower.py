@@ -152,7 +152,7 @@ class Follower:
                 self._follow_saves_meanwhile()
 
     def _take_changes(self) -> None:
-        """Take over rows and network up to one moment of each server; all rows, if a server has lost the subscription."""
+        """Take over rows and network up to one moment of each server; all rows, if one lost the subscription."""
         pushed, stack = self._subscription(), self.maker.stack
         base: list[Level] | None = None
         found = None if pushed.is_lost else pushed.changes(stack)

@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 from torchfleet.ps.kernels import rows as row_kernels
 from torchfleet.ps.kernels.statistics import NEVER, oldest
+from torchfleet.ps.tables.policies.capacity import SAMPLE, old_tick
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.tiers.pages import Words
 
 CHUNK = 2048  # keys per call of the map
 SWEEP = 8192  # rows that leave memory at once
-SAMPLE = 1 << 14  # rows whose last use is looked at to tell which rows are old
-SHARE = 0.1  # of the rows, the oldest, may leave in one lap
 MAX_TICK = 1 << 31
 
 
@@ -106,8 +105,5 @@ class HotRows:
                 return
 
     def _old_tick(self) -> int:
-        """The tick at or before which a tenth of the rows were used last."""
         num = self.index.num_row_numbers
-        ticks = self.used[: num : max(1, num // SAMPLE)]
-        ticks = ticks[ticks != NEVER]
-        return int(np.partition(ticks, int(len(ticks) * SHARE))[int(len(ticks) * SHARE)]) if len(ticks) else 0
+        return old_tick(self.used[: num : max(1, num // SAMPLE)])

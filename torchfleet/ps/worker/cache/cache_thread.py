@@ -24,7 +24,7 @@ class Preparer(Protocol):
     """A cache, as its thread sees it."""
 
     def begin(self, client: Client, batches: list[Any]) -> End:
-        """Do the first half of the preparation of batches, and return the second. An error has no effect on the cache."""
+        """Do the first half of the preparation of batches, and return the second. An error leaves no trace."""
 
     def fail(self, batches: list[Any], error: BaseException) -> None:
         """Store the error of either half in the batches."""
@@ -59,7 +59,7 @@ class CacheThread:
         self._threads.check()
 
     def prepare(self, cache: Preparer, batch: Any) -> None:
-        """Have the thread call `cache.begin`, and what it returns once the replies to its requests should have arrived."""
+        """Have the thread call `cache.begin`, and what it returns when the replies should have arrived."""
         self.check()
         if self._gathered is None:
             self._queue.put((cache, batch))
