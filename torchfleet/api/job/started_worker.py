@@ -112,11 +112,11 @@ class StartedWorker:
         self._caches = make_caches(self._plan, self.client, self._connect, self._ends)
         self._mode.use_caches(self._caches)
         self.engine = self._mode.engine = Engine(self.communicator, modules, pushed, self._caches)
-        self._saves = WorkerSaves(setup, self.client, self._membership, self._hybrid, lambda: self.communicator)
+        self._saves = WorkerSaves(setup, self.client, self._membership, self._hybrid, lambda: self._mode.communicator)
         if self.info.worker_index == 0:
             self.engine.on_first_call = self.describer.note_call
         self.status = self._known_status = WorkerStatus(
-            self.info, self.strategy.mode, lambda: self.communicator, self.engine
+            self.info, self.strategy.mode, lambda: self._mode.communicator, self.engine
         )
         self._ends.callback(self.status.close)
         self._schedules = global_schedules(self.info, self.strategy.mode, self._optimizers[0])
@@ -207,7 +207,7 @@ class StartedWorker:
             return HybridWorker(self.model, optimizer, self.strategy, self.info, self.client, others.gather)
 
     def _bind(self) -> None:
-        hook_model(self.model, self._plan, self.engine, lambda: self.communicator, self._ends)
+        hook_model(self.model, self._plan, self.engine, lambda: self._mode.communicator, self._ends)
         for optimizer in self._optimizers:
             self._ends.callback(optimizer.unbind, LEFT)
         if self._hybrid is not None:
@@ -228,7 +228,7 @@ class StartedWorker:
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
         meet = partial(self._wait_for_all, "load_state_dict()", "load_state_dict")
-        servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
+        servers = Servers(self.client, self._connect, lambda: self._mode.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
 
