@@ -18,7 +18,6 @@ The rival of one rank is `hand`, a plain loop.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.peer_ranks import measured, ratios, wanted
 from benchmarks.peer_trainings import FAMILIES
-from benchmarks.rank_jobs import run_ranks
+from benchmarks.rank_jobs import hand_over, run_ranks
 from benchmarks.timing import log, report
 
 MODELS = ("gpt2", "bert", "resnet50")
@@ -127,7 +126,7 @@ def main() -> None:
         _join(chosen)
         name, family, own = chosen.worker.split(":")
         chosen.contender = [own] if own else chosen.contender
-        print("RESULT " + json.dumps(measured(name, family, chosen)), flush=True)
+        hand_over(measured(name, family, chosen))
         dist.destroy_process_group()
         return
     table: dict[str, Any] = {}

@@ -10,7 +10,6 @@ peak of a rank's resident memory above that before the step, the largest of its 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.rank_jobs import run_ranks
+from benchmarks.rank_jobs import hand_over, run_ranks
 from benchmarks.timing import log, report
 
 WIDTH, HEADS, LAYERS, WORDS = 256, 4, 4, 512
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, metavar="LENGTH", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        print("RESULT " + json.dumps(rank(options.rank)), flush=True)
+        hand_over(rank(options.rank))
         return
     sizes, lengths = ([1, 2], [256, 512]) if options.quick else ([1, 2, 4], [1024, 2048, 4096])
     found: dict[int, dict[int, float]] = {size: {} for size in sizes}

@@ -16,7 +16,6 @@ threads (sender, reader), and of ZeroMQ's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ctr_data import write_raw
+from benchmarks.rank_jobs import results
 from benchmarks.timing import log, report
 
 ROOT = Path(__file__).parent.parent
@@ -64,10 +64,6 @@ def run_training(chosen: argparse.Namespace, files: list[str], test: list[str]) 
     if done.returncode or len(found) != chosen.workers:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return found
-
-
-def results(text: str) -> list[dict[str, float]]:
-    return [json.loads(line.partition("RESULT ")[2]) for line in text.splitlines() if "RESULT " in line]
 
 
 def summary(workers: list[dict[str, float]]) -> dict[str, float]:

@@ -12,7 +12,6 @@ depend on what else the machine does.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rank_jobs import results
 from benchmarks.timing import log, report
 
 ROOT = Path(__file__).parent.parent
@@ -77,9 +77,7 @@ def run(chosen: argparse.Namespace, contender: list[str], num_workers: int = 0) 
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
         logs = [path.read_text() for path in sorted((Path(log_dir) / "latest").glob("workerlog.*"))] or [done.stdout]
-    found = [
-        json.loads(line.partition("RESULT ")[2]) for text in logs for line in text.splitlines() if "RESULT " in line
-    ]
+    found = results("\n".join(logs))
     if done.returncode or len(found) != max(1, num_workers):
         raise SystemExit(f"the run of {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return found

@@ -10,13 +10,13 @@ CTR-DNN, 26 ids of dim 16, Adam on rows and network, bfloat16, hybrid mode; ids 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rank_jobs import results
 from benchmarks.timing import log, report
 
 _JOB = Path(__file__).with_name("gpu_worker_job.py")
@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace, with_cache: bool, profile: bool = False) -> 
         command = [sys.executable, "-m", "torchfleet.launch", *roles, "--private", "ipc", str(_JOB), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.timeout, check=False)
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")]
-    found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
+    found = results("\n".join(logs))
     if done.returncode or len(found) != 1:
         raise SystemExit(f"the run failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{''.join(logs)[-4000:]}")
     if profile:

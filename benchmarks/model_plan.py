@@ -13,9 +13,7 @@ and exchange one after the other: an exchange beside computing is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.rank_jobs import run_ranks
+from benchmarks.rank_jobs import hand_over, run_own_ranks
 from benchmarks.timing import log, report
 from torchfleet.observe.plan.model_plan import plans, size_of
 
@@ -122,9 +120,7 @@ def reached_link(numel: int) -> float:
 
 def measured(name: str, chosen: argparse.Namespace) -> dict[str, float]:
     log(f"{name}, {chosen.ranks} ranks")
-    own = [option for option in sys.argv[1:] if option != "--json"]
-    command = [sys.executable, "-m", "benchmarks.model_plan", *own, "--rank", name]
-    found = run_ranks([command] * chosen.ranks, 300)
+    found = run_own_ranks("benchmarks.model_plan", name, chosen.ranks)
     most = {key: max(result[key] for result in found) for key in ("rest", "step", "seconds")}
     return {**most, **{key: min(result[key] for result in found) for key in ("flops", "link")}}
 
@@ -155,7 +151,7 @@ def main() -> None:
     if chosen.quick:
         chosen.rounds, chosen.strategy = 2, ["data parallelism", "sharding, stage 3"]
     if chosen.rank:
-        print("RESULT", json.dumps(rank(chosen.rank, chosen)), flush=True)
+        hand_over(rank(chosen.rank, chosen))
         return
     size = size_of(f"benchmarks.model_plan:{chosen.shape}")
     every = {one.strategy: one for one in plans(size, chosen.ranks, "adam")}

@@ -13,16 +13,14 @@ order of actions, if sending takes no time; `*_formula`, where there is one.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.rank_jobs import run_ranks
+from benchmarks.rank_jobs import hand_over, run_own_ranks
 from benchmarks.timing import log, report
 from torchfleet.collective.pipeline.orders import Action, needed, orders
 
@@ -111,9 +109,7 @@ def rank(mode: str, chosen: argparse.Namespace) -> dict[str, Any]:
 
 def measured(mode: str, chosen: argparse.Namespace) -> dict[str, Any]:
     log(f"{mode}, {chosen.ranks} ranks, {chosen.micro_batches} micro-batches")
-    own = [option for option in sys.argv[1:] if option != "--json"]
-    command = [sys.executable, "-m", "benchmarks.pipeline_bubble", *own, "--rank", mode]
-    found = run_ranks([command] * chosen.ranks, 300)
+    found = run_own_ranks("benchmarks.pipeline_bubble", mode, chosen.ranks)
     slowest = [max(times) for times in zip(*(result["times"] for result in found), strict=True)]
     busy = 3 * chosen.micro_batches * chosen.milliseconds / 1000
     size, num, degree = chosen.ranks, chosen.micro_batches, MODES[mode]
@@ -137,7 +133,7 @@ def main() -> None:
     if chosen.quick:
         chosen.ranks, chosen.micro_batches, chosen.rounds, chosen.mode = 2, 4, 1, ["1F1B", "Interleaved1F1B"]
     if chosen.rank:
-        print("RESULT", json.dumps(rank(chosen.rank, chosen)), flush=True)
+        hand_over(rank(chosen.rank, chosen))
         return
     result: dict[str, Any] = {"ranks": chosen.ranks, "micro_batches": chosen.micro_batches}
     for mode in chosen.mode:

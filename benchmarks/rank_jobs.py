@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,19 @@ def run_ranks(
             printed = "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(texts))
             raise SystemExit(f"{failed or 'a rank gave no result'}: {' '.join(commands[0])}\n{printed}")
         return [of_rank[0] for of_rank in found]
+
+
+def run_own_ranks(module: str, name: str, num: int, seconds: float = 300) -> list[dict[str, Any]]:
+    """The results of `num` ranks that each run this benchmark with the options that it was given, and `--rank NAME`:
+    then it calls `hand_over`.
+    """
+    own = [option for option in sys.argv[1:] if option != "--json"]
+    return run_ranks([[sys.executable, "-m", module, *own, "--rank", name]] * num, seconds)
+
+
+def hand_over(result: Mapping[str, Any]) -> None:
+    """In a rank: give its result to `run_ranks`."""
+    print("RESULT", json.dumps(result), flush=True)
 
 
 def results(text: str) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ a job is. Each worker then has one thread, unless OMP_NUM_THREADS is set.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -23,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.rank_jobs import results
 from benchmarks.timing import log, report
 
 _WORKER = Path(__file__).with_name("sparse_worker.py")
@@ -95,7 +95,7 @@ def run(chosen: argparse.Namespace, layout: Layout) -> Found:
         environment = {**threads, **os.environ}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")] or [done.stdout]
-    found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
+    found = results("\n".join(logs))
     if done.returncode or len(found) != layout.workers:
         raise SystemExit(f"the run of {layout.name} failed:\n{done.stdout}\n{done.stderr}")
     return found

@@ -12,10 +12,8 @@ from torchfleet.collective.layers.tensor_parallel import (
     VocabParallelEmbedding as VocabParallelEmbedding,
 )
 from torchfleet.ps.worker.lookup.conversion import convert as convert, sparse_embeddings as sparse_embeddings
-from torchfleet.ps.worker.lookup.embedding import (
-    SparseEmbedding as SparseEmbedding,
-    SparseEmbeddingBag as SparseEmbeddingBag,
-)
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding as SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_bag import SparseEmbeddingBag as SparseEmbeddingBag
 from torchfleet.ps.worker.lookup.embedding_collection import SparseEmbeddingCollection as SparseEmbeddingCollection
 from torchfleet.ps.worker.lookup.initializers import (
     Constant as Constant,

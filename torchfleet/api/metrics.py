@@ -8,13 +8,11 @@ import threading
 from collections import deque
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api import process_role
-from torchfleet.api.util import as_array
+from torchfleet.api.util import as_array, reduced
 from torchfleet.base.errors import FleetError
 from torchfleet.base.paddle_names import Absent, with_paddle_arguments
 
@@ -24,7 +22,6 @@ _ARGUMENTS = {
     "scope": Absent((None,), "torch has no scopes: give the value itself, not the name of a variable"),
     "util": Absent((None, "torchfleet.util"), "all workers take part: leave it out, or give fleet.util"),
 }
-_COMBINE: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @with_paddle_arguments(_ARGUMENTS)
@@ -153,16 +150,8 @@ def _ratio(name: str, numerator: Any, total: Any) -> float:
 
 
 def _reduced(name: str, value: Any) -> Any:
-    """Combine `value` over all workers, in their order, so that the result is bitwise equal on all. Keeps its type."""
-    array = as_numbers(f"fleet.metrics.{name}", value)
-    brought = process_role.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
-    parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
-    if any(part[:2] != parts[0][:2] for part in parts):
-        raise FleetError(f"fleet.metrics: the workers brought different things: {[part[:2] for part in parts]}")
-    total = np.frombuffer(parts[0][2], np.float64)
-    for part in parts[1:]:
-        total = _COMBINE[name](total, np.frombuffer(part[2], np.float64))
-    total = np.array(total.reshape(array.shape))
+    """Combine `value` over all workers. Keeps its type."""
+    total = reduced("fleet.metrics", as_numbers(f"fleet.metrics.{name}", value), name, "worker")
     if isinstance(value, torch.Tensor):
         return torch.from_numpy(total).to(value.dtype if value.is_floating_point() else torch.float64)
     return total if isinstance(value, (np.ndarray, list, tuple)) else builtins.float(total)

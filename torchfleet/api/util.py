@@ -39,19 +39,25 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
         raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
     if mode == "sum" and array.dtype.kind == "b":
         raise FleetError("all_reduce: give numbers to sum up, not True and False: int(flag)")
-    brought = process_role.gather(
-        "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()]), comm_world
-    )
-    parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
-    if any(part[:3] != parts[0][:3] for part in parts):
-        raise FleetError(f"all_reduce: the workers brought different things: {[part[:3] for part in parts]}")
-    total = np.frombuffer(parts[0][3], array.dtype)
-    for part in parts[1:]:
-        total = _MODES[mode](total, np.frombuffer(part[3], array.dtype))
-    total = np.array(total.reshape(array.shape))
+    total = reduced("all_reduce", array, mode, comm_world)
     if isinstance(input, torch.Tensor):
         return torch.from_numpy(total).to(input.dtype)
     return total if isinstance(input, np.ndarray) else total.tolist()
+
+
+def reduced(what: str, array: npt.NDArray[Any], mode: str, comm_world: str) -> npt.NDArray[Any]:
+    """Combine the arrays of all processes in `comm_world`, in their order, so that the result is bitwise equal on all.
+    Raises FleetError if they differ in mode, type or shape. `what`: the name of the call, in its messages.
+    """
+    own = msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()])
+    brought = process_role.gather(what, own, comm_world)
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
+    if any(part[:3] != parts[0][:3] for part in parts):
+        raise FleetError(f"{what}: the workers brought different things: {[part[:3] for part in parts]}")
+    total = np.frombuffer(parts[0][3], array.dtype)
+    for part in parts[1:]:
+        total = _MODES[mode](total, np.frombuffer(part[3], array.dtype))
+    return np.array(total.reshape(array.shape))
 
 
 def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:

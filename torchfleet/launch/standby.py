@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from torchfleet.launch.run_as_main import run_as_main
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,7 +76,9 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(told["environment"])
         _redirect(os.environ["FLEET_LOG_FILE"])
-        run_python(told["command"][1:])
+        is_module = told["command"][1] == "-m"
+        target, *arguments = told["command"][2:] if is_module else told["command"][1:]
+        run_as_main(target, arguments, is_module)
 
 
 def _redirect(log: str) -> None:
@@ -85,18 +87,6 @@ def _redirect(log: str) -> None:
     end = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(end, 1)
     os.dup2(end, 2)
-
-
-def run_python(arguments: Sequence[str]) -> None:
-    """Do as `python ARGUMENTS` does: a script, or -m and a module, with their own arguments."""
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        sys.path[0] = os.getcwd()
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

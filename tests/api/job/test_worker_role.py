@@ -13,7 +13,7 @@ from support import jobs
 from support.jobs import Net, Part, fleet_optimizer
 
 import torchfleet as fleet
-from torchfleet.api.job import worker_role
+from torchfleet.api.job import worker_saves
 
 SGD = fleet_optimizer("sgd", lr=0.05)
 CASES = {
@@ -176,7 +176,7 @@ def test_the_last_save_of_a_worker_that_ends_first_has_all_steps(case: str, tmp_
 def test_what_others_push_while_a_save_is_written_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_written, is_pushed, save_model = threading.Event(), threading.Event(), worker_role.save_model
+    is_written, is_pushed, save_model = threading.Event(), threading.Event(), worker_saves.save_model
 
     def save_and_wait(*args: Any, **kwargs: Any) -> Any:
         saved = save_model(*args, **kwargs)
@@ -184,7 +184,7 @@ def test_what_others_push_while_a_save_is_written_is_saved_again(
         assert is_pushed.wait(jobs.SECONDS)
         return saved
 
-    monkeypatch.setattr(worker_role, "save_model", save_and_wait)
+    monkeypatch.setattr(worker_saves, "save_model", save_and_wait)
 
     def body(part: Part) -> list[str]:
         first, last = jobs.worker_batches(part.index, 2)

@@ -18,7 +18,7 @@ from support.searches import examples
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables import rowstore, sparse_table
 from torchfleet.ps.tables.eviction import shrink
-from torchfleet.ps.tables.rows import keymap, packed_map
+from torchfleet.ps.tables.rows import keymap, packed_map, row_form
 from torchfleet.ps.tables.rows.memory import Memory
 from torchfleet.ps.tables.rowstore import CHUNK
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
@@ -105,7 +105,9 @@ def test_pull_gives_an_array_of_its_own():
 def test_a_batch_longer_than_a_chunk_is_served_whole():
     table = make_table(initializer=UNIFORM, seed=3)
     keys = np.random.default_rng(0).integers(0, 3 * CHUNK, 4 * CHUNK + 5, dtype=np.uint64)
-    expected = {key: twins.first_value(int(table._stream), key, 2, "uniform", -1.0, 1.0) for key in set(keys.tolist())}
+    expected = {
+        key: twins.first_value(int(table.form.stream), key, 2, "uniform", -1.0, 1.0) for key in set(keys.tolist())
+    }
     wanted = np.array([expected[key] for key in keys.tolist()])
     assert twins.same_bits(table.pull(keys), wanted)
     grads = np.ones((len(keys), 2), np.float32)
@@ -131,7 +133,7 @@ def test_the_first_value_of_a_row_is_the_same_whatever_the_number_of_servers(kin
     size = 500 * (kind == "array")
     spec = TableSpec("t", kind, dim=3, size=size, seed=4, initializer=Initializer("normal", 0.0, 1.0))
     keys = np.arange(500, dtype=np.uint64)
-    stream = int(rowstore.value_stream(4, "t"))
+    stream = int(row_form.value_stream(4, "t"))
     expected = np.array([twins.first_value(stream, key, 3, "normal", 0.0, 1.0) for key in range(500)])
     parts = shard(spec, keys, num_servers)
     rows = []
@@ -588,7 +590,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def row(self, key: int) -> np.ndarray:
         if key not in self.rows:
-            self.rows[key] = twins.first_value(int(self.table._stream), key, self.dim, "uniform", -1.0, 1.0)
+            self.rows[key] = twins.first_value(int(self.table.form.stream), key, self.dim, "uniform", -1.0, 1.0)
         return self.rows[key]
 
     def block(self, data, num: int) -> np.ndarray:

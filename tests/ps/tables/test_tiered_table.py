@@ -13,13 +13,14 @@ import pytest
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables import tiered_table
 from torchfleet.ps.tables.kinds import make_table
+from torchfleet.ps.tables.rows import kept_requests
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.table import OneSlice
 from torchfleet.ps.tables.tiered_table import TieredTable
-from torchfleet.ps.tables.tiers import cold_rows, found_rows, pages, tiers
+from torchfleet.ps.tables.tiers import cold_rows, hot_rows, pages, tiers
 
 DIM = 5
 MEMORY = 64 << 20
@@ -32,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers.Tiers, "max_hot", property(lambda _: 700))
     monkeypatch.setattr(tiered_table, "FEWEST_ROWS", 1)
     monkeypatch.setattr(tiers, "SWEEP", 64)
-    monkeypatch.setattr(found_rows, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(kept_requests, "FEWEST_KEYS", 1)
     monkeypatch.setattr(pages, "BLOCK_BYTES", 1 << 14)
     monkeypatch.setattr(cold_rows.ColdRows.__init__, "__defaults__", (1 << 17,))
 
@@ -64,9 +65,9 @@ def rows_of(table: SparseTable, num: int = 1 << 16) -> dict[int, bytes]:
 def step(dice: np.random.Generator, both: tuple[SparseTable, TieredTable]) -> set[int]:
     """One random request to both, often for the keys of an earlier one; returns the keys that it erased."""
     what, keys = dice.integers(0, 10), some_keys(dice)
-    earlier = list(both[1].tiers._found._requests.values())
+    earlier = list(both[1].tiers._found._requests._kept.values())
     if earlier and dice.random() < 0.4:
-        keys = earlier[dice.integers(len(earlier))].keys.copy()
+        keys = earlier[dice.integers(len(earlier))][0].copy()
     if dice.random() < 0.3:
         both[1].foresee(keys if dice.random() < 0.7 else some_keys(dice))
     if what < 4:
@@ -237,8 +238,8 @@ def test_a_segment_that_a_write_frees_is_not_compacted(tmp_path: Path):
     assert cold.live[0] == 0
     assert cold.has(0)
     cold._disk.end_writes = lambda fewest: end_writes(1 << 20)  # type: ignore[method-assign]
-    table.tiers._compacted = iter([0])
-    assert table.tiers.compact()
+    table.tiers.compaction._left = iter([0])
+    assert table.tiers.compaction.compact()
     assert not cold.has(0)
 
 
@@ -266,7 +267,7 @@ def test_one_request_for_more_rows_than_memory_holds_is_an_error(tmp_path: Path)
 
 @pytest.mark.usefixtures("tiny")
 def test_ticks_start_again_before_they_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiers, "MAX_TICK", 64)
+    monkeypatch.setattr(hot_rows, "MAX_TICK", 64)
     dice, both = np.random.default_rng(9), pair(tmp_path)
     for _ in range(400):
         step(dice, both)

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchfleet import __version__
+from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.notices import tell
-from torchfleet.base.role.role_info import RoleInfo
+from torchfleet.base.role.role_info import LOSS_END, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
+from torchfleet.ps.worker.membership import Membership
 
 MAX_VALUE = 1000  # characters: a server accepts a few more
 FREE_MODES = ("async", "half_async", "geo")  # modes in which no worker waits for another
+
+
+def join(
+    setup: JobSetup, client: Client, own: Client, exchange: str, waiting_share: Callable[[], float | None]
+) -> Membership:
+    """Join the job on all servers. `own`: the client of the membership, which closes it. `exchange`: as in `claims_of`;
+    `waiting_share`: as in Membership. Raises RoleError if a server refuses this worker or has another release.
+    """
+    strategy, info = setup.strategy, setup.info
+    assert strategy is not None
+    check_releases(client)
+    claims = claims_of(setup.plan.specs, strategy, info.num_servers, exchange)
+    joins = info if strategy.mode in FREE_MODES else replace(info, max_restart=0)  # else no worker waits for it
+    return Membership(own, joins, strategy.sync_timeout, waiting_share, claims)
+
+
+def with_restarts(info: RoleInfo, strategy: DistributedStrategy, membership: Membership) -> RoleInfo:
+    """The role with the number of restarts that the servers know of."""
+    if strategy.mode == "hybrid" and info.on_worker_loss == LOSS_END:
+        return info  # ranks start together, and their launcher counts the restarts
+    return replace(info, restart=max(info.restart, *(joined.restarts for joined in membership.told)))
 
 
 def claims_of(

@@ -131,7 +131,7 @@ class Exchange:
         self._app.note(self._scope, status, time.monotonic() - self._began, len(body))
 
     def leave(self) -> None:
-        """The connection is closed. A request that was not answered is noted as such."""
+        """Called when the connection is closed. Logs a request that was not answered as one whose client left."""
         self.release()
         if not self.response_complete:
             self.response_complete = True

@@ -88,7 +88,7 @@ class ServingApp:
             self._log.write(scope, status, seconds, num_bytes)
 
     def note_left(self, scope: Scope, seconds: float) -> None:
-        """Count and log a request whose connection is closed: by its client, or by us, who have refused it."""
+        """Count and log a request whose connection was closed, by its client or because the request was refused."""
         status, num_bytes = scope.get("refused", (CLIENT_LEFT, 0))
         self.note(scope, status, seconds, num_bytes)
 
@@ -198,7 +198,7 @@ class ServingApp:
             self.release(held)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Whether a body of this size may come in now; `release` gives its memory back."""
+        """Reserve memory for a body of this size. Returns False if there is none left; `release` gives it back."""
         if self._num_body_bytes + num_bytes > _BODIES:
             return False
         self._num_body_bytes += num_bytes
@@ -212,7 +212,7 @@ class ServingApp:
 
 
 async def _has_left(receive: Receive) -> bool:
-    """Whether the client has closed the connection. Its request has been received: nothing else can come."""
+    """Whether the client has closed the connection. Call it when the request is complete: only the close can follow."""
     next_message = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if not next_message.done():

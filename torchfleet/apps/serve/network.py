@@ -95,7 +95,7 @@ def _by_column(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _staged(steps: list[Step], num_values: int) -> list[tuple[list[Step], list[_Lookup]]]:
-    """(operations, the lookups whose ids they lead to), and again: lookups of a stage are made together."""
+    """Stages of a graph: (operations, the lookups whose ids they compute). Lookups of a stage are made together."""
     depths = [0] * num_values
     stages: list[tuple[list[Step], list[_Lookup]]] = []
     for step in steps:

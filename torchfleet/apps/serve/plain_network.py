@@ -80,7 +80,9 @@ class PlainNetwork(torch.nn.Module):
         return tuple(values[output.value] for output in graph.outputs)
 
     def example_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """From tensors for all inputs of the graph those of `inputs`. Rows are zeros of a lookup's shape."""
+        """The tensors for `inputs`, chosen from those for all inputs of the graph. Rows become zeros of the shape of
+        their lookup.
+        """
         graph = self.graph
         values: list[Any] = [None] * (graph.num_given + len(graph.nodes))
         values[: graph.num_given] = [*tensors, *self.state, *self.constants]
@@ -179,7 +181,9 @@ def _layer_of(storage: Storage, manifest: Manifest, table: str) -> KeyedEmbeddin
 
 
 def _needed(graph: NetworkGraph, are_rows: bool) -> list[Step]:
-    """The operations that the outputs depend on, in order. With `are_rows`, what leads to a lookup's ids is not."""
+    """The operations that the outputs depend on, in order; with `are_rows`, without those that compute the ids of
+    lookups.
+    """
     wanted = {output.value for output in graph.outputs}
     found = []
     for step in reversed(steps_of(graph)):

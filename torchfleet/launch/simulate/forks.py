@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import os
 import random
-import runpy
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ import torch
 from torchfleet.api import distributing, job_life, metrics, saves, table_calls, training_passes, util  # noqa: F401
 from torchfleet.api.prepare_job import stop_at_exit
 from torchfleet.base.process_place import ProcessPlace, give_place
+from torchfleet.launch.run_as_main import run_as_main
 from torchfleet.launch.simulate.conditions import Job, Part
 from torchfleet.launch.simulate.coordinator import ProcessFailed
 from torchfleet.launch.simulate.inside.actors import Schedule
@@ -165,13 +165,8 @@ def _seed(seed: int) -> None:
 
 def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
     """Run the script or the module as a separate process would, and return its exit status."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(script).absolute().parent))
     try:
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        run_as_main(script, arguments, is_module)
     except SystemExit as end:
         if isinstance(end.code, int) or end.code is None:
             return end.code or 0

@@ -109,7 +109,7 @@ class DeviceTable:
 
     @property
     def has_entry(self) -> bool:
-        """Whether an id may get its row later than at its first appearance, or never."""
+        """Whether the table's entry may refuse an id a row at its first appearance."""
         return self.admission is not None
 
     @property
@@ -222,9 +222,9 @@ class DeviceTable:
             self._grow(num_rows - room)
 
     def check(self) -> None:
-        """Raise an error about earlier lookups, as far as is known without waiting for the device: WrongIds for ids
-        that are not below the table's declared size, TableError if there was no row for a key, which only a captured
-        graph can come to: such a key reads NaN.
+        """Raise the error of an earlier lookup, as far as is known without waiting for the device: WrongIds for ids
+        that are not below the table's declared size; TableError if there was no row for a key. Only a captured graph
+        can run out of rows, and reads NaN for such a key.
         """
         known = self.occupancy.known
         if known[OUTSIDE]:
@@ -252,7 +252,7 @@ class DeviceTable:
     def _admit(self, admission: Admission, keys: torch.Tensor, padding: int | None) -> None:
         """Give rows to those of the keys that the entry admits now."""
         slots = self.kernels.find(self.memory, self.layout, keys, False, padding)
-        self._stamp(slots)  # rows of this lookup are not evicted for others of it
+        self._stamp(slots)  # so that rows of this lookup are not evicted for its new ids
         is_missing = slots == ABSENT if padding is None else (slots == ABSENT) & (keys != padding)
         self._insert(admission.admit(torch.unique(keys[is_missing]), int(time.time())))
 
@@ -264,7 +264,7 @@ class DeviceTable:
         return slots
 
     def _prepare(self, keys: torch.Tensor) -> None:
-        """Make room for the new ones of these keys."""
+        """Make room for those of these keys that have no row."""
         self.check()
         if not self.occupancy.is_enough_for(len(keys)):
             self._make_room(keys)
@@ -341,6 +341,6 @@ class DeviceTable:
         return free_rows.slot_of_empty(self.memory)
 
     def _give_back(self, slots: torch.Tensor) -> None:
-        """Make the free list of what is left of it and these slots."""
+        """Add these slots to the list of free ones."""
         free_rows.give_back(self.memory, slots)
         self.occupancy.refresh()

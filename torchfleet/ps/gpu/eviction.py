@@ -54,7 +54,7 @@ class EvictableTable(Protocol):
 
 
 def check_policies(spec: TableSpec) -> None:
-    """Raise TableError for what tables on devices do not have."""
+    """Raise TableError for a shrink or a dtype that tables on devices do not have."""
     unknown = sorted(spec.shrink.names - _ON_DEVICES) or (["where"] if spec.shrink.where is not None else [])
     if unknown:
         raise TableError(

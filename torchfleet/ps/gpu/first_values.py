@@ -12,7 +12,7 @@ _GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def first_values(keys: torch.Tensor, stream: int, initializer: Initializer, dim: int) -> torch.Tensor:
-    """(len(keys), dim) float32 of a table whose stream (rowstore.value_stream) is given as a signed integer."""
+    """(len(keys), dim) float32 of a table whose stream (row_form.value_stream) is given as a signed integer."""
     if initializer.name == "constant":
         return torch.full((len(keys), dim), initializer.a, dtype=torch.float32, device=keys.device)
     base = mix(mix(keys + _GOLDEN) + stream)

@@ -1,4 +1,6 @@
-"""Rows of a table's memory that are given back, and the directory without them. These functions wait for the device."""
+"""Gives rows of a table's memory back, and removes their entries from the directory. These functions wait for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def slot_of_empty(memory: TableMemory) -> int:
 
 
 def give_back(memory: TableMemory, slots: torch.Tensor) -> None:
-    """Make the free list of what is left of it and these slots."""
+    """Add these slots to the list of free ones."""
     used, counters = num_used(memory), memory.counters.tolist()
     free = torch.cat([memory.free[counters[TAKEN] : counters[NUM_FREE]], slots.int()])
     memory.free[: len(free)] = free

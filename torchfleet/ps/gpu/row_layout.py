@@ -8,8 +8,8 @@ import torch
 
 from torchfleet.ps.gpu.first_values import first_values
 from torchfleet.ps.gpu.integers import signed
+from torchfleet.ps.tables.rows.row_form import value_stream
 from torchfleet.ps.tables.rows.row_statistics import row_columns
-from torchfleet.ps.tables.rowstore import value_stream
 from torchfleet.ps.tables.settings.rule import Rule
 from torchfleet.ps.tables.settings.spec import Initializer, TableSpec
 

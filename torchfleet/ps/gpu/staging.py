@@ -19,7 +19,9 @@ class Staging:
         self._turn = 0
 
     def moved(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows on the device. They are read before this returns, and arrive in the order of the stream."""
+        """A copy of the rows on the device. `rows` is free when this returns; the copy is complete in the order of the
+        stream.
+        """
         turn, self._turn = self._turn, (self._turn + 1) % _TURNS
         if self._copied[turn] is not None:
             self._copied[turn].synchronize()

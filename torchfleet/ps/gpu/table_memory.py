@@ -20,7 +20,7 @@ EMPTY = -(1 << 63)  # the key of an entry that was never used
 REMOVED = EMPTY + 1  # the key of an entry whose row was removed: a search goes on behind it
 ABSENT = -1  # the slot of a key that has no row
 PENDING = -2  # in the directory: the slot of an entry while a kernel inserts it
-NO_ROW = -2  # what a lookup returns for a key that was to get a row when there was none left: it reads NaN
+NO_ROW = -2  # what a lookup returns for a new key when no row was left; it reads NaN
 MAX_SLOTS = 1 << 30  # slots and positions are 32-bit numbers
 SPARE = 1.5  # directory entries per row
 NUM_IDLE = 1024  # entries that stay empty
@@ -86,7 +86,9 @@ def first_positions(keys: torch.Tensor, secret: int, num_positions: int) -> torc
 
 
 def stored_keys(keys: torch.Tensor) -> torch.Tensor:
-    """Keys as the directory holds them: in the two entries at the end, any number that marks neither of both."""
+    """Keys as the directory holds them. The keys that equal EMPTY or REMOVED become another number: they have entries
+    of their own.
+    """
     return torch.where(keys <= REMOVED, 0, keys)
 
 

@@ -83,7 +83,7 @@ class TableSaves:
     # Saves
 
     def begin(self, token: int, parent: int, mode: SaveMode) -> None:
-        """Mark the begin of a save that continues `parent`. Raises CheckpointError if a delta cannot."""
+        """Begin a save that continues `parent`. Raises CheckpointError if a delta cannot continue it."""
         if mode == "inference":
             return
         if mode == "delta" and self.table.is_captured:

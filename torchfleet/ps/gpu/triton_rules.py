@@ -24,7 +24,7 @@ MOST = tl.constexpr(2.0**100)  # as in kernels/rule_steps.py
 
 @triton.jit
 def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.constexpr):
-    """(step_rate, factor of the values by decoupled decay) of the next update, as plain_kernels.rates. `settings`, in
+    """(step_rate, factor of the values by decoupled decay) of the next update, as plain_kernels.push. `settings`, in
     float64: ln β1, ln β2, decay of the rate, weight decay.
     """
     t = (tl.load(counters + STEP) + 1).to(tl.float64)
@@ -41,7 +41,7 @@ def step_rates(counters, lr, settings, LR_IN_MEMORY: tl.constexpr, RULE: tl.cons
 @triton.jit
 def read_row(words, offsets, shift, slot, mask, d, D: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
              RULE: tl.constexpr, STATES: tl.constexpr):  # fmt: skip
-    """(start, value, first state, second state) of the rows in the mask; a state that the rule has not is the value.
+    """(start, value, first state, second state) of the rows in the mask; a state that the rule lacks is the value.
     The first state of row-wise Adagrad is the row's number, its second one the velocity.
     """
     start = row_start(offsets, shift, slot, mask, WIDTH, SHIFT)

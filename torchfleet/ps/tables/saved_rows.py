@@ -8,22 +8,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from torchfleet.base.errors import TableError
+from torchfleet.ps.tables.keyed_table import KeyedTable
 from torchfleet.ps.tables.policies.admission import Admission, Candidates
-from torchfleet.ps.tables.rows.codecs import SCALE
-from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.tracking import AnyTracking, Tracking
-from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
-from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.tables.table import SavedSlice, SaveMode
 
 SKETCH_BLOCKS = (1 << 25) // BLOCK_BYTES  # blocks in one slice: as many as a part file holds
 
 
-def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
+def save_slices(table: KeyedTable, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
     """As Table.save_slices; a delta begins with the keys that lost their rows."""
     is_delta, with_state = mode == "delta", mode != "inference"
     if is_delta and table.tracking is not None:
@@ -33,20 +28,13 @@ def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[Save
         kept = {name: column for name, column in columns.items() if name != "delta" or mode == "copy"}
         if not with_state:
             kept = {}
-        yield SavedSlice("rows", {"keys": keys, **_arrays(table, rows, with_state), **kept})
+        yield SavedSlice("rows", {"keys": keys, **table.form.arrays(rows, with_state), **kept})
         is_empty = False
     if is_empty:
         none = np.empty((0, table.spec.stored_words), np.float32)
-        yield SavedSlice("rows", {"keys": np.empty(0, np.uint64), **_arrays(table, none, with_state)})
+        yield SavedSlice("rows", {"keys": np.empty(0, np.uint64), **table.form.arrays(none, with_state)})
     if table.admission is not None and with_state:
         yield from _save_admission(table.admission, is_delta, num_rows)
-
-
-def _arrays(table: RowStore, stored: Floats, with_state: bool) -> dict[str, npt.NDArray[Any]]:
-    """Rows as a save has them: `rows` of float32, or narrow values beside their state."""
-    if table.narrow is not None:
-        return table.narrow.arrays(stored, with_state)
-    return {"rows": stored[:, : table.num_words if with_state else table.spec.dim]}
 
 
 def _save_admission(admission: Admission, is_delta: bool, num_rows: int) -> Iterator[SavedSlice]:
@@ -63,7 +51,7 @@ def _save_admission(admission: Admission, is_delta: bool, num_rows: int) -> Iter
             yield SavedSlice("sketch", {"blocks": sketch.blocks(start, stop)}, start)
 
 
-def load_slice(table: RowStore, saved: SavedSlice) -> None:
+def load_slice(table: KeyedTable, saved: SavedSlice) -> None:
     """As RowTable.load_slice. Of keys without a row, loads only what this table's entry counts."""
     if saved.kind == "sketch":
         if table.admission is not None and table.admission.sketch is not None:
@@ -78,7 +66,7 @@ def load_slice(table: RowStore, saved: SavedSlice) -> None:
         if "rows" in columns:
             table.load(keys, columns.pop("rows"), columns)
         else:
-            _load_narrow(table, keys, columns)
+            table.load_stored(keys, table.form.from_arrays(columns), columns)
         if candidates is not None and candidates.index.num_keys:
             candidates.erase(keys)
     elif candidates is not None and saved.kind == "candidates_gone":
@@ -87,21 +75,13 @@ def load_slice(table: RowStore, saved: SavedSlice) -> None:
         candidates.load(keys, columns, table.clock.now)
 
 
-def _load_narrow(table: RowStore, keys: Keys, columns: dict[str, npt.NDArray[Any]]) -> None:
-    """Load rows that a table of the same type saved."""
-    if table.narrow is None:
-        raise TableError(f"table '{table.spec.name}' has rows of float32, found rows of {sorted(columns)}")
-    narrow = {name: columns.pop(name) for name in ("row_values", SCALE, "row_state") if name in columns}
-    table.load_stored(keys, table.narrow.from_arrays(narrow), columns)
-
-
-def export_changes(table: RowStore) -> dict[str, Any]:
+def export_changes(table: KeyedTable) -> dict[str, Any]:
     """The keys that lost their rows since the last save, as plain values."""
     candidates = table.admission.candidates if table.admission is not None else None
     return {"tracking": _gone(table.tracking), "candidates": _gone(candidates.tracking) if candidates else None}
 
 
-def note_all_changed(table: RowStore, notes: Mapping[str, Any]) -> None:
+def note_all_changed(table: KeyedTable, notes: Mapping[str, Any]) -> None:
     """Mark all rows as changed, after a copy. `notes` is the `export_changes` of the source table. A copy does not know
     which rows a delta must write, so the next delta writes all of them once.
     """
@@ -113,7 +93,7 @@ def note_all_changed(table: RowStore, notes: Mapping[str, Any]) -> None:
     _note_all(table, notes)  # and for the next one
 
 
-def _note_all(table: RowStore, notes: Mapping[str, Any]) -> None:
+def _note_all(table: KeyedTable, notes: Mapping[str, Any]) -> None:
     assert table.tracking is not None
     for keys in notes["tracking"]:
         table.tracking.note_gone(np.frombuffer(keys, np.uint64))

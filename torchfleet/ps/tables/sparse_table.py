@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.kernels.merge import segment_sum, sum_by_key, unique
-from torchfleet.ps.kernels.team import TEAM
-from torchfleet.ps.tables import eviction
-from torchfleet.ps.tables.rows import recent_pulls
-from torchfleet.ps.tables.rows.keymap import FEWEST_SHARED, KeyMap, Keys, Rows
-from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
+from torchfleet.ps.tables.keyed_table import KeyedTable
+from torchfleet.ps.tables.row_updates import row_updates
+from torchfleet.ps.tables.rows import kept_requests
+from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.tables.rows.wire_rows import pulled_rows
-from torchfleet.ps.tables.rowstore import CHUNK, RowStore
-from torchfleet.ps.tables.rules.decay import decayed
+from torchfleet.ps.tables.rowstore import CHUNK
 from torchfleet.ps.tables.saved_rows import export_changes, load_slice, note_all_changed, save_slices
 from torchfleet.ps.tables.settings.clock import Clock
-from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.rule import learning_rate
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.summary import Summary
 from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode
-from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_shows, signed
+from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_shows
 
 
-class SparseTable(RowStore):
-    """A row store with admission and an update rule: kinds `sparse` and `array`."""
+class SparseTable(KeyedTable):
+    """A table of rows with admission and an update rule: kinds `sparse` and `array`."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
-        self._row_rule = spec.rule.row_rule
+        self._updates = row_updates(spec, self.form)
         self._wire = pulled_rows(spec)
-        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances in a sync step, counted when it ends
+
+    # Pulls
 
     def check_pull(self, keys: Keys, create: bool) -> int:
         """As Table.check_pull."""
@@ -50,7 +48,7 @@ class SparseTable(RowStore):
         recorded, neither a row nor an appearance, and missing keys read as zeros. `worker`: the pull belongs to a sync
         step, whose result must not depend on the order of the workers: missing keys wait for `admit_waiting`.
         """
-        return self._widened(self._pull_stored(keys, create, worker))
+        return self.form.widened(self._pull_stored(keys, create, worker))
 
     def pull_encoded(self, keys: Keys, create: bool = True, worker: int | None = None) -> npt.NDArray[Any]:
         """As Table.pull_encoded."""
@@ -73,7 +71,7 @@ class SparseTable(RowStore):
             if num_missing and create:
                 self._make_rows(self.index, keys, at, out, num_missing)
             # in a sync step all workers push as one
-            if create and worker is None and len(keys) >= recent_pulls.FEWEST_KEYS:
+            if create and worker is None and len(keys) >= kept_requests.FEWEST_KEYS:
                 self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
@@ -85,7 +83,7 @@ class SparseTable(RowStore):
         """As Table.pull_rows. With create=False, keys without a row read as zeros."""
         if create:
             self._pull_stored(keys, create, worker)
-        return self.copies(keys, create=False)[0].reshape(len(keys), self.num_words)
+        return self.copies(keys, create=False)[0]
 
     def look_up(self, keys: Keys, create: bool = True) -> Floats:
         """`pull`, with its check."""
@@ -101,68 +99,7 @@ class SparseTable(RowStore):
                 self._insert(keys[some], at[some], True)
                 rows.gather(index.store, *self._layout, at[some], out[some])
 
-    def appear(self, keys: Keys, worker: int | None = None) -> Rows:
-        """Record that keys were looked up for training: admit or count them, create rows, mark them as seen. Returns
-        their rows, -1 for a key without one.
-        """
-        at = self.find(keys)
-        self._see(at)  # first, so that rows of this batch are not evicted for others of it
-        missing = at < 0
-        if missing.any():
-            strangers = unique(keys[missing])[0]
-            if worker is not None:
-                self._waiting.setdefault(worker, []).append(strangers)
-                self.num_waiting += len(strangers)
-            else:
-                self._admit(strangers, at)
-                at[missing] = found = self.find(keys[missing])
-                self._see(found)
-        return at
-
-    def _see(self, at: Rows) -> None:
-        if self.statistics is not None:
-            self.statistics.appear(at, self.clock.now, self.step)
-            self._mark(at)
-
-    def admit_waiting(self) -> None:
-        """As Table.admit_waiting."""
-        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
-        for _, pulls in sorted(waiting.items()):
-            for keys in pulls:
-                self.appear(keys)
-
-    def forget_waiting(self, worker: int) -> None:
-        """As Table.forget_waiting: the worker's next process pulls again."""
-        self.num_waiting -= sum(len(keys) for keys in self._waiting.pop(worker, []))
-
-    def export_notes(self) -> dict[str, Any]:
-        """As Table.export_notes, with the keys that lost their rows and the appearances of the current step."""
-        waiting = {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
-        return {
-            **super().export_notes(),
-            "num_evicted": self.num_evicted,
-            "waiting": waiting,
-            **export_changes(self),
-        }
-
-    def restore_notes(self, notes: dict[str, Any]) -> None:
-        """As Table.restore_notes."""
-        super().restore_notes(notes)
-        self.num_evicted = notes["num_evicted"]
-        self._restore_waiting(notes["waiting"])
-
-    def end_copy(self, notes: dict[str, Any]) -> None:
-        """As Table.end_copy."""
-        note_all_changed(self, notes)
-
-    def begin_run(self) -> None:
-        """As Table.begin_run."""
-        super().begin_run()
-        self._restore_waiting({})
-
-    def _restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:
-        self._waiting = {worker: [np.frombuffer(keys, np.uint64) for keys in pulls] for worker, pulls in kept.items()}
-        self.num_waiting = sum(len(keys) for pulls in self._waiting.values() for keys in pulls)
+    # Pushes
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` cannot apply this, or if a result would not be finite."""
@@ -194,18 +131,9 @@ class SparseTable(RowStore):
         """
         keys, grads = sum_by_key(keys, grads)
         grads = np.ascontiguousarray(grads[:, : self.spec.dim])
-        largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
-        store, at = self.copies(keys, create=rate is None or self.admission is None)
-        self._change(keys, at, grads[at], rate, self.step + 1, (store, (self.num_words, 0)))
-        made = np.ascontiguousarray(store.reshape(-1, self.num_words)[at])
-        if not rows.largest(made) < np.inf:
-            row = int(at[np.flatnonzero(~np.isfinite(made).all(axis=1))[0]])
-            raise TableError(
-                f"table '{self.spec.name}': the row for key {signed(keys, row)} would become NaN or infinite, by "
-                f"gradients up to {largest:.3g} times a rate of {1.0 if rate is None else rate:.3g}; nothing was "
-                "applied. Lower the learning rate, or clip the gradients."
-            )
-        self.bounds.note(rows.largest(made))
+        check_block(self.spec, keys, grads, self.spec.dim, "gradients")
+        copies, at = self.copies(keys, create=rate is None or self.admission is None)
+        self.bounds.note(self._updates.change_copies(copies, keys, at, grads, rate, self.step + 1))
 
     def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """One update: gradients of equal keys are summed, then the rule is applied once per key.
@@ -218,13 +146,13 @@ class SparseTable(RowStore):
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """`push` without the check: a message is checked as a whole with `check_push` before any of it is applied."""
         self.step += 1
-        rate = learning_rate(self.spec.rule, lr, self.step)
-        is_many = len(keys) >= recent_pulls.FEWEST_KEYS and isinstance(self.index, KeyMap)
+        rate, change = learning_rate(self.spec.rule, lr, self.step), self._updates.change
+        is_many = len(keys) >= kept_requests.FEWEST_KEYS and isinstance(self.index, KeyMap)
         pulled = self.index.recent.take(keys) if is_many else None  # type: ignore[union-attr]
         if pulled is None and is_many and self.is_open and grads.shape[1] == self.spec.dim:
             pulled = self._rows_of_distinct(keys)
         if pulled is not None:
-            self._change(keys, pulled, grads, rate, self.step)
+            change(self.index.store, self._layout, keys, pulled, grads, rate, self.step)
             self._mark(pulled)
             if self.watch is not None:
                 self._tell_rows(keys, pulled)
@@ -232,7 +160,7 @@ class SparseTable(RowStore):
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         if len(keys) <= CHUNK and self.admission is None:
             at = self._locate(keys, True, self._row_words)
-            self._change(keys, at, grads, rate, self.step)
+            change(self.index.store, self._layout, keys, at, grads, rate, self.step)
             self._mark(at)
             if self.watch is not None:
                 self._tell_rows(keys, at)
@@ -243,7 +171,7 @@ class SparseTable(RowStore):
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 some, at, chunk = some[at >= 0], at[at >= 0], chunk[at >= 0]  # not admitted: no update
-            self._change(some, at, chunk, rate, self.step)
+            change(self.index.store, self._layout, some, at, chunk, rate, self.step)
             self._mark(at)
             if self.watch is not None:
                 self._tell_rows(some, at)
@@ -257,41 +185,6 @@ class SparseTable(RowStore):
             some = slice(start, start + CHUNK)
             at[some] = self._locate(keys[some], True, 0)
         return at if self.index.recent.are_distinct(at) else None
-
-    def _change(
-        self,
-        keys: Keys,
-        at: Rows,
-        grads: Floats,
-        rate: float | None,
-        step: int,
-        place: tuple[Floats, tuple[int, int]] | None = None,
-    ) -> None:
-        """Update these distinct rows by the rule, or without a rate add to them; `keys` are theirs. `place`: where
-        float32 rows are, with their layout; None: in the table.
-        """
-        if place is None and self.narrow is not None:
-
-            def change(store: Floats, layout: tuple[int, int], at: Rows, some: slice) -> None:
-                self._change(keys, at, grads[some], rate, step, (store, layout))
-
-            self.narrow.change(self.index.store, self._layout, keys, at, change, step)
-            return
-        store, layout = place or (self.index.store, self._layout)
-        if rate is None:
-            rows.sgd(store, *layout, at, grads, -1.0, -np.inf, np.inf)
-            return
-        rule, apply = self.spec.rule, self._row_rule.apply_to_rows
-        if rule.weight_decay:
-            grads = decayed(rule, store, layout, at, grads, rate)
-        if len(at) < 2 * FEWEST_SHARED:
-            apply(rule, store, layout, at, grads, rate, step)
-            return
-
-        def work(start: int, stop: int) -> None:
-            apply(rule, store, layout, at[start:stop], grads[start:stop], rate, step)
-
-        TEAM.share(work, len(at), FEWEST_SHARED)  # rows are distinct: threads change different ones
 
     def note_updated(self, at: Rows) -> None:
         """Rows of a table of a range were updated from outside (table_group.py)."""
@@ -326,22 +219,12 @@ class SparseTable(RowStore):
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._locate(keys[some], True, self._value_words)
-            self._change(keys[some], at, deltas[some], None, self.step)
+            self._updates.change(self.index.store, self._layout, keys[some], at, deltas[some], None, self.step)
             self._mark(at)
             if self.watch is not None:
                 self._tell_rows(keys[some], at)
 
-    def check_erase(self, keys: Keys) -> None:
-        """As Table.check_erase."""
-        self.check_keys(keys)
-
-    def check_shrink(self, policy: Shrink) -> None:
-        """As Table.check_shrink."""
-        eviction.check_policy(self, policy)
-
-    def shrink(self, policy: Shrink) -> Iterator[int]:
-        """As Table.shrink."""
-        return eviction.shrink(self, policy)
+    # All rows, and what a copy has beside them
 
     def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
         """As Table.summarize."""
@@ -361,10 +244,25 @@ class SparseTable(RowStore):
         """As RowTable.load_slice."""
         load_slice(self, saved)
 
-    def note_loaded(self) -> int:
-        """As RowTable.note_loaded."""
-        self.num_loaded = self.num_rows
-        return self.num_loaded
+    def export_notes(self) -> dict[str, Any]:
+        """As Table.export_notes, with the keys that lost their rows and the appearances of the current step."""
+        own = {"num_evicted": self.num_evicted, "waiting": self.waiting.export()}
+        return {**super().export_notes(), **own, **export_changes(self)}
+
+    def restore_notes(self, notes: dict[str, Any]) -> None:
+        """As Table.restore_notes."""
+        super().restore_notes(notes)
+        self.num_evicted = notes["num_evicted"]
+        self.waiting.restore(notes["waiting"])
+
+    def end_copy(self, notes: dict[str, Any]) -> None:
+        """As Table.end_copy."""
+        note_all_changed(self, notes)
+
+    def begin_run(self) -> None:
+        """As Table.begin_run."""
+        super().begin_run()
+        self.waiting.restore({})
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -376,36 +274,4 @@ class SparseTable(RowStore):
             "load_factor": self.index.load_factor,
             "step": self.step,
             "staleness": self.staleness.counts(),
-        }
-
-    def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Create rows for those of these distinct keys without a row that the entry admits.
-
-        A capacity admits only as many keys as fit beside the rows in use; the counts of the other keys start again.
-        """
-        carried: Columns | None = None
-        if self.admission is not None:
-            keys, carried = self.admission.admit(keys)
-        if self._capacity is not None:
-            if self.decisions.followed is not None:
-                keys, carried = self._with_room(keys, carried)
-            elif len(keys) + len(in_use) > self._capacity.max_rows:
-                room = max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))
-                self.decisions.note("left_out", keys[room:])
-                keys = keys[:room]
-            self._capacity.make_room(len(keys), in_use)
-        for start in range(0, len(keys), CHUNK):
-            some = slice(start, start + CHUNK)
-            at = self._found[: len(keys[some])]
-            at[:] = -1
-            self._insert(keys[some], at, True)
-            if carried is not None and self.statistics is not None:
-                for name, column in carried.items():
-                    self.statistics.put(name, at, column[some][: len(at)])
-
-    def _with_room(self, keys: Keys, carried: Columns | None) -> tuple[Keys, Columns | None]:
-        """The keys that got a row where this request was first applied, with their statistics."""
-        kept = self.decisions.with_room(keys)
-        return kept, None if carried is None else {
-            name: column[np.isin(keys, kept)] for name, column in carried.items()
         }

@@ -124,7 +124,7 @@ def may_join(table: SparseTable) -> bool:
     return (
         type(table) is SparseTable
         and isinstance(table.index, KeyRange)
-        and table.narrow is None
+        and table.form.narrow is None
         and table.statistics is None
         and table.is_open
         and table.pushed_rows is None

@@ -112,14 +112,11 @@ class TieredTable(SparseTable):
 
     def admit_waiting(self) -> None:
         """As Table.admit_waiting."""
-        for pulls in self._waiting.values():
-            for keys in pulls:
-                self.tiers.check_batch(keys)
-        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
-        for _, pulls in sorted(waiting.items()):
-            for keys in pulls:
-                self.tiers.bring(keys)
-                self.appear(keys)
+        for keys in self.waiting:
+            self.tiers.check_batch(keys)
+        for keys in self.waiting.take():
+            self.tiers.bring(keys)
+            self.appear(keys)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """As Table.check_push."""
@@ -142,10 +139,10 @@ class TieredTable(SparseTable):
         super().check_add(keys, deltas)
 
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """As RowStore.assign; more keys than memory holds are assigned in parts."""
+        """As KeyedTable.assign; more keys than memory holds are assigned in parts."""
         self.check_values(keys, values)
         self.bounds.note(rows.largest(values))
-        self._put(keys, self._stored(keys, values), columns)
+        self._put(keys, self.form.stored(keys, values), columns)
 
     def _put(self, keys: Keys, stored: Floats, columns: Columns | None) -> None:
         step = self._part
@@ -159,13 +156,13 @@ class TieredTable(SparseTable):
             super()._put(keys[some], stored[some], own)
 
     def reserve(self, num_rows: int) -> None:
-        """As RowStore.reserve: the directory takes all of them, memory those that fit."""
+        """As KeyedTable.reserve: the directory takes all of them, memory those that fit."""
         self.tiers.directory.reserve(num_rows)
         super().reserve(max(0, min(num_rows, self.tiers.max_hot - self.index.num_keys)))
 
     def load_stored(self, keys: Keys, stored: Floats, columns: Columns | None = None) -> None:
-        """As RowStore.load_stored: new rows fill memory first, then the disk."""
-        self.bounds.note(rows.largest(self._widened(stored)))
+        """As KeyedTable.load_stored: new rows fill memory first, then the disk."""
+        self.bounds.note(rows.largest(self.form.widened(stored)))
         step, complete = self._part, self._complete(columns or {}, len(keys))
         for start in range(0, len(keys), step):
             some = slice(start, start + step)
@@ -201,7 +198,7 @@ class TieredTable(SparseTable):
     def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
         """As Table.present; rows on disk stay there."""
         is_there = ~np.isin(keys, self.absent(keys))
-        return is_there, self._widened(self._peek(keys[is_there]))
+        return is_there, self.form.widened(self._peek(keys[is_there]))
 
     def absent(self, keys: Keys) -> Keys:
         """As RowStore.absent; reads rows on disk, which stay there."""
@@ -216,27 +213,27 @@ class TieredTable(SparseTable):
     def stored_chunks(
         self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
     ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """As RowStore.stored_chunks; for a save, slices without rows come while the disk is busy."""
+        """As KeyedTable.stored_chunks; for a save, slices without rows come while the disk is busy."""
         is_delta = save == "delta" and isinstance(self.tracking, TieredTracking)
         since = self.tracking.since if is_delta else 0  # type: ignore[union-attr]
-        for keys, words in self.tiers.all_rows(num_rows, since, MOST_WAIT if save else None):
+        for keys, words in self.tiers.all_rows.slices(num_rows, since, MOST_WAIT if save else None):
             yield keys, self._values(words), self._columns(words)
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
         """As RowStore.slices: rows on disk are brought into memory, a slice at a time."""
         step = min(num_rows, self._part)
-        for keys, _ in self.tiers.all_rows(step, 0):
+        for keys, _ in self.tiers.all_rows.slices(step, 0):
             for start in range(0, len(keys), step):
                 at = self.tiers.bring(keys[start : start + step])
                 yield np.sort(at[at >= 0])
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk."""
-        keys, words, behind = self.tiers.walk(cursor, num_rows)
-        return keys, self._widened(np.ascontiguousarray(self._values(words)[:, : self._value_words])), behind
+        keys, words, behind = self.tiers.all_rows.walk(cursor, num_rows)
+        return keys, self.form.widened(np.ascontiguousarray(self._values(words)[:, : self._value_words])), behind
 
     def mark_all(self) -> None:
-        """As RowStore.mark_all."""
+        """As KeyedTable.mark_all."""
         assert isinstance(self.tracking, TieredTracking)
         self.tracking.mark_all()
 
@@ -248,7 +245,7 @@ class TieredTable(SparseTable):
 
     def settle(self) -> bool:
         """As Table.settle."""
-        return super().settle() or self.tiers.settle()
+        return super().settle() or self.tiers.compaction.settle()
 
     def stats(self) -> dict[str, Any]:
         tiers = self.tiers

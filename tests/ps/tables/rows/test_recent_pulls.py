@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchfleet.ps.tables.rows import recent_pulls
+from torchfleet.ps.tables.rows import kept_requests, recent_pulls
+from torchfleet.ps.tables.rows.kept_requests import FEWEST_KEYS
 from torchfleet.ps.tables.rows.keymap import KeyMap
-from torchfleet.ps.tables.rows.recent_pulls import FEWEST_KEYS, RecentPulls
+from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 
@@ -87,7 +88,7 @@ def test_training_is_bit_equal_with_and_without_them(name: str, monkeypatch: pyt
     """Pulls and pushes of two workers in turns, new keys, erased keys and keys that were never pulled."""
     found = []
     for fewest in (FEWEST_KEYS, 1 << 40):
-        monkeypatch.setattr(recent_pulls, "FEWEST_KEYS", fewest)
+        monkeypatch.setattr(kept_requests, "FEWEST_KEYS", fewest)
         table = SparseTable(
             TableSpec("t", dim=16, rule=Rule(name), initializer=Initializer("uniform", -1.0, 1.0)), 1 << 24
         )

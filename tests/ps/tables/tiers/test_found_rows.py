@@ -9,11 +9,12 @@ import pytest
 
 from torchfleet.ps.kernels.key_search import keep_found
 from torchfleet.ps.kernels.statistics import NEVER
+from torchfleet.ps.tables.rows import kept_requests
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.tables.tiered_table import TieredTable
-from torchfleet.ps.tables.tiers import found_rows, tiers
-from torchfleet.ps.tables.tiers.tiers import Tiers
+from torchfleet.ps.tables.tiers import tiers
+from torchfleet.ps.tables.tiers.hot_rows import HotRows
 
 DIM = 3
 MEMORY = 64 << 20
@@ -26,7 +27,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TieredTable:
     monkeypatch.setattr(tiers.Tiers, "max_hot", property(lambda _: NUM_HOT))
     monkeypatch.setattr("torchfleet.ps.tables.tiered_table.FEWEST_ROWS", 1)
     monkeypatch.setattr(tiers, "SWEEP", 64)
-    monkeypatch.setattr(found_rows, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(kept_requests, "FEWEST_KEYS", 1)
     made = TieredTable(TableSpec("t", dim=DIM), 1 << 30, None, TierStorage(MEMORY, str(tmp_path)))
     for start in range(0, 4000, 500):
         made.look_up(keys_from(start, 500))
@@ -38,7 +39,7 @@ def keys_from(start: int, num: int) -> np.ndarray:
 
 
 def searched(table: TieredTable, keys: np.ndarray) -> np.ndarray:
-    return table.tiers._find(keys, 0)
+    return table.tiers.hot.find(keys, 0)
 
 
 def test_rows_are_where_a_search_finds_them(table: TieredTable) -> None:
@@ -50,10 +51,10 @@ def test_rows_are_where_a_search_finds_them(table: TieredTable) -> None:
         keys = requests[dice.integers(len(requests))]
         if dice.random() < 0.1:
             table.erase(keys[:5])
-        before = table.tiers._found._requests.get(found_rows.mark_of(keys))
+        before = table.tiers._found._requests.get(keys)
         at = table.tiers.bring(keys)
         assert np.array_equal(at, searched(table, keys))
-        num_moved += before is not None and not np.array_equal(before.at, at)
+        num_moved += before is not None and not np.array_equal(before[0], at)
         table.look_up(keys)
         table.look_up(keys_from(int(dice.integers(0, 3500)), 400))  # others leave memory
     assert num_moved > 20
@@ -64,10 +65,10 @@ def test_a_push_behind_its_pull_searches_nothing(table: TieredTable, monkeypatch
     pulled = table.look_up(keys)
     table.look_up(keys_from(500, 400))  # makes rows leave, but none that was used this late
 
-    def refuse(self: Tiers, keys: np.ndarray, num_words: int) -> np.ndarray:
+    def refuse(self: HotRows, keys: np.ndarray, num_words: int) -> np.ndarray:
         raise AssertionError(f"a search for {len(keys)} keys")
 
-    monkeypatch.setattr(Tiers, "_find", refuse)
+    monkeypatch.setattr(HotRows, "find", refuse)
     table.push(keys, np.ones((300, DIM), np.float32))
     monkeypatch.undo()
     assert not np.array_equal(table.look_up(keys), pulled)
@@ -76,29 +77,29 @@ def test_a_push_behind_its_pull_searches_nothing(table: TieredTable, monkeypatch
 def test_a_pull_that_was_foreseen_searches_only_what_was_on_disk(
     table: TieredTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hot = table.index.keys_of(np.flatnonzero(table.tiers._used[: table.index.num_row_numbers] != NEVER)[:200])
+    hot = table.index.keys_of(np.flatnonzero(table.tiers.hot.used[: table.index.num_row_numbers] != NEVER)[:200])
     keys = np.concatenate([hot, np.setdiff1d(keys_from(0, 50), hot)])
     table.foresee(keys)
     sizes: list[int] = []
-    find = Tiers._find
+    find = HotRows.find
 
-    def counted(self: Tiers, some: np.ndarray, num_words: int) -> np.ndarray:
+    def counted(self: HotRows, some: np.ndarray, num_words: int) -> np.ndarray:
         sizes.append(len(some))
         return find(self, some, num_words)
 
-    monkeypatch.setattr(Tiers, "_find", counted)
-    assert np.array_equal(table.tiers.bring(keys), find(table.tiers, keys, 0))
+    monkeypatch.setattr(HotRows, "find", counted)
+    assert np.array_equal(table.tiers.bring(keys), find(table.tiers.hot, keys, 0))
     assert sizes == [len(keys) - len(hot)]
 
 
 def test_old_requests_are_dropped(table: TieredTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found_rows, "MOST_KEYS", 1000)
+    monkeypatch.setattr(table.tiers._found._requests, "_most_keys", 1000)
     for start in range(0, 2000, 300):
         table.look_up(keys_from(start, 300))
-    found = table.tiers._found
-    assert found._num_keys == sum(len(request.keys) for request in found._requests.values()) == 900
+    requests = table.tiers._found._requests
+    assert requests.num_keys == sum(len(keys) for keys, _ in requests._kept.values()) == 900
     table.erase(keys_from(0, 1))
-    assert (found._num_keys, len(found._requests)) == (0, 0)
+    assert (requests.num_keys, len(requests._kept)) == (0, 0)
 
 
 def test_a_row_is_kept_if_it_is_in_use_and_has_the_key() -> None:

@@ -28,7 +28,7 @@ def test_a_dropped_row_is_the_newest_of_the_open_writes(drops: list[tuple[set[in
     for value, (keys, changed, is_answered) in enumerate(drops):
         dropped = torch.tensor(sorted(keys | changed), dtype=torch.int64)
         write = written(changed, float(value))
-        evictions.add(dropped, write, lambda write: None)
+        evictions.add(dropped, write)
         if write is not None:
             open_writes.append((write, dict.fromkeys(changed, float(value))))
         if is_answered and open_writes:
@@ -41,15 +41,21 @@ def test_a_dropped_row_is_the_newest_of_the_open_writes(drops: list[tuple[set[in
         assert len(places) == len(found)
 
 
-def test_a_number_is_used_again_only_when_the_servers_have_its_rows() -> None:
-    evictions, waited = Evictions(10, CPU), list[Write]()
-    first = written({1}, 1.0)
-    evictions.add(torch.tensor([1]), first, waited.append)
+def test_rows_of_two_evictions_with_one_number_are_found_while_their_writes_are_open() -> None:
+    evictions, first, last = Evictions(1000, CPU), written({1}, 1.0), written({3}, 3.0)
+    assert first is not None
+    evictions.add(torch.tensor([1]), first)
     for _ in range(EvictedKeys.NUMBERS - 1):
-        evictions.add(torch.tensor([2]), None, waited.append)
-    assert waited == []
-    evictions.add(torch.tensor([3]), None, waited.append)
-    assert waited == [first]
+        evictions.add(torch.tensor([2]), None)
+    evictions.add(torch.tensor([3]), last)
+    every = torch.tensor([1, 2, 3])
+    numbers = evictions.find(every).long().numpy()
+    assert numbers[0] == numbers[2] != numbers[1]
+    places, rows = evictions.on_their_way(every.numpy(), numbers)
+    assert rows is not None
+    assert dict(zip(places.tolist(), rows[:, 0].tolist(), strict=True)) == {0: 1.0, 2: 3.0}
+    first.finish()
+    assert evictions.on_their_way(every.numpy(), numbers)[0].tolist() == [2]
 
 
 def test_a_write_that_the_servers_have_has_no_rows() -> None:

@@ -1,7 +1,7 @@
 """The process that writes versions, which a reader starts: `python -m …serve.versions.follow_process FOLDER`.
 
-There is one for a folder: it holds writer.lock. It ends when no process reads the folder any more, or, if it is not to
-follow, when there is a version.
+A folder has one such process, which holds writer.lock. It ends when no process reads the folder any more; without
+`follow`, as soon as there is a version.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def _follow(folder: Path, settings: FollowSettings, follower: Follower) -> int:
 
 
 def _own_lock(path: Path) -> int | None:
-    """The lock of the writer; None if there is another writer. Readers that look for one hold it for a moment."""
+    """The lock of the writer; None if there is another writer. Waits a moment for readers, which take the lock to test
+    it.
+    """
     for _ in range(_TRIES):
         found = locked(path, fcntl.LOCK_EX)
         if found is not None:

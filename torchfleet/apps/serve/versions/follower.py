@@ -24,7 +24,7 @@ from torchfleet.ps.worker.client.subscriber import Subscriber
 
 RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
-REST = 40.0  # times what the servers took for their last answers, until they are asked again: training comes first
+REST = 40.0  # the pause before the next question, in times that the last answers took: training comes first
 LONGEST_REST = 1.2  # seconds
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
@@ -152,7 +152,7 @@ class Follower:
                 self._follow_saves_meanwhile()
 
     def _take_changes(self) -> None:
-        """Rows and network up to one moment of each server; all of them, if a server does not know what was sent."""
+        """Take over rows and network up to one moment of each server; all rows, if one lost the subscription."""
         pushed, stack = self._subscription(), self.maker.stack
         base: list[Level] | None = None
         found = None if pushed.is_lost else pushed.changes(stack)

@@ -213,7 +213,7 @@ def rows_of(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> Fl
 
 
 def found_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(rows as of rows_of; whether a level has the key, be it as one that was removed)."""
+    """(rows as rows_of returns them, mask of the keys that a level has, with a row or as removed)."""
     out, is_open = np.zeros((len(keys), dim), np.float32), np.ones(len(keys), np.uint8)
     wanted = np.require(keys, np.int64, _OWN).view(np.uint64)
     for start in range(0, len(wanted), CHUNK):

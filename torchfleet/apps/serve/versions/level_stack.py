@@ -38,7 +38,7 @@ class LevelStack:
 
     @property
     def is_merging(self) -> bool:
-        """Whether a file that is on no stack yet may be under way."""
+        """Whether a merge may be writing a file that is not on the stack yet."""
         return self._merging is not None
 
     def writer(self) -> LevelWriter:
@@ -56,7 +56,9 @@ class LevelStack:
         self._levels = [MappedLevel(self._folder, level) for level in levels]
 
     def settle(self) -> bool:
-        """Merge what is due. Returns whether the levels are others now; what a table holds stays the same."""
+        """Merge the levels that are due. Returns whether the list of levels has changed; the contents of tables stay
+        the same.
+        """
         is_changed = self._take_merged()
         if not self._levels:
             return is_changed

@@ -173,7 +173,7 @@ class MappedModel:
             self._writer = start_writer(self._folder)
 
     def _end_writer(self) -> None:
-        """Of a folder that no other process reads."""
+        """End the writer of a folder that no other process reads."""
         if self._writer is not None:
             self._writer.kill()  # it has nothing to finish: a reader that comes starts another
             self._writer.wait()

@@ -69,8 +69,8 @@ class MappedVersion:
         return rows_of(self._maps_of(table), self.description.tables[table], keys)
 
     def changed_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(rows, whether each key is in this version, be it as one that was removed): for a version that holds what
-        changed since a save.
+        """(rows, mask of the keys that this version has, with a row or as removed): for a version that holds the
+        changes since a save.
         """
         return found_rows(self._maps_of(table), self.description.tables[table], keys)
 

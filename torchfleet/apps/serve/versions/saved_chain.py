@@ -55,7 +55,7 @@ class SavedChain:
         manifest = read_manifest(self.storage)
         self._seen = mark
         links = manifest.links()
-        # by the job's own clock, a time says nothing about the age of the model
+        # a time of the job's own clock says nothing about the age of the model
         created = time.time() if manifest.is_time_set else manifest.time
         if self.taken is None:
             return News(manifest, links[self._start(links) :], True, created)
@@ -120,7 +120,7 @@ class SavedChain:
         )
 
     def _mark(self) -> object:
-        """Something that differs when the manifest was replaced; None if it is not known without reading it."""
+        """A value that changes when the manifest is replaced; None if there is no manifest."""
         if not self.storage.is_local:
             return self.storage.read(FILE) if self.storage.exists(FILE) else None
         try:

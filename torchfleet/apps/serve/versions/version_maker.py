@@ -41,7 +41,7 @@ class VersionMaker:
         self, levels: Sequence[Level], replaces: bool, network: Floats | None, created: float, source: str
     ) -> None:
         """Take these levels, newest first, on top of the others or (`replaces`) in their place; and the values of all
-        dense tables, if they are others now. All of it becomes one version.
+        dense tables, if they have changed. All of it becomes one version.
         """
         assert self.manifest is not None
         self._is_whole = False

@@ -71,24 +71,63 @@ class Gone:
         return 8 * self._num
 
 
+class GoneKeys:
+    """The keys that lost their rows, of two generations; the kinds of tracking add the rows that changed."""
+
+    def __init__(self) -> None:
+        self._gone, self._gone_under_way = Gone(), Gone()
+
+    def note_gone(self, keys: Keys) -> None:
+        """Record that these keys lost their rows. Keys are copied."""
+        if len(keys):
+            self._gone.note(keys.copy())
+
+    def begin(self, is_committed: bool) -> None:
+        """As AnyTracking.begin."""
+        if is_committed:
+            self._gone_under_way = self._gone
+        else:
+            self._gone_under_way.note(self._gone.distinct())
+        self._gone = Gone()
+
+    @property
+    def gone(self) -> Keys:
+        """Distinct keys that the current save must write as deleted, in the order of their deletion.
+
+        A key that got a row again is included; the code that writes the keys must leave it out.
+        """
+        return self._gone_under_way.distinct()
+
+    @property
+    def gone_since(self) -> Keys:
+        """As `gone`, for the next save, so far."""
+        return self._gone.distinct()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._gone.num_bytes + self._gone_under_way.num_bytes
+
+
 class _Generation:
-    """The changes between two saves. Reserves address space for all rows, and uses memory only for marked ones."""
+    """The rows that changed between two saves. Reserves address space for all rows, and uses memory only for marked
+    ones.
+    """
 
     def __init__(self, max_rows: int) -> None:
         num_pages = -(-max_rows // PAGE_ROWS)
         self.words: npt.NDArray[np.uint64] = Memory(8 * PAGE_WORDS * num_pages).array(np.uint64)
         self.pages: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
-        self.gone = Gone()
 
     @property
     def num_bytes(self) -> int:
-        return 8 * PAGE_WORDS * int(np.count_nonzero(self.pages)) + len(self.pages) + self.gone.num_bytes
+        return 8 * PAGE_WORDS * int(np.count_nonzero(self.pages)) + len(self.pages)
 
 
-class Tracking:
+class Tracking(GoneKeys):
     """Tracks rows with numbers below `max_rows`. Saves run one after another; each reports how the last one ended."""
 
     def __init__(self, max_rows: int) -> None:
+        super().__init__()
         self._max_rows = max_rows
         self._current = _Generation(max_rows)
         self._under_way = _Generation(max_rows)
@@ -99,11 +138,6 @@ class Tracking:
         if num_beyond:
             raise IndexError(f"{num_beyond} of {len(rows)} row numbers are {self._max_rows:,} or more. This is a bug.")
 
-    def note_gone(self, keys: Keys) -> None:
-        """Record that these keys lost their rows. Keys are copied."""
-        if len(keys):
-            self._current.gone.note(keys.copy())
-
     def begin(self, is_committed: bool) -> None:
         """Begin a save, which must write everything that changed since the previous save began.
 
@@ -111,11 +145,11 @@ class Tracking:
         as well, which takes a pass over the changed rows.
         """
         fresh = _Generation(self._max_rows)
+        super().begin(is_committed)
         if is_committed:
             self._under_way = self._current
         else:
             marks.unite(self._under_way.words, self._under_way.pages, self._current.words, self._current.pages)
-            self._under_way.gone.note(self._current.gone.distinct())
         self._current = fresh
 
     def changed(self, start: int, stop: int) -> Rows:
@@ -129,58 +163,26 @@ class Tracking:
         return rows
 
     @property
-    def gone(self) -> Keys:
-        """Distinct keys that the current save must write as deleted, in the order of their deletion.
-
-        A key that got a row again is included; the code that writes the keys must leave it out.
-        """
-        return self._under_way.gone.distinct()
-
-    @property
-    def gone_since(self) -> Keys:
-        """As `gone`, for the next save, so far."""
-        return self._current.gone.distinct()
-
-    @property
     def num_bytes(self) -> int:
         """Bytes in use, but for the rounding to whole huge pages."""
-        return self._current.num_bytes + self._under_way.num_bytes
+        return self._current.num_bytes + self._under_way.num_bytes + super().num_bytes
 
 
-class PackedTracking:
+class PackedTracking(GoneKeys):
     """The contract of Tracking without `changed`: rows of a packed map move, and the map moves their marks with them.
 
     `PackedMap.slices` yields the rows that the current save must write.
     """
 
     def __init__(self, index: PackedMap) -> None:
+        super().__init__()
         self._index = index
-        self._current, self._under_way = Gone(), Gone()
 
     def mark(self, rows: Rows) -> None:
         """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
         self._index.mark(rows)
 
-    def note_gone(self, keys: Keys) -> None:
-        """Record that these keys lost their rows. Keys are copied."""
-        if len(keys):
-            self._current.note(keys.copy())
-
     def begin(self, is_committed: bool) -> None:
         """Begin a save, see Tracking.begin. Takes a pass over the marks of all rows."""
         self._index.begin_save(keeps_last=not is_committed)
-        if is_committed:
-            self._under_way = self._current
-        else:
-            self._under_way.note(self._current.distinct())
-        self._current = Gone()
-
-    @property
-    def gone(self) -> Keys:
-        """Distinct keys that the current save must write as deleted, see Tracking.gone."""
-        return self._under_way.distinct()
-
-    @property
-    def gone_since(self) -> Keys:
-        """As `gone`, for the next save, so far."""
-        return self._current.distinct()
+        super().begin(is_committed)

@@ -30,7 +30,7 @@ class Directory:
         share = max_keys / NUM_SUBS
         num_slots = int((share + 8 * share**0.5 + 64) * GROWTH / MAX_LOAD) + BUCKET
         self._max_buckets = -(-num_slots // _PAGE_SLOTS) * _PAGE_SLOTS // BUCKET
-        self.max_keys, self.num_keys, self._first_cold = max_keys, 0, first_cold
+        self.max_keys, self.num_keys, self.first_cold = max_keys, 0, first_cold
         self._salts = np.frombuffer(os.urandom(16), np.uint64).copy()
         self._slots: Keys = (
             Memory(8 * NUM_SUBS * BUCKET * self._max_buckets, is_sparse=True)
@@ -55,7 +55,7 @@ class Directory:
         `skips`: the number of such places that are known to belong to other keys.
         """
         places = np.empty(len(keys), np.int64)
-        kernels.find(*self._arrays, keys, skips, np.uint64(self._first_cold), places)
+        kernels.find(*self._arrays, keys, skips, np.uint64(self.first_cold), places)
         return places
 
     def insert(self, keys: Keys, places: Places) -> None:

@@ -14,7 +14,7 @@ from torchfleet.ps.kernels import pages as kernels
 from torchfleet.ps.kernels.pages import HEADER_WORDS
 from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys
 
-MARK_WORDS = 2  # of a record: the save that changed it last, the pass that yielded it last
+MARK_WORDS = 2  # of a record: the interval of its last change, the bits of passes over all rows
 RECORD_HEAD = KEY_WORDS + MARK_WORDS
 SECTOR = 4096  # bytes that the disk reads at once
 MOST_WASTE = 0.1  # share of a page that may stay empty
@@ -99,6 +99,15 @@ class Layout:
                 f"{place}: page {numbers[wrong]} is not as it was written. The disk has lost or changed rows: start "
                 "again from the last save, on another disk."
             )
+
+
+def records_of(keys: Keys, words: Words, changed: Words, bits: Words) -> Words:
+    """Records of rows. `changed`: the interval between two saves in which each changed last; `bits`: see passes.py."""
+    out = np.empty((len(keys), RECORD_HEAD + words.shape[1]), np.uint32)
+    out[:, :KEY_WORDS] = keys.view(np.uint32).reshape(-1, KEY_WORDS)
+    out[:, KEY_WORDS], out[:, KEY_WORDS + 1] = changed, bits
+    out[:, RECORD_HEAD:] = words
+    return out
 
 
 def keys_of(records: Words) -> Keys:

@@ -24,10 +24,10 @@ class Preparer(Protocol):
     """A cache, as its thread sees it."""
 
     def begin(self, client: Client, batches: list[Any]) -> End:
-        """The first half of the preparation of batches; returns the second. Has no effect if it raises an error."""
+        """Do the first half of the preparation of batches, and return the second. An error leaves no trace."""
 
     def fail(self, batches: list[Any], error: BaseException) -> None:
-        """Give the error of one of the halves to the batches."""
+        """Store the error of either half in the batches."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Alone:
 
 
 class CacheThread:
-    """Runs the work of all caches. That of one cache is run in the order in which it was given; batches that wait
-    together are prepared together, in as few calls of device and servers as one.
+    """Runs the work of all caches, and that of each cache in the order in which it was given. Batches that wait in the
+    queue at the same time are prepared together: the device and the servers get as many calls as for one batch.
     """
 
     def __init__(self, connect: Callable[[], Client]) -> None:
@@ -59,7 +59,7 @@ class CacheThread:
         self._threads.check()
 
     def prepare(self, cache: Preparer, batch: Any) -> None:
-        """Call `cache.begin`, and later what it returns, when the replies to its requests are likely to be there."""
+        """Have the thread call `cache.begin`, and what it returns when the replies should have arrived."""
         self.check()
         if self._gathered is None:
             self._queue.put((cache, batch))
@@ -68,7 +68,7 @@ class CacheThread:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Give the thread what is prepared within, by one thread, at its end: then it is begun together."""
+        """Hold back the batches that one thread prepares in this context until it ends, so that they begin together."""
         self._gathered = []
         try:
             yield
@@ -78,7 +78,7 @@ class CacheThread:
                 self._queue.put(given)
 
     def run(self, work: Callable[[Client], None]) -> None:
-        """Call `work` after all that was given before, and wait for it. Raises its error."""
+        """Have the thread call `work` after all earlier work, and wait for it. Raises the error of `work`."""
         alone = Alone(work, [], threading.Event())
         self._queue.put(alone)
         while not alone.is_done.wait(_LOOK):
@@ -87,7 +87,7 @@ class CacheThread:
             raise alone.errors[0]
 
     def close(self) -> None:
-        """End the thread, and its client. What was not begun is dropped."""
+        """End the thread and close its client. Work that has not begun is dropped."""
         self._ending.set()
         self._threads.join(timeout=10)
 
@@ -141,7 +141,7 @@ class CacheThread:
             if len(batches) == 1:
                 cache.fail(batches, error)
                 return
-            for batch in batches:  # one of them is at fault, and the others are not
+            for batch in batches:  # only one of them may be at fault
                 self._begin_together(client, cache, [batch])
 
     def _end_oldest(self) -> None:

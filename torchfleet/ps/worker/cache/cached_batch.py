@@ -22,7 +22,7 @@ _WAIT = 0.1  # seconds between two looks whether the thread that fills the cache
 
 
 class CachedBatch:
-    """The rows of these ids. While it is alive, its rows stay in the cache.
+    """The rows of the ids of one batch. The rows stay in the cache while this object is alive.
 
     The cache's thread fills in the slots of the ids (-1 for padding), and then sets `is_ready`. `on_gradient` is called
     at the first gradient.
@@ -51,7 +51,7 @@ class CachedBatch:
     # In the cache's thread
 
     def take_slots(self, padding: int | None, slots: torch.Tensor) -> int:
-        """Note the slots of the keys with this padding: the first of these. Returns how many."""
+        """Take the slots of this batch's ids with this padding from the beginning of `slots`. Returns how many."""
         start = 0
         for ids, own in self.ids:
             if own == padding:
@@ -61,13 +61,13 @@ class CachedBatch:
 
     @property
     def slots(self) -> Iterable[torch.Tensor]:
-        """Of all ids, as they were noted."""
+        """The slots of all ids, in the order of `take_slots`."""
         return self._index.values()
 
     # In the training thread
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait for the rows. Raises the error that prevented them; `check` raises one if the thread has ended."""
+        """Wait for the rows. Raises the error that kept them away. `check` raises an error if the thread has ended."""
         while not self.is_ready.wait(_WAIT):
             check()
         if self.error is not None:
@@ -83,7 +83,7 @@ class CachedBatch:
         """The slot of each id, -1 for padding; None if an id is not in this batch."""
         known = [self._index.get((stamp_of([ids]), padding)) for ids in slots]
         found = [index for index in known if index is not None]
-        if len(found) < len(slots):  # other tensors than those that were prepared: their ids are compared
+        if len(found) < len(slots):  # not the tensors that were prepared: compare their ids
             searched = [self._searched(as_keys(ids, self.memory.device), padding) for ids in slots]
             found = [index for index in searched if index is not None]
             if len(found) < len(slots):
@@ -135,7 +135,7 @@ class CachedBatch:
         add_rows(flat, self.dim, self.dim, at, self._grads.numpy().reshape(-1), self._touched.numpy())
 
     def pending(self) -> Pending | None:
-        """What the step is to apply; None if no row took part in a backward pass."""
+        """The gradients that the step applies; None if no row took part in a backward pass."""
         if self._parts:
             slots, grads = ([part[place] for part in self._parts] for place in (0, 1))
             if len(slots) == 1:

@@ -20,8 +20,8 @@ class CachedUpdate:
         self.cache.update(self.pending, self.lr)
 
     def is_finite(self) -> bool:
-        """Whether all gradients are, as far as this is known without waiting for a device; RowMemory.update has the
-        rest.
+        """Whether all gradients are finite, as far as is known without waiting for a device. For gradients on a GPU,
+        RowMemory.update checks it.
         """
         return not self.cache.memory.is_exact or all(part.is_finite() for part in self.pending)
 

@@ -1,8 +1,8 @@
-"""Which keys a cache has given back to the servers, and with which eviction: by a hash, in one byte per place.
+"""The last eviction with which a cache gave a key back to the servers, in one byte for each hash of a key.
 
 A key that was never given back, of a table that began without rows, has no row on the servers: the cache gives it its
-first values itself, and asks no server. Two keys may share a place. Then the servers are asked for a row that they do
-not have, which gives it the same first values.
+first values itself, and asks no server. Two keys may share a hash. Then the cache asks the servers for a row that they
+do not have, and the servers give it the same first values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EvictedKeys:
 
     @staticmethod
     def number(eviction: int) -> int:
-        """As the marks have it, of the eviction that is counted so."""
+        """The number that the marks have for the eviction with this count."""
         return 1 + eviction % EvictedKeys.NUMBERS
 
     def add(self, keys: torch.Tensor, number: int) -> None:

@@ -29,18 +29,14 @@ class Evictions:
         self._open: list[Write] = []  # oldest first
         self._last_write: dict[int, Write] = {}  # by the number of an eviction: its own, or the one before it
 
-    def add(self, keys: torch.Tensor, write: Write | None, wait: Callable[[Write], None]) -> None:
-        """Note that these keys are dropped. `write` has those of their rows that had changed; None if none had. `wait`
-        waits for a write.
-        """
+    def add(self, keys: torch.Tensor, write: Write | None) -> None:
+        """Note that these keys are dropped. `write` has those of their rows that had changed; None if none had."""
         self._num += 1
         number = EvictedKeys.number(self._num)
-        if (old := self._last_write.pop(number, None)) is not None:  # numbers are used in turns
-            wait(old)
         self._marks.add(keys, number)
         if write is not None:
             self._open.append(write)
-        if self._open:
+        if self._open:  # numbers are used in turns: rows of an earlier eviction of this number are in earlier writes
             self._last_write[number] = self._open[-1]
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:

@@ -25,14 +25,14 @@ class Pending:
         return self
 
     def whole_gradients(self) -> torch.Tensor:
-        """The gradients of all rows, zeros for those without one. What changes it changes the update."""
+        """The gradients of all rows, zeros for those without one. A change of this tensor changes the update."""
         if self.touched is None:
             self.slots, self.grads, self.touched = _summed([self])
         self.grads.masked_fill_(~self.touched[:, None], 0.0)
         return self.grads
 
     def is_finite(self) -> bool:
-        """Whether all gradients are; waits for the device."""
+        """Whether all gradients are finite. Waits for the device."""
         is_finite = self.grads.isfinite().all(1)
         return bool((is_finite if self.touched is None else is_finite | ~self.touched).all())
 

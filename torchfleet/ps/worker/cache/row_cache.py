@@ -84,12 +84,12 @@ class RowCache:
         return batch
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Batches that are prepared within it, by the caches of this worker, reach their thread at once."""
+        """In this context, the batches that the caches of this worker prepare reach their thread together."""
         return self._thread.together()
 
     @property
     def has_room(self) -> bool:
-        """Whether the batches that are prepared fill less than half of the slots, however many of their ids repeat."""
+        """Whether the prepared batches would fill less than half of the slots even if no id repeated."""
         with self._lock:
             alive = [batch for known in self._alive.values() if (batch := known()) is not None]
         return sum(batch.num_ids for batch in alive) < self.memory.num_slots // 2
@@ -196,7 +196,9 @@ class RowCache:
             self._looked_up += memory.count_used(batch.number)
 
     def _missing(self, batch: CachedBatch, new: torch.Tensor) -> Any:
-        """Which keys of new slots to ask the servers for. The others have no row there: theirs begin here."""
+        """The keys of new slots to ask the servers for. Of the other keys, rows that open writes hold are put into
+        their slots here; the servers have no row of the rest, which keep their first values.
+        """
         if not len(new):
             return np.empty(0, np.uint64)
         keys = self.memory.keys_of(new)
@@ -220,7 +222,7 @@ class RowCache:
         self.memory.words[slots] = rows if self._staging is None else self._staging.moved(rows)
 
     def _end(self, batches: Sequence[CachedBatch], pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
-        asked = batches[0].asked  # nothing if an earlier batch has failed: then the slots are taken back
+        asked = batches[0].asked  # empty if an earlier batch has failed, and its slots were taken back
         with self._beside(), self._timed("end"):
             start = 0
             for pull in pulls:
@@ -236,8 +238,8 @@ class RowCache:
             batch.is_ready.set()
 
     def fail(self, batches: list[CachedBatch], error: BaseException) -> None:
-        """Give an error to batches, and to later ones that may count on their rows. Rows that did not come are
-        forgotten.
+        """Store an error in these batches, and in later ones that may use their rows. The cache forgets rows that did
+        not arrive.
         """
         with self._lock:
             known = [there() for number, there in self._alive.items() if number >= batches[0].number]
@@ -250,14 +252,16 @@ class RowCache:
             batch.is_ready.set()
 
     def _evict(self, num: int) -> None:
-        """Drop the rows that were used least recently, by no batch that is alive: `num`, or more if there are."""
+        """Drop at least `num` rows: those used least recently, and none of a batch that is alive. Raises an error if
+        there are fewer.
+        """
         with self._timed("evict"):
             self._check_gradients()
             memory = self.memory
             slots = memory.oldest(max(num, memory.num_slots // _EVICTED_SHARE, 1), self._oldest_alive())
             if len(slots) < num:
                 raise self._too_small(num - len(slots))
-            self._evictions.add(memory.keys_of(slots), self._write(slots), self._write_back.wait)
+            self._evictions.add(memory.keys_of(slots), self._write(slots))
             memory.erase(slots)
             self.counts["evicted"] += len(slots)
 
@@ -308,7 +312,7 @@ class RowCache:
             self._alive = {}
         with self._beside():
             self.memory.erase_all()
-        self._servers_have_rows = True  # which this worker did not write
+        self._servers_have_rows = True  # rows that this worker did not write
 
     def _check_gradients(self) -> None:
         if bool(self.memory.has_failed):

@@ -65,7 +65,7 @@ class RowMemory:
         return self.kernels.find(self.table, self.layout, keys, True, padding, is_deterministic)
 
     def read_counters(self) -> torch.Tensor:
-        """Wait for the device. Returns the slots that were given out since the last call."""
+        """Wait for the device, and read its counters. Returns the slots that were given out since the last call."""
         before, self.counters = self.counters, self.table.counters.tolist()
         start, stop = before[TAKEN], before[TAKEN] + self._num_given(before)
         num_free, fresh = before[NUM_FREE], before[FRESH] - before[NUM_FREE]
@@ -91,7 +91,7 @@ class RowMemory:
         return bool(self.counters[REFUSED])
 
     def take_outside(self) -> int:
-        """How many ids were beyond the table's size, when the counters were read; from now on none."""
+        """How many ids were beyond the table's size when the counters were read. Sets the count back to 0."""
         found, self.counters[OUTSIDE] = self.counters[OUTSIDE], 0
         if found:
             self.table.counters[OUTSIDE] = 0

@@ -12,7 +12,7 @@ from torchfleet.ps.worker.cache.pending import Pending
 
 
 class ThreadBatches:
-    """By table. A batch is known until the step as long as something else holds it: a graph, or pending gradients."""
+    """The batches by table. Until the step, a batch is known while a graph or pending gradients hold it."""
 
     def __init__(self) -> None:
         self.is_used = False  # a table of this thread has a cache
@@ -70,7 +70,7 @@ class ThreadBatches:
         return together
 
     def take(self, table: str) -> list[Pending]:
-        """What the step is to apply to a table: one update, or nothing."""
+        """The gradients that the step applies to a table: one update, or nothing."""
         together = self.joined(table)
         self._pending.pop(table, None)
         return [] if together is None else [together]

@@ -37,7 +37,7 @@ class Write:
             yield keys[start : start + _ROWS].view(np.uint64), rows[start : start + _ROWS]
 
     def rows_of(self, keys: Any) -> tuple[Any, Any]:
-        """(which of these keys are in it, their rows). None are when the servers have them."""
+        """(mask of the keys that this write holds, their rows). It holds none once the servers have them."""
         own, rows = self._filled()
         if not len(own):
             return np.zeros(len(keys), bool), rows
@@ -54,14 +54,14 @@ class Write:
         return held[0].numpy(), held[1].numpy()
 
     def finish(self) -> None:
-        """The servers have the rows: their memory is free for others."""
+        """Note that the servers have the rows, and release their memory."""
         self._held = None
         self.is_done.set()
 
 
 class WriteBack:
-    """Writes in the order in which they were given. A failed write is an error of all later calls: its rows exist
-    nowhere else.
+    """Sends writes in the order in which they were given. After a failed write all later calls raise its error: its
+    rows exist nowhere else.
     """
 
     def __init__(self, connect: Callable[[], Client]) -> None:
@@ -73,7 +73,7 @@ class WriteBack:
         self._threads.start()
 
     def give(self, write: Write) -> None:
-        """Send rows, later. Waits only if too many wait already."""
+        """Have the thread send these rows. Waits only while too many writes are in the queue."""
         while True:
             self._threads.check()
             try:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.ps.worker.lookup.embedding import Ids, SparseEmbedding, SparseEmbeddingBag
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_arguments import Ids
+from torchfleet.ps.worker.lookup.embedding_bag import SparseEmbeddingBag
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag

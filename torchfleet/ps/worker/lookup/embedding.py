@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +12,11 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
-from torchfleet.ps.worker.batch.string_ids import with_hashed
 from torchfleet.ps.worker.lookup import device_forward
+from torchfleet.ps.worker.lookup.compilation import keep_from_compilers
 from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
+from torchfleet.ps.worker.lookup.embedding_arguments import Ids, check_weights, hashed_ids
 from torchfleet.ps.worker.lookup.embedding_settings import (
     NO_BOUNDS,
     check_settings,
@@ -33,8 +33,6 @@ from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.lookup.thread_state import ThreadState
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
-
-Ids = Any  # a tensor or strings, a slot (values, offsets), or a list of slots
 
 
 class Lookups(Protocol):
@@ -172,7 +170,7 @@ class SparseEmbedding(EmbeddingState):
         self.table_rows.engine = engine
         self.row_weight.pending = engine.thread_state
         if self.table_device is None:
-            _keep_from_compilers()
+            keep_from_compilers(SparseEmbedding)
 
     def batch_rows(self) -> torch.Tensor:
         """The distinct rows looked up for training since the model was called: (rows, dim), differentiable.
@@ -201,7 +199,7 @@ class SparseEmbedding(EmbeddingState):
         if self.table_device is not None:
             return self._on_device(engine.rows[self.name], ids, offsets, per_sample_weights)
         if not isinstance(ids, torch.Tensor):
-            ids = self._hashed(ids)
+            ids = hashed_ids(self.name, self.num_embeddings, ids)
         with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
             if offsets is None and per_sample_weights is None and isinstance(ids, torch.Tensor):
                 create = self.training and torch.is_grad_enabled()
@@ -218,30 +216,29 @@ class SparseEmbedding(EmbeddingState):
         per_sample_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """Rows pooled over bags."""
+        given, is_single = self._slots(table, ids, offsets, per_sample_weights)
+        slots, bags = split_slots(given, self.pooling)
+        bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
         create = self.training and torch.is_grad_enabled()
+        out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_single else out
+
+    def _slots(
+        self, table: str, ids: Ids, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> tuple[list[Any], bool]:
+        """(the slots that these arguments give, whether they are the bags of one)."""
         if isinstance(ids, torch.Tensor) and offsets is None:
-            self._check_weights(per_sample_weights, None)
+            check_weights(self.path, self.pooling, weights, None)
         if offsets is not None:
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
-            raise WrongIds(_wrong_ids(table, ids))
-        self._check_weights(per_sample_weights, ids[0] if is_single else None)
-        slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
-        bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
-        out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
-        return out.squeeze(1) if is_single else out
-
-    def _hashed(self, ids: Ids) -> Ids:
-        """Tensors in the place of strings."""
-        found = with_hashed(ids)
-        if found is not ids and self.num_embeddings is not None:
             raise WrongIds(
-                f"table '{self.name}' has the ids from 0 up to {self.num_embeddings:,}, and was given strings, whose "
-                f"ids are 64-bit hashes: leave num_embeddings out, or give fleet.hash_strings(strings, "
-                f"size={self.num_embeddings})"
+                f"table '{table}' expects ids in a tensor, strings, a slot of a batch or a list of slots, found "
+                f"{type(ids).__name__}: use torch.as_tensor(ids)"
             )
-        return found
+        check_weights(self.path, self.pooling, weights, ids[0] if is_single else None)
+        return [ids] if is_single else ids, is_single
 
     def _on_device(
         self, rows: RowsOnDevice, ids: Ids, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
@@ -262,33 +259,12 @@ class SparseEmbedding(EmbeddingState):
         """What a call with these arguments looks up in a table on a device, and what it makes of the rows."""
         assert self.name is not None
         if not isinstance(ids, torch.Tensor):
-            ids = self._hashed(ids)
-        if isinstance(ids, torch.Tensor) and offsets is None:
-            if per_sample_weights is not None:
-                self._check_weights(per_sample_weights, None)
+            ids = hashed_ids(self.name, self.num_embeddings, ids)
+        if isinstance(ids, torch.Tensor) and offsets is None and per_sample_weights is None:
             return device_forward.as_they_are(ids)
-        if offsets is not None:
-            ids = (ids, offsets)
-        is_single = isinstance(ids, tuple)
-        if not is_single and not isinstance(ids, list):
-            raise WrongIds(_wrong_ids(self.name, ids))
-        self._check_weights(per_sample_weights, ids[0] if is_single else None)
-        slots = [ids] if is_single else ids
+        slots, is_single = self._slots(self.name, ids, offsets, per_sample_weights)
         found = device_forward.pooled(self.name, slots, self.pooling, per_sample_weights, self.padding_idx)
         return Prepared(found.ids, lambda values: found.finish(values).squeeze(1)) if is_single else found
-
-    def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
-        """As in torch.nn.EmbeddingBag: one number per id of a bag, and sums only."""
-        if weights is None:
-            return
-        if self.pooling != "sum":
-            raise ModelError(f"'{self.path}': per_sample_weights go with sums, found pooling '{self.pooling}'")
-        if ids is None or weights.shape != ids.shape or not weights.is_floating_point():
-            found = f"{tuple(weights.shape)} {weights.dtype}"
-            bags = "bags" if ids is None else f"ids of shape {tuple(ids.shape)}"
-            raise ModelError(
-                f"'{self.path}': expected a float for each id of {bags} as per_sample_weights, found {found}"
-            )
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
@@ -298,91 +274,11 @@ class SparseEmbedding(EmbeddingState):
         return f"{self.dim}, name={self.name!r}{size}{bounds}{dtype}{device}"
 
 
-def _wrong_ids(table: str, ids: Any) -> str:
-    return (
-        f"table '{table}' expects ids in a tensor, strings, a slot of a batch or a list of slots, found "
-        f"{type(ids).__name__}: use torch.as_tensor(ids)"
-    )
-
-
 def _not_connected(name: str | None) -> str:
     return (
         f"SparseEmbedding '{name}' is not connected to servers: call fleet.distributed_model, "
         "fleet.distributed_optimizer and fleet.init_worker before the model."
     )
-
-
-class SparseEmbeddingBag(SparseEmbedding):
-    """The replacement of torch.nn.EmbeddingBag(sparse=True): two-dimensional ids are bags of equal length."""
-
-    include_last_offset = False  # as in the torch embedding that it replaces
-
-    def forward(
-        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if self.table_device is None:
-            ids, offsets = self._as_bags(ids, offsets)
-            if offsets is None and isinstance(ids, torch.Tensor):
-                offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
-        return super().forward(ids, offsets, per_sample_weights)
-
-    def prepared(
-        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
-    ) -> Prepared:
-        ids, offsets = self._as_bags(ids, offsets)
-        if offsets is not None or not isinstance(ids, torch.Tensor):
-            return super().prepared(ids, offsets, per_sample_weights)
-        found = super().prepared([ids], None, per_sample_weights)
-        return Prepared(found.ids, lambda values: found.finish(values).squeeze(1))
-
-    def _as_bags(self, ids: Ids, offsets: torch.Tensor | None) -> tuple[Ids, torch.Tensor | None]:
-        """(ids, where bags begin); None for two-dimensional ids, and for slots, which say it themselves."""
-        ids = ids if isinstance(ids, torch.Tensor) else self._hashed(ids)
-        if not isinstance(ids, torch.Tensor):
-            return ids, offsets
-        if ids.dim() == 2:
-            if offsets is not None:
-                raise ModelError(
-                    "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
-                )
-        elif offsets is None:
-            raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
-        elif self.include_last_offset:
-            if not len(offsets) or int(offsets[-1]) != len(ids):
-                raise ModelError(
-                    f"'{self.path}': include_last_offset=True: the last offset must be the number of ids, {len(ids)}; "
-                    f"found {offsets.tolist()[-1:]}"
-                )
-            offsets = offsets[:-1]
-        return ids, offsets
-
-
-@functools.cache
-def _keep_from_compilers() -> None:
-    """Exclude lookups in tables on servers from torch.compile, which compiles the code before and after them. Called
-    when a lookup is bound: this imports the compiler, as torch's own optimizers do.
-    """
-    for kind in (SparseEmbedding, SparseEmbeddingBag):
-        kind.forward = _kept_from_compilers(kind.forward)  # type: ignore[method-assign]
-
-
-def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    uncompiled = torch.compiler.disable(compiled)  # type: ignore[no-untyped-call]
-    # A call around which nothing is compiled needs no such wrapper, which takes as long as a small lookup.
-    callback_of = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-
-    @functools.wraps(compiled)
-    def forward(
-        self: SparseEmbedding,
-        ids: Ids,
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        is_plain = not torch.compiler.is_compiling() and callback_of() is None
-        chosen = compiled if is_plain or self.table_device is not None else uncompiled
-        return chosen(self, ids, offsets, per_sample_weights)
-
-    return forward
 
 
 def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups
-from torchfleet.ps.worker.lookup.embedding import Ids, SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_arguments import Ids
 from torchfleet.ps.worker.lookup.joined_tables import Asked, JoinedRows
 
 

@@ -10,7 +10,8 @@ import torch
 from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, CountFilterEntry, PredicateEntry, combined
 from torchfleet.ps.tables.settings.spec import MAX_DIM
-from torchfleet.ps.worker.lookup.embedding import Ids, SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.embedding_arguments import Ids
 from torchfleet.ps.worker.lookup.embedding_settings import check_whole_number
 
 

@@ -1,0 +1,85 @@
+"""The saves of a worker: what they have, where they were made, and which are made again when the worker stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.last_saves import LastSave, LastSaves
+from torchfleet.api.serving.description import ModelDescriber
+from torchfleet.base.monitor.stop_request import stop_request
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import Manifest
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.membership import Membership
+from torchfleet.ps.worker.model_saving import Kind, save_model, tell_of_replacing
+from torchfleet.ps.worker.modes.communicator import Communicator
+
+if TYPE_CHECKING:
+    from torchfleet.api.hybrid.hybrid_worker import HybridWorker
+
+
+class WorkerSaves:
+    """Saves of the model as it is on the servers."""
+
+    def __init__(
+        self,
+        setup: JobSetup,
+        client: Client,
+        membership: Membership | None,
+        hybrid: HybridWorker | None,
+        communicator: Callable[[], Communicator],
+    ) -> None:
+        """`membership`: None if there are no other workers; `communicator`: that of now."""
+        assert setup.strategy is not None
+        assert setup.model is not None
+        self._info, self._plan, self._timeout = setup.info, setup.plan, setup.strategy.sync_timeout
+        self._client, self._membership, self._hybrid, self._communicator = client, membership, hybrid, communicator
+        self.describer = ModelDescriber(setup.model)
+        fixed = [group.spec.name for group in setup.plan.fixed]
+        self._last_saves = LastSaves(client, setup.info, self._timeout, fixed)
+        self._saved_to: set[str] = set()  # paths
+
+    def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
+        """Save the model, including this worker's gradients."""
+        communicator = self._communicator()
+        communicator.flush()
+        storage = Storage(dirname)
+        # A restarted worker does not know what it saved before.
+        if not self._info.restart and storage.path not in self._saved_to:
+            tell_of_replacing(storage, kind, {server["model"] for server in self._client.stats()})
+        if self._hybrid is not None:
+            self._hybrid.put_network()
+        updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
+        self.describer.write(storage)  # before the save is complete: who follows saves has it then
+        saved = save_model(self._client, self._plan, dirname, self._timeout, kind, extra)
+        self._saved_to.add(storage.path)
+        if self._membership is not None:
+            made = LastSave(dirname, kind, extra, updates)
+            is_open = are_others_at_work or communicator.keeps_rest
+            self._last_saves.note(communicator.num_steps, storage.path, made, is_open)
+        return saved
+
+    def complete(self) -> list[str]:
+        """Before worker 0 stops: wait for the other workers if it has saved since its last step, and save again what
+        they have changed since. Returns where.
+
+        Not if the job was asked to end: then the others are not going to make their last step.
+        """
+        communicator = self._communicator()
+        saves = self._last_saves.after(communicator.num_steps)
+        if self._membership is None or not saves or stop_request.was_seen():
+            return []
+        communicator.rest()
+        communicator.hand_over()
+        if self._hybrid is not None and self._hybrid.meets_at_end:
+            self._hybrid.meet_at_end()
+        else:
+            self._membership.finish(self._client)
+            self._last_saves.wait_for_others()
+        outdated = [save for save in saves if self._last_saves.is_outdated(save)]
+        for save in outdated:
+            number = self.save(save.dirname, save.kind, save.extra).number
+            print(f"fleet: {save.dirname} is saved again (save {number}): others trained after the save", flush=True)
+        return [save.dirname for save in outdated]
