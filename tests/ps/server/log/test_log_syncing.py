@@ -42,10 +42,8 @@ def test_only_without_a_delay_an_entry_waits_for_the_disk(
     monkeypatch.setattr(os, "fdatasync", slow_sync)
     writer = LogWriter(folder, 0, fsync_ms, lambda: None)
     writer.append(1, ENTRY)
-    writer.flush()
     assert entered.wait(SOON)
     writer.append(2, ENTRY)
-    writer.flush()
     if fsync_ms:
         wait_until(lambda: writer.confirmed() == 2, SOON, "confirmation while the disk is busy")
         assert folder.num_synced == 0

@@ -1,6 +1,8 @@
 """Writes entries to a file in a background thread, so that the server's loop does not wait for the disk.
 
-A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the disk.
+The thread begins with an entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
+batch. A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the
+disk.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torchfleet.base.background import BackgroundThreads
@@ -20,8 +22,6 @@ from torchfleet.ps.server.log.log_records import record_of
 
 MAX_BEHIND = 1 << 28  # bytes that may wait for the disk; while more wait, no change is accepted
 COPY_BEHIND = 1 << 24  # bytes that may wait before no more pieces of the state are appended: changes go first
-_TOGETHER = 1 << 20  # bytes of new entries after which `append` notifies the thread
-_PUT_OFF = 0.002  # seconds after the first new entry from which on `append` notifies the thread
 _PAUSE = 0.5  # seconds between two attempts to write to a full or read-only disk
 _MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -42,13 +42,10 @@ class LogWriter:
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
         self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
-        self._queue: deque[Waiting] = deque()
+        self._queue: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()  # None: the writer is closed
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
         self._num_appended = self._num_done = 0  # entries and functions
-        self._changed = threading.Condition()
-        self._waits_since: float | None = None  # when the first entry came that the thread was not notified of
-        self._bytes_told = 0  # `_bytes_appended` at the last notification
         self._is_over = False
         self.segment_bytes = folder.num_bytes  # size of the segment that is being written
         self._is_syncing = True  # until `close`
@@ -61,23 +58,11 @@ class LogWriter:
             self._syncing.start()
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
-        """As Sink.append."""
+        """As Sink.append. Wakes the thread if it sleeps; one that writes finds the entry by itself."""
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
-        self._queue.append((index - self._shift, entry, num_bytes))
-        now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        if now - self._waits_since > _PUT_OFF or self._bytes_appended - self._bytes_told > _TOGETHER:
-            self.flush()
-
-    def flush(self) -> None:
-        """As Sink.flush: notify the thread of new entries. A notification costs as much as writing one entry."""
-        if self._waits_since is not None:
-            self._waits_since, self._bytes_told = None, self._bytes_appended
-            with self._changed:
-                self._changed.notify()
+        self._queue.put((index - self._shift, entry, num_bytes))
 
     def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
         """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
@@ -103,9 +88,7 @@ class LogWriter:
 
     def _put(self, run: Callable[[], int]) -> None:
         self._num_appended += 1
-        self._queue.append(run)
-        self._waits_since = time.monotonic()
-        self.flush()
+        self._queue.put(run)
 
     def confirmed(self) -> int:
         """As Sink.confirmed."""
@@ -145,9 +128,8 @@ class LogWriter:
             self._due.notify()
         if self._fsync_seconds:
             self._syncing.join()
-        with self._changed:  # afterwards, as this thread syncs at its end
-            self._is_over = True
-            self._changed.notify()
+        self._is_over = True  # afterwards, as this thread syncs at its end
+        self._queue.put(None)
         self._threads.join()
 
     def _run(self) -> None:
@@ -167,7 +149,7 @@ class LogWriter:
                 if entries:
                     self._confirmed = entries[-1][0]
                 self._wake()
-            elif self._is_over and not self._queue:
+            elif self._is_over and self._queue.empty():
                 self._folder.sync()
                 return
 
@@ -188,10 +170,9 @@ class LogWriter:
 
     def _next(self) -> list[Waiting]:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""
-        with self._changed:
-            if not self._queue and not self._is_over:
-                self._changed.wait()
-        return [self._queue.popleft() for _ in range(len(self._queue))]
+        found = [] if self._is_over and self._queue.empty() else [self._queue.get()]
+        found += [self._queue.get() for _ in range(self._queue.qsize())]  # no other thread takes any
+        return [item for item in found if item is not None]
 
     def _write(self, batch: Sequence[Waiting]) -> None:
         buffers: list[Frame] = []

@@ -148,8 +148,6 @@ class LoggedServer:
 
     def rest(self) -> bool:
         """As Handler.rest."""
-        for sink in self._journal.sinks:
-            sink.flush()
         return self.server.rest()
 
     def wakes(self) -> tuple[object, ...]:

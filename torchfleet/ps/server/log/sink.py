@@ -15,9 +15,6 @@ class Sink(Protocol):
         """Take an entry without blocking. The sink reads its frames until the entry is confirmed: do not change them. A
         piece of the state has the index of the entry before it."""
 
-    def flush(self) -> None:
-        """Do the work that `append` has postponed for batching. The server calls it when no request waits."""
-
     def confirmed(self) -> int:
         """The highest index up to which all entries are safe in this sink. Does not block."""
 
