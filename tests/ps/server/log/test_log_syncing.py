@@ -7,13 +7,14 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.scripts.launching import wait_until
 
+from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
@@ -53,6 +54,31 @@ def test_only_without_a_delay_an_entry_waits_for_the_disk(
     writer.close()
     assert writer.confirmed() == 2
     assert folder.num_synced == folder.num_bytes > 0
+    folder.close()
+
+
+def test_entries_that_come_while_the_thread_writes_are_its_next_batch(tmp_path: Path) -> None:
+    folder, entered, may_go_on = begun(tmp_path / "log"), threading.Event(), threading.Event()
+    write, num_writes = folder.write, 0
+
+    def slow_write(buffers: Sequence[Frame]) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        entered.set()
+        assert may_go_on.wait(SOON)
+        return write(buffers)
+
+    folder.write = slow_write  # type: ignore[method-assign]
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    writer.append(1, ENTRY)
+    assert entered.wait(SOON), "an entry is written when it comes"
+    for index in (2, 3, 4):
+        writer.append(index, ENTRY)
+    assert writer.confirmed() == 0
+    may_go_on.set()
+    wait_until(lambda: writer.confirmed() == 4, SOON, "all entries are written")
+    assert num_writes == 2
+    writer.close()
     folder.close()
 
 
