@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -78,6 +79,56 @@ def test_entries_that_come_while_the_thread_writes_are_its_next_batch(tmp_path: 
     may_go_on.set()
     wait_until(lambda: writer.confirmed() == 4, SOON, "all entries are written")
     assert num_writes == 2
+    writer.close()
+    folder.close()
+
+
+@pytest.mark.parametrize("fsync_ms", [1.0, 0.0])
+def test_only_without_a_delay_an_entry_waits_until_old_segments_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_ms: float
+) -> None:
+    folder, entered, may_go_on, unlink = begun(tmp_path / "log"), threading.Event(), threading.Event(), os.unlink
+    folder.forget_before_last()
+    writer = LogWriter(folder, 0, fsync_ms, lambda: None)
+
+    def slow_unlink(path: Path) -> None:
+        if path.name.startswith("segment-"):
+            entered.set()
+            assert may_go_on.wait(SOON)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", slow_unlink)
+    writer.begin_segment()
+    writer.end_copy()
+    assert entered.wait(SOON)
+    writer.append(1, ENTRY)
+    if fsync_ms:
+        wait_until(lambda: writer.confirmed() == 1, SOON, "confirmation while a segment is being removed")
+    else:
+        assert writer.confirmed() == 0
+    assert len(list((tmp_path / "log").glob("segment-*"))) == 2
+    may_go_on.set()
+    writer.close()
+    assert writer.confirmed() == 1
+    assert [path.name for path in (tmp_path / "log").glob("segment-*")] == ["segment-00000002.log"]
+    folder.close()
+
+
+def test_a_segment_that_cannot_be_removed_is_a_failure_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(tmp_path / "log")
+    folder.forget_before_last()
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    writer.begin_segment()
+
+    def refused() -> None:
+        raise OSError(errno.EIO, "a test")
+
+    monkeypatch.setattr(folder, "remove_forgotten", refused)
+    writer.end_copy()
+    wait_until(lambda: "a test" in writer.failure, SOON, "the log says that it has failed")
+    assert str(tmp_path) in writer.trouble()
     writer.close()
     folder.close()
 

@@ -2,7 +2,7 @@
 
 The thread begins with an entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
 batch. A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the
-disk.
+disk. A third one removes old segments.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class LogWriter:
         self._threads = BackgroundThreads([self._run], "the log")
         self._threads.start()
         self._syncing = BackgroundThreads([self._sync_behind], "the log")
+        self._removing = BackgroundThreads([self._remove_old], "the log")  # another one each time
         if self._fsync_seconds:
             self._syncing.start()
 
@@ -75,7 +76,7 @@ class LogWriter:
 
     def end_copy(self) -> None:
         """Remove the earlier segments once all appended pieces of the copy are written. Does not block."""
-        self._put(self._folder.forget_before_last)
+        self._put(self._forget)
 
     def note_term(self, term: int) -> None:
         """Write the term into the folder's `start`, before all later entries. Does not block; see `term`."""
@@ -97,13 +98,13 @@ class LogWriter:
     @property
     def failure(self) -> str:
         """Why nothing more will be written; empty if that is not so."""
-        error = self._threads.error or self._syncing.error
+        error = self._threads.error or self._syncing.error or self._removing.error
         return "" if error is None else f"The log in {self._folder.path} cannot be written: {error}."
 
     def trouble(self) -> str:
         """As Sink.trouble."""
-        if self._threads.error is not None or self._syncing.error is not None:
-            return self.failure
+        if failure := self.failure:
+            return failure
         num_behind = self._bytes_appended - self._bytes_done
         return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
@@ -131,6 +132,7 @@ class LogWriter:
         self._is_over = True  # afterwards, as this thread syncs at its end
         self._queue.put(None)
         self._threads.join()
+        self._removing.join()
 
     def _run(self) -> None:
         while True:
@@ -167,6 +169,25 @@ class LogWriter:
             with self._due:
                 while self._is_syncing and (rest := next_sync - time.monotonic()) > 0:
                     self._due.wait(rest)
+
+    def _forget(self) -> int:
+        """No longer need the earlier segments. Replies do not wait until they are removed, unless they wait for all
+        that the disk does. Returns the size of the segment. Raises OSError."""
+        num_bytes = self._folder.forget_before_last()
+        if not self._fsync_seconds:
+            self._folder.remove_forgotten()
+        else:
+            self._removing.join()  # that of the segments before, long ago
+            self._removing = BackgroundThreads([self._remove_old], "the log")
+            self._removing.start()
+        return num_bytes
+
+    def _remove_old(self) -> None:
+        try:
+            self._folder.remove_forgotten()
+        except OSError as error:
+            if error.errno not in _CURABLE:
+                raise  # otherwise the next time removes them
 
     def _next(self) -> list[Waiting]:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""
