@@ -94,7 +94,7 @@ class LoggedServer:
     @property
     def is_stopping(self) -> bool:
         """Whether the server is stopping and has sent all replies."""
-        return self.server.is_stopping and not self._held
+        return self.server.is_stopping and not self._held.waiting
 
     def add_sink(self, sink: Sink) -> None:
         """Append all later entries to this sink too. Replies wait for it."""
@@ -179,17 +179,18 @@ class LoggedServer:
             self.server.work()
             return True
         worked = self.server.work()
-        if worked or not self._held:
+        if worked or not self._held.waiting:
             return worked
         return self._held.first_index <= self.confirmed
 
     def _hold(self, replies: Replies) -> Replies:
-        if not replies and not self._held:
+        held = self._held.waiting
+        if not replies and not held:
             return []
         index, confirmed = self._journal.index, self.confirmed
-        ready = list(self._held.confirmed(confirmed))
+        ready = list(self._held.confirmed(confirmed)) if held else []
         if index <= confirmed:
-            return ready + replies
+            return ready + replies if ready else replies
         for peer, frames in replies:
             self._held.add(index, peer, frames)
         return ready
