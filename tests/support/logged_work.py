@@ -54,6 +54,9 @@ class MemorySink:
         self.entries.append([bytes(memoryview(f).cast("B")) if memoryview(f).nbytes else b"" for f in entry])
         self.last = index
 
+    def flush(self, after: float = 0.0) -> None:
+        pass
+
     def confirmed(self) -> int:
         return min(self.last, self.held_at) if self.held_at else self.last
 

@@ -76,6 +76,7 @@ class Life:
         while not ready:
             assert time.monotonic() < deadline
             self.durable.work()
+            self.durable.rest()
             ready = self.durable.tick(time.monotonic())
         assert decode_reply(ready[0][1]).status == 0
 

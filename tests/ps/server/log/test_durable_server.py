@@ -39,6 +39,7 @@ def answer(durable: DurableServer, frames: list[Any], seconds: float = 10.0) -> 
     while not ready:
         assert time.monotonic() < deadline, "no reply"
         durable.work()
+        durable.rest()
         ready = durable.tick(time.monotonic())
     return decode_reply(ready[0][1])
 
@@ -87,6 +88,7 @@ def test_a_full_disk_refuses_changes_by_name_and_loses_none(tmp_path: Path, monk
     monkeypatch.setattr(os, "pwritev", pwritev)
     pushed = talk.message(Command.PUSH, *push_arrays(spec, [1, 2], np.ones((2, spec.dim))), once=True)
     assert not durable.handle(b"p", encode(pushed), None)  # taken in, and not promised
+    durable.rest()
     _wait(lambda: bool(durable._writer.trouble()))
     refused = durable.handle(
         b"p", encode(talk.message(Command.PUSH, *push_arrays(spec, [1, 2], np.ones((2, spec.dim))), once=True)), None

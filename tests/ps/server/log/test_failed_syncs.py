@@ -66,10 +66,12 @@ def test_a_sync_in_the_middle_of_a_step_is_not_repeated(tmp_path: Path, syncs: F
     folder = begun(tmp_path / "log")
     writer, num_done = LogWriter(folder, 0, 1e6, lambda: None), syncs.num_done
     writer.append(1, ENTRY)
+    writer.flush()
     wait_until(lambda: writer.confirmed() == 1 and syncs.num_done > num_done, SOON, "the entry is written and synced")
     syncs.is_failing = True
     getattr(writer, step)()
     writer.append(2, ENTRY)
+    writer.flush()
     wait_until(lambda: bool(writer.failure), SOON, "the log says that it has failed")
     assert (syncs.num_failed, syncs.num_later) == (1, 0)
     assert writer.confirmed() == 1
@@ -84,10 +86,12 @@ def test_nothing_is_confirmed_after_a_sync_has_failed(tmp_path: Path, syncs: Fai
     writer = LogWriter(folder, 0, fsync_ms, lambda: None)
     syncs.is_failing = True
     writer.append(1, ENTRY)
+    writer.flush()
     wait_until(lambda: bool(writer.failure), SOON, "the log says that it has failed")
     confirmed = writer.confirmed()
     assert confirmed <= (1 if fsync_ms else 0)
     writer.append(2, ENTRY)
+    writer.flush()
     writer.close()
     assert writer.confirmed() == confirmed
     assert folder.num_synced == 0
@@ -121,6 +125,7 @@ def test_a_server_whose_sync_fails_ends_and_a_new_one_has_what_it_answered(tmp_p
         _answered(durable, _push(talk))
     syncs.is_failing = True
     assert not durable.handle(b"p", encode(_push(talk)), None)
+    durable.rest()
     with pytest.raises(LogError):
         wait_until(lambda: bool(durable.tick(time.monotonic())), SOON, "an answer that must not come")
     durable.close()
@@ -137,6 +142,7 @@ def _push(talk: Talk) -> Any:
 
 def _answered(durable: DurableServer, message: Any) -> None:
     replies = durable.handle(b"p", encode(message), None)
+    durable.rest()
     wait_until(lambda: bool(replies.extend(durable.ready()) or replies), SOON, "an answer")
     assert decode_reply(replies[0][1]).status == 0
 
@@ -150,6 +156,7 @@ def test_a_log_that_fails_at_the_end_of_a_job_is_kept_for_those_who_were_not_ans
     syncs.is_failing = True
     assert not durable.handle(b"p", encode(talk.message(Command.CREATE_TABLE, pack(SPEC))), None)
     server.state.is_stopping = True
+    durable.rest()
     wait_until(lambda: bool(durable._writer.failure), SOON, "the log says that it has failed")
     run.close()
     restored = go_on(make_server(), Durability(tmp_path, 0.0), print)

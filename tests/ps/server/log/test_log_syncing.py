@@ -21,6 +21,7 @@ from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
 
 ENTRY = encode_entry(Entry(Kind.TICK, 1))
+LARGE = encode_entry(Entry(Kind.REQUEST, 1, frames=[bytes(1 << 16)]))
 SOON = 10.0
 
 
@@ -44,8 +45,10 @@ def test_only_without_a_delay_an_entry_waits_for_the_disk(
     monkeypatch.setattr(os, "fdatasync", slow_sync)
     writer = LogWriter(folder, 0, fsync_ms, lambda: None)
     writer.append(1, ENTRY)
+    writer.flush()
     assert entered.wait(SOON)
     writer.append(2, ENTRY)
+    writer.flush()
     if fsync_ms:
         wait_until(lambda: writer.confirmed() == 2, SOON, "confirmation while the disk is busy")
         assert folder.num_synced == 0
@@ -71,15 +74,42 @@ def test_entries_that_come_while_the_thread_writes_are_its_next_batch(tmp_path: 
 
     folder.write = slow_write  # type: ignore[method-assign]
     writer = LogWriter(folder, 0, 1.0, lambda: None)
-    writer.append(1, ENTRY)
-    assert entered.wait(SOON), "an entry is written when it comes"
+    writer.append(1, LARGE)
+    assert entered.wait(SOON), "a large entry is written when it comes"
     for index in (2, 3, 4):
-        writer.append(index, ENTRY)
+        writer.append(index, LARGE)
     assert writer.confirmed() == 0
     may_go_on.set()
     wait_until(lambda: writer.confirmed() == 4, SOON, "all entries are written")
     assert num_writes == 2
     writer.close()
+    folder.close()
+
+
+def test_small_entries_are_put_off_for_a_moment_and_written_together(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "log")
+    write, num_writes = folder.write, 0
+
+    def counted_write(buffers: Sequence[Frame]) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        return write(buffers)
+
+    folder.write = counted_write  # type: ignore[method-assign]
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    for index in (1, 2, 3):
+        writer.append(index, ENTRY)
+        writer.flush(after=1e6)
+    assert not writer.is_idle
+    assert writer.confirmed() == 0
+    writer.flush(after=0.0)
+    wait_until(lambda: writer.confirmed() == 3, SOON, "all entries are written")
+    writer.append(4, ENTRY)
+    wait_until(lambda: bool(writer.flush(after=0.001) or writer.confirmed() == 4), SOON, "the moment is over")
+    assert num_writes == 2
+    writer.append(5, ENTRY)
+    writer.close()
+    assert writer.confirmed() == 5, "a writer that is closed puts nothing off"
     folder.close()
 
 
@@ -101,7 +131,7 @@ def test_only_without_a_delay_an_entry_waits_until_old_segments_are_removed(
     writer.begin_segment()
     writer.end_copy()
     assert entered.wait(SOON)
-    writer.append(1, ENTRY)
+    writer.append(1, LARGE)
     if fsync_ms:
         wait_until(lambda: writer.confirmed() == 1, SOON, "confirmation while a segment is being removed")
     else:

@@ -153,6 +153,7 @@ def test_a_server_whose_segment_is_removed_promises_nothing_more(tmp_path: Path)
     (tmp_path / "segment-00000001.log").unlink()
     confirmed = durable.confirmed
     Work(durable, 1)  # makes tables, and joins
+    durable.rest()
     durable._writer._threads.join()
     assert str(tmp_path) in durable._writer.trouble()
     assert durable.confirmed == confirmed

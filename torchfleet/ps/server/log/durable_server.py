@@ -118,6 +118,7 @@ class DurableServer(LoggedServer):
         """Block until the copy of the state is in the log: entries cannot be replayed without it. Raises LogError."""
         while self.is_copying or not self._writer.is_idle:
             if not self.work():
+                self.rest()
                 time.sleep(_LOOK)
             if trouble := self._writer.trouble():
                 self.close()

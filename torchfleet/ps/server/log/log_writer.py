@@ -1,8 +1,8 @@
 """Writes entries to a file in a background thread, so that the server's loop does not wait for the disk.
 
-The thread begins with an entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
-batch. A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the
-disk. A third one removes old segments.
+The thread begins with a large entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
+batch. Small ones, which take less to write than to wake it, are put off for a moment. A second thread syncs the file,
+unless every answer waits for that: entries are written while it waits for the disk. A third one removes old segments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torchfleet.ps.server.log.log_records import record_of
 
 MAX_BEHIND = 1 << 28  # bytes that may wait for the disk; while more wait, no change is accepted
 COPY_BEHIND = 1 << 24  # bytes that may wait before no more pieces of the state are appended: changes go first
+_AT_ONCE = 1 << 16  # bytes of new entries from which on `append` gives them to the thread
 _PAUSE = 0.5  # seconds between two attempts to write to a full or read-only disk
 _MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -42,7 +43,9 @@ class LogWriter:
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
         self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
-        self._queue: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()  # None: the writer is closed
+        self._put_off: list[Waiting] = []  # what the thread was not given yet
+        self._put_off_bytes, self._put_off_since = 0, 0.0
+        self._queue: queue.SimpleQueue[list[Waiting] | None] = queue.SimpleQueue()  # None: the writer is closed
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
         self._num_appended = self._num_done = 0  # entries and functions
@@ -59,11 +62,22 @@ class LogWriter:
             self._syncing.start()
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
-        """As Sink.append. Wakes the thread if it sleeps; one that writes finds the entry by itself."""
+        """As Sink.append."""
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
-        self._queue.put((index - self._shift, entry, num_bytes))
+        if not self._put_off:
+            self._put_off_since = time.monotonic()
+        self._put_off.append((index - self._shift, entry, num_bytes))
+        self._put_off_bytes += num_bytes
+        if self._put_off_bytes >= _AT_ONCE:
+            self.flush()
+
+    def flush(self, after: float = 0.0) -> None:
+        """As Sink.flush: give new entries to the thread. Wakes it if it sleeps; else it finds them by itself."""
+        if self._put_off and (not after or time.monotonic() - self._put_off_since >= after):
+            new, self._put_off, self._put_off_bytes = self._put_off, [], 0
+            self._queue.put(new)
 
     def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
         """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
@@ -89,7 +103,8 @@ class LogWriter:
 
     def _put(self, run: Callable[[], int]) -> None:
         self._num_appended += 1
-        self._queue.put(run)
+        self._put_off.append(run)
+        self.flush()
 
     def confirmed(self) -> int:
         """As Sink.confirmed."""
@@ -129,6 +144,7 @@ class LogWriter:
             self._due.notify()
         if self._fsync_seconds:
             self._syncing.join()
+        self.flush()
         self._is_over = True  # afterwards, as this thread syncs at its end
         self._queue.put(None)
         self._threads.join()
@@ -193,7 +209,7 @@ class LogWriter:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""
         found = [] if self._is_over and self._queue.empty() else [self._queue.get()]
         found += [self._queue.get() for _ in range(self._queue.qsize())]  # no other thread takes any
-        return [item for item in found if item is not None]
+        return [item for new in found if new is not None for item in new]
 
     def _write(self, batch: Sequence[Waiting]) -> None:
         buffers: list[Frame] = []

@@ -18,7 +18,7 @@ from torchfleet.ps.net.wire import Frame, Role
 from torchfleet.ps.server.log.held_replies import HeldReplies
 from torchfleet.ps.server.log.journal import Journal
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
-from torchfleet.ps.server.log.sink import Sink
+from torchfleet.ps.server.log.sink import PUT_OFF, Sink
 from torchfleet.ps.server.log.state_copy import export_state, in_parts
 from torchfleet.ps.server.server import Server
 
@@ -148,6 +148,8 @@ class LoggedServer:
 
     def rest(self) -> bool:
         """As Handler.rest."""
+        for sink in self._journal.sinks:
+            sink.flush()
         return self.server.rest()
 
     def wakes(self) -> tuple[object, ...]:
@@ -193,6 +195,8 @@ class LoggedServer:
             return ready + replies if ready else replies
         for peer, frames in replies:
             self._held.add(index, peer, frames)
+        for sink in self._journal.sinks:
+            sink.flush(PUT_OFF)
         return ready
 
     def _give(self, copy: Copy) -> None:

@@ -52,6 +52,9 @@ class BackupSink:
         self._next += 1
         self._flush()
 
+    def flush(self, after: float = 0.0) -> None:
+        """As Sink.flush: `append` postpones nothing for batching."""
+
     def confirmed(self) -> int:
         """As Sink.confirmed. Above every index while replies do not wait for this sink."""
         return self._confirmed if self.is_counted else _ALL

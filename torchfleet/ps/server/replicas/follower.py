@@ -139,6 +139,11 @@ class Follower:
             return True
         return bool(self._waiting)
 
+    def rest(self) -> None:
+        """No request waits: the log need not wait for more entries."""
+        if self._log is not None:
+            self._log.flush()
+
     def catch_up(self) -> None:
         """Apply all received entries. Raises LogError."""
         while self._waiting:

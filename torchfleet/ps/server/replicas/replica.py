@@ -208,6 +208,8 @@ class Replica:
 
     def rest(self) -> bool:
         """As Handler.rest."""
+        if self._follower is not None:
+            self._follower.rest()
         return self._primary.logged.rest() if self._primary is not None else self._server.rest()
 
     def wakes(self) -> tuple[object, ...]:

@@ -120,6 +120,11 @@ class ReplicaLog:
             self._noted = term
             self._writer.note_term(term)
 
+    def flush(self) -> None:
+        """As Sink.flush."""
+        if self._writer is not None:
+            self._writer.flush()
+
     def check(self) -> None:
         """Raise LogError if the log cannot be written any longer."""
         failure = self._failure or (self._writer.failure if self._writer is not None else "")
