@@ -54,7 +54,7 @@ class MemorySink:
         self.entries.append([bytes(memoryview(f).cast("B")) if memoryview(f).nbytes else b"" for f in entry])
         self.last = index
 
-    def flush(self) -> None:
+    def flush(self, after: float = 0.0) -> None:
         pass
 
     def confirmed(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,34 @@ class VirtualCondition:
             self._waiting.wake()
 
 
+class VirtualQueue:
+    """As queue.SimpleQueue, among actors, of which one takes items."""
+
+    def __init__(self, world: World) -> None:
+        self._items: deque[Any] = deque()
+        self._world = world
+        self._waiting: Actor | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiting is not None:
+            self._waiting.wake()
+
+    def get(self) -> Any:
+        while not self._items:
+            assert self._world.current is not None
+            self._waiting = self._world.current
+            self._waiting.wait(1e6)
+        self._waiting = None  # from now on it waits for something else
+        return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
 class VirtualThreads:
     """As BackgroundThreads, of one thread."""
 
@@ -175,8 +204,10 @@ class Disks:
 
         system = _Names(os, pwritev=self._write, fdatasync=self._sync, fsync=lambda file: None)
         locks = _Names(log_writer.threading, Condition=lambda: VirtualCondition(world))
+        queues = _Names(log_writer.queue, SimpleQueue=lambda: VirtualQueue(world))
         with (
             mock.patch.object(log_folder, "os", system),
+            mock.patch.object(log_writer, "queue", queues),
             mock.patch.object(log_writer, "threading", locks),
             mock.patch.object(log_writer, "BackgroundThreads", threads),
             mock.patch.object(os, "unlink", self._stepped(os.unlink)),

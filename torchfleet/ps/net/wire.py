@@ -193,9 +193,11 @@ def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
     """As `encode`, for a message whose arrays are the bytes of `frames`. The result has the frames themselves, unless
     they are many and small: a transport sends one that it has received without touching its content."""
     sizes = [memoryview(frame).nbytes for frame in frames]
-    if len(sizes) <= FEW_ARRAYS and max(sizes, default=0) <= MAX_FRAME:  # most messages: no array is made of a frame
+    if len(sizes) <= FEW_ARRAYS and (
+        not sizes or max(sizes) <= MAX_FRAME
+    ):  # most messages: no array is made of a frame
         header = HEADER.pack(MAGIC, VERSION, *_SENDER(message), len(sizes), *_REQUEST(message))
-        return [b"".join([header, *(_ARRAY.pack(0, BYTES, 1, size) for size in sizes)]), *frames]
+        return [header + b"".join([_ARRAY.pack(0, BYTES, 1, size) for size in sizes]), *frames]
     message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in frames]
     made = encode(message)
     return [made[0], *frames] if len(made) == len(frames) + 1 else made

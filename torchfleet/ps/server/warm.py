@@ -18,6 +18,7 @@ from numba.core import event
 from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
 from torchfleet.ps.kernels.merge import FEW_PLACES, unique
 from torchfleet.ps.kernels.warm import warm_up_workers
+from torchfleet.ps.server.log.log_records import LONG, crc32c
 from torchfleet.ps.server.state.pending import PendingKeys, PendingRows
 from torchfleet.ps.tables.kinds import make_table, samples
 from torchfleet.ps.tables.rows.memory import keep_freed_memory
@@ -53,7 +54,7 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
 
 def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
     """Use the kernels with which tables of these descriptions are trained, on a few rows; `are_copied`: also those with
-    which they are saved and copied. Without `specs`: all kernels of all kinds of tables. Also makes the process keep
+    which they are saved, copied and logged. Without `specs`: all kernels of all kinds of tables. The process also keeps
     freed memory, which the buffers of messages reuse. `load_all` has used the kernels of `specs` too: nothing is left.
     """
     keep_freed_memory()
@@ -65,6 +66,8 @@ def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
             train(table)
             if are_copied:
                 keep(table)
+        if not specs or are_copied:
+            crc32c(bytes(LONG))
         if not specs or sum(spec.kind == "array" for spec in specs) > 1:
             train_together()
         if not specs or default_storage().memory or any(spec.storage.memory for spec in specs):

@@ -7,6 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,9 +17,10 @@ from support.logged_work import Work, make_server, whole_state
 from support.messages import naming
 
 from torchfleet.base.errors import LogError
+from torchfleet.ps.server.log import log_records
 from torchfleet.ps.server.log.durable_server import Durability, begin_log, go_on
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, decode_entry, encode_entry
-from torchfleet.ps.server.log.log_records import Records, crc32c, record_of
+from torchfleet.ps.server.log.log_records import LONG, Records, crc32c, record_of
 from torchfleet.ps.server.log.log_start import read_start
 from torchfleet.ps.server.log.replay import Replay
 
@@ -155,12 +157,15 @@ def test_the_checksum_is_crc_32c(data: bytes, expected: int) -> None:
     assert crc32c(bytearray(data)) == expected
 
 
-def test_the_checksum_of_parts_is_that_of_the_whole() -> None:
-    rows = np.random.default_rng(0).random((300_001, 2), np.float32)  # three slices, the last of an odd length
-    whole = crc32c(rows.tobytes())
-    assert crc32c(memoryview(rows)) == whole
-    for at in (1, 1 << 20, (1 << 20) + 3):
-        assert crc32c(rows.tobytes()[at:], crc32c(rows.tobytes()[:at])) == whole
+@pytest.mark.parametrize("has_instruction", [True, False])
+def test_the_checksum_of_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, has_instruction: bool) -> None:
+    monkeypatch.setattr(log_records, "HAS_INSTRUCTION", has_instruction and log_records.HAS_INSTRUCTION)
+    rows = np.random.default_rng(0).random((30_001, 2), np.float32)[1:]
+    data = rows.tobytes()
+    whole = google_crc32c.extend(0, data)
+    assert crc32c(data) == crc32c(memoryview(rows)) == whole
+    for at in (1, LONG - 1, LONG, LONG + 3, len(data) - LONG + 1, len(data) - 1):
+        assert crc32c(data[at:], crc32c(memoryview(data)[:at])) == whole
 
 
 @given(some.lists(ENTRIES, min_size=1, max_size=3))

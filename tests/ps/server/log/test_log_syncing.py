@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.scripts.launching import wait_until
 
+from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
 
 ENTRY = encode_entry(Entry(Kind.TICK, 1))
+LARGE = encode_entry(Entry(Kind.REQUEST, 1, frames=[bytes(1 << 16)]))
 SOON = 10.0
 
 
@@ -55,6 +58,108 @@ def test_only_without_a_delay_an_entry_waits_for_the_disk(
     writer.close()
     assert writer.confirmed() == 2
     assert folder.num_synced == folder.num_bytes > 0
+    folder.close()
+
+
+def test_entries_that_come_while_the_thread_writes_are_its_next_batch(tmp_path: Path) -> None:
+    folder, entered, may_go_on = begun(tmp_path / "log"), threading.Event(), threading.Event()
+    write, num_writes = folder.write, 0
+
+    def slow_write(buffers: Sequence[Frame]) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        entered.set()
+        assert may_go_on.wait(SOON)
+        return write(buffers)
+
+    folder.write = slow_write  # type: ignore[method-assign]
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    writer.append(1, LARGE)
+    assert entered.wait(SOON), "a large entry is written when it comes"
+    for index in (2, 3, 4):
+        writer.append(index, LARGE)
+    assert writer.confirmed() == 0
+    may_go_on.set()
+    wait_until(lambda: writer.confirmed() == 4, SOON, "all entries are written")
+    assert num_writes == 2
+    writer.close()
+    folder.close()
+
+
+def test_small_entries_are_put_off_for_a_moment_and_written_together(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "log")
+    write, num_writes = folder.write, 0
+
+    def counted_write(buffers: Sequence[Frame]) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        return write(buffers)
+
+    folder.write = counted_write  # type: ignore[method-assign]
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    for index in (1, 2, 3):
+        writer.append(index, ENTRY)
+        writer.flush(after=1e6)
+    assert not writer.is_idle
+    assert writer.confirmed() == 0
+    writer.flush(after=0.0)
+    wait_until(lambda: writer.confirmed() == 3, SOON, "all entries are written")
+    writer.append(4, ENTRY)
+    wait_until(lambda: bool(writer.flush(after=0.001) or writer.confirmed() == 4), SOON, "the moment is over")
+    assert num_writes == 2
+    writer.append(5, ENTRY)
+    writer.close()
+    assert writer.confirmed() == 5, "a writer that is closed puts nothing off"
+    folder.close()
+
+
+@pytest.mark.parametrize("fsync_ms", [1.0, 0.0])
+def test_only_without_a_delay_an_entry_waits_until_old_segments_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_ms: float
+) -> None:
+    folder, entered, may_go_on, unlink = begun(tmp_path / "log"), threading.Event(), threading.Event(), os.unlink
+    folder.forget_before_last()
+    writer = LogWriter(folder, 0, fsync_ms, lambda: None)
+
+    def slow_unlink(path: Path) -> None:
+        if path.name.startswith("segment-"):
+            entered.set()
+            assert may_go_on.wait(SOON)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", slow_unlink)
+    writer.begin_segment()
+    writer.end_copy()
+    assert entered.wait(SOON)
+    writer.append(1, LARGE)
+    if fsync_ms:
+        wait_until(lambda: writer.confirmed() == 1, SOON, "confirmation while a segment is being removed")
+    else:
+        assert writer.confirmed() == 0
+    assert len(list((tmp_path / "log").glob("segment-*"))) == 2
+    may_go_on.set()
+    writer.close()
+    assert writer.confirmed() == 1
+    assert [path.name for path in (tmp_path / "log").glob("segment-*")] == ["segment-00000002.log"]
+    folder.close()
+
+
+def test_a_segment_that_cannot_be_removed_is_a_failure_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(tmp_path / "log")
+    folder.forget_before_last()
+    writer = LogWriter(folder, 0, 1.0, lambda: None)
+    writer.begin_segment()
+
+    def refused() -> None:
+        raise OSError(errno.EIO, "a test")
+
+    monkeypatch.setattr(folder, "remove_forgotten", refused)
+    writer.end_copy()
+    wait_until(lambda: "a test" in writer.failure, SOON, "the log says that it has failed")
+    assert str(tmp_path) in writer.trouble()
+    writer.close()
     folder.close()
 
 

@@ -10,11 +10,10 @@ from support.faults.simulated_etcd import SimulatedEtcd
 from torchfleet.ps.coordination.view import View
 from torchfleet.ps.net import replica_channels
 from torchfleet.ps.net.replica_channels import ReplicaChannels, envelope_of
-from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.log.log_entry import Kind, decode_entry
 from torchfleet.ps.server.replicas import follower, primary, silence
 from torchfleet.ps.server.replicas.backup_sink import BackupSink
-from torchfleet.ps.server.replicas.between import REQUESTS
+from torchfleet.ps.server.replicas.between import is_of_replicas
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.pace import LEASE
 from torchfleet.ps.server.replicas.primary import Primary
@@ -151,7 +150,7 @@ def _(patch: Patch) -> None:
 
     def answer(self: Replica, peer: Any, frames: Any, role: Any) -> Any:
         envelope = envelope_of(frames)
-        if self._primary is None and envelope is not None and envelope.command not in (*REQUESTS, Command.LOST):
+        if self._primary is None and envelope is not None and not is_of_replicas(envelope.command):
             return self._server.handle(peer, frames, role)
         return handle(self, peer, frames, role)
 

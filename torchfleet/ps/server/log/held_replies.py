@@ -19,17 +19,15 @@ class HeldReplies:
     """A queue of replies, each with the index of the entry that must be confirmed first."""
 
     def __init__(self) -> None:
-        self._held: deque[tuple[int, Peer, list[Frame], int]] = deque()
+        # Index, client, reply and its bytes. Others only look whether it is empty, which they do after every request.
+        self.waiting: deque[tuple[int, Peer, list[Frame], int]] = deque()
         self._of_one: dict[Peer, tuple[int, int]] = {}  # by client: replies and their bytes
         self._num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     @property
     def first_index(self) -> int:
         """What the first reply waits for. There must be one."""
-        return self._held[0][0]
+        return self.waiting[0][0]
 
     def add(self, index: int, peer: Peer, frames: list[Frame]) -> None:
         """Keep a reply until entry `index` is confirmed. Drops it if too much waits for its client, or in all."""
@@ -38,13 +36,13 @@ class HeldReplies:
         is_full = num >= MAX_REPLIES or before + num_bytes > MAX_BYTES or self._num_bytes + num_bytes > MAX_BYTES_IN_ALL
         if num and is_full:
             return
-        self._held.append((index, peer, frames, num_bytes))
+        self.waiting.append((index, peer, frames, num_bytes))
         self._count(peer, 1, num_bytes)
 
     def confirmed(self, index: int) -> Iterator[tuple[Peer, list[Frame]]]:
         """Yield, and remove, the replies whose entries are confirmed up to `index`, in order."""
-        while self._held and self._held[0][0] <= index:
-            _, peer, frames, num_bytes = self._held.popleft()
+        while self.waiting and self.waiting[0][0] <= index:
+            _, peer, frames, num_bytes = self.waiting.popleft()
             self._count(peer, -1, -num_bytes)
             yield peer, frames
 

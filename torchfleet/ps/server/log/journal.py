@@ -23,6 +23,7 @@ LOOK = 0.05  # seconds between two readings of the wall clock, which tables use 
 READS = frozenset(
     {Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP, Command.TABLES, Command.SUBSCRIBE}
 )
+_PULL = int(Command.PULL)  # a comparison with an enumeration's member looks it up first
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 
 
@@ -120,16 +121,15 @@ class Journal:
 
     def _is_change(self, request: Request) -> bool:
         """Whether the request needs an entry. Creating a row alone needs none: its first values depend on its key."""
-        message, state = request.message, self._server.state
-        if message.command in READS:
+        message = request.message
+        command, sequence = message.command, message.sequence
+        if command == _PULL and not sequence and not message.flags & BOUNDED:  # first, as most requests are these
+            if not self._counting or message.flags & NO_CREATE:
+                return False
+            return any(array.number in self._counting for array in message.arrays)
+        if command in READS:
             return False
-        if message.sequence and state.sessions.is_settled(message.client, message.sequence):
-            return False
-        if message.command != Command.PULL or message.sequence or message.flags & BOUNDED:
-            return True
-        if message.flags & NO_CREATE:
-            return False
-        return any(array.number in self._counting for array in message.arrays)
+        return not (sequence and self._server.state.sessions.is_settled(message.client, sequence))
 
     def _look_at_tables(self) -> None:
         self._known = dict(self._server.state.tables)

@@ -5,7 +5,8 @@ A segment begins with a copy of the state, so the segments before it are needed 
 
     begin               `start` with first=0; then segment 1 may have a part of a copy, and no request was answered
     begin_segment       sync the last segment; make the next one, empty; `start` with a new `last`; then write
-    forget_before_last  sync the segment, which has a whole copy; `start` with a new `first` and run; remove older ones
+    forget_before_last  sync the segment, which has a whole copy; `start` with a new `first` and run
+    remove_forgotten    remove older segments, beside all other steps
     note_term           `start` with a new term
     remove              rename `start` to `over`; remove all segments; remove `over`
 
@@ -190,14 +191,20 @@ class LogFolder:
             raise sync_failed(error) from error
 
     def forget_before_last(self) -> int:
-        """Remove the segments before the last, which must have a whole copy of the state, of a server of `run`. Returns
-        its size in bytes. Raises OSError."""
+        """No longer need the segments before the last, which must have a whole copy of the state, of a server of `run`;
+        `remove_forgotten` removes them. Returns its size in bytes. Raises OSError."""
         assert self._start is not None
         last = self._start.last if self._start.first else 1
         self.sync()
         self._note(replace(self._start, first=last, last=last, run=self.run))
-        self._unlink(number for number in self._all() if number < last)
         return self.num_bytes
+
+    def remove_forgotten(self) -> None:
+        """Remove the segments that are not needed, also those that an earlier call has left. Any one thread may call
+        it: to remove a gigabyte takes a tenth of a second, and a second on a busy disk. Raises OSError."""
+        assert self._start is not None
+        first = self._start.first
+        self._unlink(number for number in self._all() if number < first)
 
     @property
     def term(self) -> int:

@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 
 from torchfleet.base.errors import LogError
+from torchfleet.ps.kernels.checksum import HAS_INSTRUCTION, WORD, crc32c_of_words
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import lengths_in
 
@@ -30,17 +31,20 @@ PREFIX = _CHECKED + _SALT.size
 ALIGNED = 8  # bytes: frames begin at multiples of it, so that kernels can read numbers in them
 SECTOR = 512  # bytes that a disk writes completely or not at all
 _SMALL = 1 << 12  # bytes; smaller frames are copied together, which costs less than a buffer for each
-_SLICE = 1 << 20  # bytes in one call of google_crc32c, which holds the interpreter's lock
+LONG = 1 << 14  # bytes; the checksum of fewer takes no longer than giving up the interpreter's lock and getting it back
 
 
 def crc32c(data: Frame, crc: int = 0) -> int:
-    """The CRC-32C of `data`. `crc`: the CRC-32C of the bytes before it."""
-    if isinstance(data, bytes):
+    """The CRC-32C of `data`. `crc`: the CRC-32C of the bytes before it. Other threads run while it is computed, unless
+    it is short, or the processor has no instruction for it."""
+    if isinstance(data, bytes) and len(data) < LONG:
         return int(google_crc32c.extend(crc, data))
     array = np.frombuffer(data, np.uint8)  # google_crc32c does not accept a memoryview
-    for at in range(0, len(array), _SLICE):
-        crc = google_crc32c.extend(crc, array[at : at + _SLICE])
-    return crc
+    if len(array) >= LONG and HAS_INSTRUCTION:
+        num_words = len(array) // WORD
+        crc = crc32c_of_words(array.ctypes.data, num_words, crc)
+        array = array[num_words * WORD :]
+    return int(google_crc32c.extend(crc, array))
 
 
 def record_of(entry: Sequence[Frame], num_synced: int, salt: int = 0) -> list[Frame]:

@@ -1,6 +1,8 @@
 """Writes entries to a file in a background thread, so that the server's loop does not wait for the disk.
 
-A second thread syncs the file, unless every answer waits for that: entries are written while it waits for the disk.
+The thread begins with a large entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
+batch. Small ones, which take less to write than to wake it, are put off for a moment. A second thread syncs the file,
+unless every answer waits for that: entries are written while it waits for the disk. A third one removes old segments.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torchfleet.base.background import BackgroundThreads
@@ -20,8 +22,7 @@ from torchfleet.ps.server.log.log_records import record_of
 
 MAX_BEHIND = 1 << 28  # bytes that may wait for the disk; while more wait, no change is accepted
 COPY_BEHIND = 1 << 24  # bytes that may wait before no more pieces of the state are appended: changes go first
-_TOGETHER = 1 << 20  # bytes of new entries after which `append` notifies the thread
-_PUT_OFF = 0.002  # seconds after the first new entry from which on `append` notifies the thread
+_AT_ONCE = 1 << 16  # bytes of new entries from which on `append` gives them to the thread
 _PAUSE = 0.5  # seconds between two attempts to write to a full or read-only disk
 _MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -42,13 +43,12 @@ class LogWriter:
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
         self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
-        self._queue: deque[Waiting] = deque()
+        self._put_off: list[Waiting] = []  # what the thread was not given yet
+        self._put_off_bytes, self._put_off_since = 0, 0.0
+        self._queue: queue.SimpleQueue[list[Waiting] | None] = queue.SimpleQueue()  # None: the writer is closed
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
         self._bytes_appended = self._bytes_done = 0
         self._num_appended = self._num_done = 0  # entries and functions
-        self._changed = threading.Condition()
-        self._waits_since: float | None = None  # when the first entry came that the thread was not notified of
-        self._bytes_told = 0  # `_bytes_appended` at the last notification
         self._is_over = False
         self.segment_bytes = folder.num_bytes  # size of the segment that is being written
         self._is_syncing = True  # until `close`
@@ -57,6 +57,7 @@ class LogWriter:
         self._threads = BackgroundThreads([self._run], "the log")
         self._threads.start()
         self._syncing = BackgroundThreads([self._sync_behind], "the log")
+        self._removing = BackgroundThreads([self._remove_old], "the log")  # another one each time
         if self._fsync_seconds:
             self._syncing.start()
 
@@ -65,19 +66,18 @@ class LogWriter:
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
-        self._queue.append((index - self._shift, entry, num_bytes))
-        now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        if now - self._waits_since > _PUT_OFF or self._bytes_appended - self._bytes_told > _TOGETHER:
+        if not self._put_off:
+            self._put_off_since = time.monotonic()
+        self._put_off.append((index - self._shift, entry, num_bytes))
+        self._put_off_bytes += num_bytes
+        if self._put_off_bytes >= _AT_ONCE:
             self.flush()
 
-    def flush(self) -> None:
-        """As Sink.flush: notify the thread of new entries. A notification costs as much as writing one entry."""
-        if self._waits_since is not None:
-            self._waits_since, self._bytes_told = None, self._bytes_appended
-            with self._changed:
-                self._changed.notify()
+    def flush(self, after: float = 0.0) -> None:
+        """As Sink.flush: give new entries to the thread. Wakes it if it sleeps; else it finds them by itself."""
+        if self._put_off and (not after or time.monotonic() - self._put_off_since >= after):
+            new, self._put_off, self._put_off_bytes = self._put_off, [], 0
+            self._queue.put(new)
 
     def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
         """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
@@ -90,7 +90,7 @@ class LogWriter:
 
     def end_copy(self) -> None:
         """Remove the earlier segments once all appended pieces of the copy are written. Does not block."""
-        self._put(self._folder.forget_before_last)
+        self._put(self._forget)
 
     def note_term(self, term: int) -> None:
         """Write the term into the folder's `start`, before all later entries. Does not block; see `term`."""
@@ -103,8 +103,7 @@ class LogWriter:
 
     def _put(self, run: Callable[[], int]) -> None:
         self._num_appended += 1
-        self._queue.append(run)
-        self._waits_since = time.monotonic()
+        self._put_off.append(run)
         self.flush()
 
     def confirmed(self) -> int:
@@ -114,13 +113,13 @@ class LogWriter:
     @property
     def failure(self) -> str:
         """Why nothing more will be written; empty if that is not so."""
-        error = self._threads.error or self._syncing.error
+        error = self._threads.error or self._syncing.error or self._removing.error
         return "" if error is None else f"The log in {self._folder.path} cannot be written: {error}."
 
     def trouble(self) -> str:
         """As Sink.trouble."""
-        if self._threads.error is not None or self._syncing.error is not None:
-            return self.failure
+        if failure := self.failure:
+            return failure
         num_behind = self._bytes_appended - self._bytes_done
         return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
@@ -145,10 +144,11 @@ class LogWriter:
             self._due.notify()
         if self._fsync_seconds:
             self._syncing.join()
-        with self._changed:  # afterwards, as this thread syncs at its end
-            self._is_over = True
-            self._changed.notify()
+        self.flush()
+        self._is_over = True  # afterwards, as this thread syncs at its end
+        self._queue.put(None)
         self._threads.join()
+        self._removing.join()
 
     def _run(self) -> None:
         while True:
@@ -167,7 +167,7 @@ class LogWriter:
                 if entries:
                     self._confirmed = entries[-1][0]
                 self._wake()
-            elif self._is_over and not self._queue:
+            elif self._is_over and self._queue.empty():
                 self._folder.sync()
                 return
 
@@ -186,12 +186,30 @@ class LogWriter:
                 while self._is_syncing and (rest := next_sync - time.monotonic()) > 0:
                     self._due.wait(rest)
 
+    def _forget(self) -> int:
+        """No longer need the earlier segments. Replies do not wait until they are removed, unless they wait for all
+        that the disk does. Returns the size of the segment. Raises OSError."""
+        num_bytes = self._folder.forget_before_last()
+        if not self._fsync_seconds:
+            self._folder.remove_forgotten()
+        else:
+            self._removing.join()  # that of the segments before, long ago
+            self._removing = BackgroundThreads([self._remove_old], "the log")
+            self._removing.start()
+        return num_bytes
+
+    def _remove_old(self) -> None:
+        try:
+            self._folder.remove_forgotten()
+        except OSError as error:
+            if error.errno not in _CURABLE:
+                raise  # otherwise the next time removes them
+
     def _next(self) -> list[Waiting]:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""
-        with self._changed:
-            if not self._queue and not self._is_over:
-                self._changed.wait()
-        return [self._queue.popleft() for _ in range(len(self._queue))]
+        found = [] if self._is_over and self._queue.empty() else [self._queue.get()]
+        found += [self._queue.get() for _ in range(self._queue.qsize())]  # no other thread takes any
+        return [item for new in found if new is not None for item in new]
 
     def _write(self, batch: Sequence[Waiting]) -> None:
         buffers: list[Frame] = []

@@ -18,7 +18,7 @@ from torchfleet.ps.net.wire import Frame, Role
 from torchfleet.ps.server.log.held_replies import HeldReplies
 from torchfleet.ps.server.log.journal import Journal
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
-from torchfleet.ps.server.log.sink import Sink
+from torchfleet.ps.server.log.sink import PUT_OFF, Sink
 from torchfleet.ps.server.log.state_copy import export_state, in_parts
 from torchfleet.ps.server.server import Server
 
@@ -94,7 +94,7 @@ class LoggedServer:
     @property
     def is_stopping(self) -> bool:
         """Whether the server is stopping and has sent all replies."""
-        return self.server.is_stopping and not self._held
+        return self.server.is_stopping and not self._held.waiting
 
     def add_sink(self, sink: Sink) -> None:
         """Append all later entries to this sink too. Replies wait for it."""
@@ -181,19 +181,22 @@ class LoggedServer:
             self.server.work()
             return True
         worked = self.server.work()
-        if worked or not self._held:
+        if worked or not self._held.waiting:
             return worked
         return self._held.first_index <= self.confirmed
 
     def _hold(self, replies: Replies) -> Replies:
-        if not replies and not self._held:
+        held = self._held.waiting
+        if not replies and not held:
             return []
         index, confirmed = self._journal.index, self.confirmed
-        ready = list(self._held.confirmed(confirmed))
+        ready = list(self._held.confirmed(confirmed)) if held else []
         if index <= confirmed:
-            return ready + replies
+            return ready + replies if ready else replies
         for peer, frames in replies:
             self._held.add(index, peer, frames)
+        for sink in self._journal.sinks:
+            sink.flush(PUT_OFF)
         return ready
 
     def _give(self, copy: Copy) -> None:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torchfleet.ps.net.wire import Frame
 
+PUT_OFF = 0.0005  # seconds
+
 
 class Sink(Protocol):
     """Takes entries in order, and tells up to which index they are safe. Only the server's loop calls it."""
@@ -15,8 +17,9 @@ class Sink(Protocol):
         """Take an entry without blocking. The sink reads its frames until the entry is confirmed: do not change them. A
         piece of the state has the index of the entry before it."""
 
-    def flush(self) -> None:
-        """Do the work that `append` has postponed for batching. The server calls it when no request waits."""
+    def flush(self, after: float = 0.0) -> None:
+        """Do the work that `append` has postponed for batching, if that was at least `after` seconds ago. The server
+        calls it when no request waits and, with PUT_OFF, when a reply must wait."""
 
     def confirmed(self) -> int:
         """The highest index up to which all entries are safe in this sink. Does not block."""

@@ -52,7 +52,7 @@ class BackupSink:
         self._next += 1
         self._flush()
 
-    def flush(self) -> None:
+    def flush(self, after: float = 0.0) -> None:
         """As Sink.flush: `append` postpones nothing for batching."""
 
     def confirmed(self) -> int:

@@ -9,6 +9,7 @@ LOST      the launcher reports that the other replica's process has ended; body:
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,12 +19,14 @@ import msgspec
 from torchfleet.base.errors import WireError
 from torchfleet.ps.coordination.view import MAX_NAME
 from torchfleet.ps.net.wire import (
+    HEADER,
+    MAGIC,
     MAX_BODY,
+    VERSION,
     Command,
     Frame,
     Message,
     Role,
-    decode,
     encode,
     encode_bytes,
     pack,
@@ -32,8 +35,12 @@ from torchfleet.ps.net.wire import (
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 STUCK = 1  # flag of CONFIRM: the log of the backup cannot be written now
-REQUESTS = (Command.FOLLOW, Command.APPEND)
+_OF_REPLICAS = frozenset((Command.FOLLOW, Command.APPEND, Command.LOST))  # what is not a client's request
+_GLANCE = struct.Struct("<5xB54xI")  # command and term in a header
 _MICROSECONDS = 1e6
+# As plain numbers: these messages are made and read for every push, and enumerations take longer.
+_APPEND, _CONFIRM, _SERVER = int(Command.APPEND), int(Command.CONFIRM), int(Role.SERVER)
+_CONFIRMS = MAGIC, VERSION, _CONFIRM, _SERVER  # the first fields of the header
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,20 @@ class LostBody(msgspec.Struct, forbid_unknown_fields=True):
         return name.startswith(f"{self.replica}.{self.restart}.")
 
 
+def is_of_replicas(command: int) -> bool:
+    """Whether it is for a replica as such, and not for the server of which it is one."""
+    return command in _OF_REPLICAS
+
+
+def is_for_primary(frames: Sequence[Frame], term: int) -> bool:
+    """Whether a primary of this term may hand a message to its server, which checks all of it: a client's request, of
+    no later term."""
+    if not frames or len(frames[0]) < HEADER.size:
+        return False
+    command, seen = _GLANCE.unpack_from(frames[0])
+    return command not in _OF_REPLICAS and seen <= term
+
+
 def lost_process(message: Message) -> LostBody:
     """The body of a LOST. Raises WireError."""
     if len(message.arrays) != 1:
@@ -77,35 +98,39 @@ def replica_of(name: str) -> int:
 
 
 def follow(own: Identity, term: int) -> list[Frame]:
-    message = _message(own, Command.FOLLOW, term, own.incarnation)
-    message.arrays = [pack(FollowBody(own.name))]
-    return encode(message)
+    body, session = [pack(FollowBody(own.name))], own.incarnation
+    return encode(Message(Command.FOLLOW, _SERVER, 0, own.replica, session, 0, 0, 0, body, session, own.shard, term))
 
 
 def append(
     own: Identity, term: int, session: int, number: int, now: float, entry: Sequence[Frame], flags: int = 0
 ) -> list[Frame]:
     """`session`: the backup's incarnation; any other process ignores the message. `number`: 0 for a sign of life."""
-    message = _message(own, Command.APPEND, term, session)
-    message.call, message.sequence, message.flags = number, stamp(now), flags
-    return encode_bytes(message, entry)
+    return encode_bytes(
+        Message(
+            _APPEND, _SERVER, flags, own.replica, session, number, stamp(now), 0, (), own.incarnation, own.shard, term
+        ),
+        entry,
+    )
 
 
 def confirm(own: Identity, term: int, number: int, stamped: int, flags: int = 0) -> list[Frame]:
-    message = _message(own, Command.CONFIRM, term, own.incarnation)
-    message.call, message.sequence, message.flags = number, stamped, flags
-    return encode(message)
+    session = own.incarnation
+    return encode(
+        Message(_CONFIRM, _SERVER, flags, own.replica, session, number, stamped, 0, (), session, own.shard, term)
+    )
 
 
 def confirm_in(frames: Sequence[Frame], shard: int) -> Message | None:
     """The CONFIRM of this shard in `frames`; None for anything else: another process at the address may have sent
     it."""
-    try:
-        message = decode(frames)
-    except WireError:
+    if len(frames) != 1 or len(frames[0]) != HEADER.size:
+        return None  # not decoded: a confirmation comes for every push, and has no arrays
+    fields = HEADER.unpack_from(frames[0])
+    _, _, _, _, flags, worker, num_arrays, trace, client, call, sequence, floor, incarnation, found, term = fields
+    if fields[:4] != _CONFIRMS or found != shard or num_arrays:
         return None
-    is_confirm = (message.command, message.role, message.shard) == (Command.CONFIRM, Role.SERVER, shard)
-    return message if is_confirm else None
+    return Message(_CONFIRM, _SERVER, flags, worker, client, call, sequence, floor, (), incarnation, found, term, trace)
 
 
 def stamp(now: float) -> int:
@@ -115,15 +140,3 @@ def stamp(now: float) -> int:
 
 def seconds(stamped: int) -> float:
     return stamped / _MICROSECONDS
-
-
-def _message(own: Identity, command: Command, term: int, session: int) -> Message:
-    return Message(
-        command,
-        Role.SERVER,
-        worker=own.replica,
-        client=session,
-        incarnation=own.incarnation,
-        shard=own.shard,
-        term=term,
-    )

@@ -26,7 +26,14 @@ from torchfleet.ps.net.wire import (
 )
 from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.log.logged_server import LoggedServer
-from torchfleet.ps.server.replicas.between import REQUESTS, FollowBody, Identity, LostBody, lost_process
+from torchfleet.ps.server.replicas.between import (
+    FollowBody,
+    Identity,
+    LostBody,
+    is_for_primary,
+    is_of_replicas,
+    lost_process,
+)
 from torchfleet.ps.server.replicas.claim import claim
 from torchfleet.ps.server.replicas.follower import Fate, Follower
 from torchfleet.ps.server.replicas.liveness import Liveness
@@ -37,7 +44,6 @@ from torchfleet.ps.server.replicas.restoration import Restoration
 from torchfleet.ps.server.server import Server
 
 Replies = list[tuple[Peer, list[Frame]]]
-_OF_REPLICAS = frozenset((*REQUESTS, Command.LOST))  # what is not a client's request
 
 
 class Replica:
@@ -132,18 +138,23 @@ class Replica:
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> Replies:
         """As Handler.handle."""
+        primary = self._primary
+        if (
+            primary is not None
+            and not self.deposed
+            and is_for_primary(frames, primary.view.term)
+            and primary.is_sure(self._clock())
+        ):  # most requests; the server looks at the rest of the header
+            return primary.logged.handle(peer, frames, role)
         envelope = envelope_of(frames)
         if envelope is None:
             return self._server.handle(peer, frames, role)  # its reply names the error
         proved = envelope.role if role is None else role
-        if envelope.command in _OF_REPLICAS:
+        if is_of_replicas(envelope.command):
             return self._take(peer, frames, envelope, proved)
-        primary = self._primary
         if primary is not None and envelope.term > primary.view.term:
             primary.suspect(self._clock())
-        if primary is None or self.deposed or not primary.is_sure(self._clock()) or envelope.term > primary.view.term:
-            return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
-        return primary.logged.handle(peer, frames, role)
+        return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
 
     def ready(self) -> Replies:
         """As Handler.ready. Returns no reply while another replica may have taken over: after a pause of this process,
