@@ -200,7 +200,7 @@ def real_workers(servers: Fleet, num: int, timeout: float = SECONDS) -> Callable
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     numbers=st.lists(st.integers(0, 40), min_size=2, max_size=5),
     seed=st.none() | st.integers(0, 1 << 40),
