@@ -19,6 +19,7 @@ def load_profile() -> None:
     """`make test` draws the same cases every time, and `make fuzz` others every time. Neither looks at a clock."""
     settings.register_profile(
         "torchfleet",
+        max_examples=examples(100),  # of searches that name no number
         derandomize="FLEET_SEARCH_DEPTH" not in os.environ,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
