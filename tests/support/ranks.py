@@ -149,7 +149,7 @@ def _wait(children: list[int]) -> list[int]:
                     deadline = min(deadline, time.monotonic() + 2)
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.02)
     return [codes[child] for child in children]
 
 
