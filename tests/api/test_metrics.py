@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.cases import each_of
 from support.extras import Late
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet import metrics
 from torchfleet.api.metrics import AUC, area
@@ -25,7 +26,7 @@ from torchfleet.base.errors import FleetError
 oracle = Late("sklearn.metrics")
 
 Floats = npt.NDArray[np.float64]
-SMALL = settings(max_examples=60)
+SMALL = settings(max_examples=examples(60))
 
 
 def pairwise_auc(scores: Floats, labels: npt.NDArray[Any]) -> float:

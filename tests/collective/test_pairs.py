@@ -49,7 +49,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "adaptive_localsgd": {},
     "gradient_merge": {"gradient_merge_configs": {"k_steps": 2}},
 }
-TURNS = 5  # of which two are trained in `make test`
+TURNS = 6  # of which two are trained in `make test`
 # What computes the same numbers, for a model without batch norms.
 SAME = ("tensor_parallel", "context_parallel", "recompute", "build_strategy", "pipeline", "use_hierarchical_allreduce",
         "nccl_comm_num", "sharding 1", "sharding 2", "sharding 3")  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
 from support.messages import naming
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError, FleetError
@@ -28,7 +29,7 @@ def be_worker(index: int, num: int) -> None:
     fleet.init(fleet.UserDefinedRoleMaker(index, "worker", num, ["127.0.0.1:7001"]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(num_files=st.integers(0, 100), num=st.integers(1, 150))
 def test_every_file_goes_to_one_worker_and_counts_differ_by_at_most_one(num_files: int, num: int) -> None:
     files = [f"part-{i}" for i in range(num_files)]
@@ -38,7 +39,7 @@ def test_every_file_goes_to_one_worker_and_counts_differ_by_at_most_one(num_file
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(num_files=st.integers(0, 20), num=st.integers(1, 8))
 def test_a_script_on_each_worker_gets_its_share(num_files: int, num: int) -> None:
     files = [f"part-{i}" for i in range(num_files)]

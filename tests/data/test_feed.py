@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
+from support.searches import examples
 
 from torchfleet.data import feed as feed_module
 from torchfleet.data.feed import Feed
@@ -44,7 +45,7 @@ def numbers(*values: int) -> Callable[[Put], None]:
     return make
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(counts=st.lists(st.integers(0, 30), max_size=5), size=st.integers(1, 10), num_takers=st.integers(1, 4))
 def test_every_item_goes_to_exactly_one_taker(counts: list[int], size: int, num_takers: int) -> None:
     serial = itertools.count()

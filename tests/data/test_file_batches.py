@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
 from support.messages import names, naming
+from support.searches import examples
 from torch.utils.data import DataLoader
 
 import torchfleet as fleet
@@ -82,7 +83,7 @@ def saved(batch: Any) -> Any:
     return torch.load(stream, weights_only=False)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sizes=st.lists(st.integers(0, 30), max_size=5), batch_size=st.integers(1, 40), drop_last=st.booleans())
 def test_batches_are_those_of_a_queue_dataset(sizes: list[int], batch_size: int, drop_last: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

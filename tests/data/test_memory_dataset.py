@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs, processes
 from support.messages import names, naming
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError
@@ -125,7 +126,7 @@ def assert_uniform(counts: np.ndarray) -> None:
 # Loading and iterating
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=7),
     batch_size=st.integers(1, 50),
@@ -291,7 +292,7 @@ def test_one_worker_alone_shuffles_globally_as_locally(tmp_path: Path) -> None:
 # slots_shuffle
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=3),
     names=st.lists(st.sampled_from([slot.name for slot in SLOTS]), unique=True),
@@ -635,7 +636,7 @@ def test_samples_that_do_not_fit_are_an_error_that_says_what_to_do(monkeypatch: 
     assert store.num == 60
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(cuts=st.lists(st.integers(0, 5 * RELEASE), max_size=6))
 def test_memory_is_given_back_from_the_front_and_never_beyond(cuts: list[int]) -> None:
     memory = Memory(5 * RELEASE)

@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs, processes
 from support.messages import lines_naming, names, naming
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError, FleetError
@@ -136,7 +137,7 @@ def dataset_of(files: Sequence[str], **options: Any) -> QueueDataset:
 # Samples and batches
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=6),
     batch_size=st.integers(1, 50),

@@ -200,7 +200,7 @@ def real_workers(servers: Fleet, num: int, timeout: float = SECONDS) -> Callable
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     numbers=st.lists(st.integers(0, 40), min_size=2, max_size=5),
     seed=st.none() | st.integers(0, 1 << 40),
@@ -221,7 +221,7 @@ def test_nothing_is_lost_or_doubled_and_shares_are_equal(
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", first_of([(2, 2, 1), (4, 1, 3), (0, 6)]))
 def test_it_is_uniform_over_workers_and_positions(numbers: tuple[int, ...]) -> None:
-    total, rounds = sum(numbers), 300
+    total, rounds = sum(numbers), 150
     counts = np.zeros((total, total))  # sample, place: the workers' shares one behind the other
     for seed in range(rounds):
         order = list(itertools.chain(*shuffled(numbered(numbers), Room(len(numbers)).worker, seed)))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import each_of
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import DataError
 from torchfleet.data.sample_rows import NO_ROWS, SampleRows
@@ -95,7 +96,7 @@ def samples_of(slots: list[Slot], max_size: int = 6) -> st.SearchStrategy[list[S
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_a_batch_of_several_pieces_holds_their_samples_in_order(data: st.DataObject) -> None:
     slots = data.draw(layouts())
@@ -166,7 +167,7 @@ def test_batches_do_not_share_memory_with_their_rows_or_each_other() -> None:
 # Rows
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_picked_rows_are_those_rows_in_that_order(data: st.DataObject) -> None:
     slots = data.draw(layouts())
@@ -179,7 +180,7 @@ def test_picked_rows_are_those_rows_in_that_order(data: st.DataObject) -> None:
     assert picked.starts.tolist() == expected.starts.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_rows_of_another_length_than_their_counts_say_are_found(data: st.DataObject) -> None:
     slots = data.draw(layouts())

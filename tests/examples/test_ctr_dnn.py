@@ -298,14 +298,15 @@ def test_two_workers_in_step_train_what_one_process_trains(tmp_path: Path, data:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", pytest.param("hybrid", marks=pytest.mark.long)])
-def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "epochs"), [("async", 1), pytest.param("hybrid", 2, marks=pytest.mark.long)])
+def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, mode: str, epochs: int) -> None:
     """The one test file is one worker's; the other has nothing to predict and gets the same AUC."""
-    more = ("--mode", mode, "--batch_size", 50, "--epochs", 2)
+    more = ("--mode", mode, "--batch_size", 50, "--epochs", epochs)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    # Untrained: 0.5, deviating by 0.02 on these 800 rows. Workers at their own pace: five runs on overloaded cores gave
-    # 0.713 to 0.728, a deviation of 0.007. The bound is 19 of these away, which is no matter of chance.
+    # Untrained: 0.5, deviating by 0.02 on these 800 rows. Workers at their own pace: five runs of two epochs on
+    # overloaded cores gave 0.713 to 0.728, a deviation of 0.007, and three of one epoch 0.712 and 0.713. The bound is
+    # 18 of these away, which is no matter of chance.
     assert 0.58 < max(test_aucs(logs[0])) < 0.95
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import processes
 from support.messages import names, naming
 from support.paths import ROOT
 
@@ -75,13 +76,8 @@ def test_ids_beyond_the_dictionary_and_broken_dictionaries_are_named(corpus: tup
     with pytest.raises(fleet.FleetError, match=naming("line 1", "SkipGramReader", "ValueError", 30)):
         samples(str(tmp_path / "wrong"), SkipGramReader(COUNTS))
     (tmp_path / "broken").write_text("a 3\nb\n")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--dictionary", str(tmp_path / "broken")],
-        input="1 2\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, str(SCRIPT), "--dictionary", str(tmp_path / "broken")]
+    with (tmp_path / "wrong").open() as ids:
+        done = processes.run(command, stdin=ids, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 1
     assert names(done.stderr, "line 2", "'b'")

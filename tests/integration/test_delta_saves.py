@@ -249,7 +249,7 @@ def traffic_between_slices(tables: Tables, between: Callable[[Client], None]) ->
 def test_what_changes_during_a_save_is_in_the_next(seed: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows appear, change, go and come back between the slices. What is loaded of a row is something that it was since
     the save began; a row that was there throughout is there; and the next delta makes all of it exact."""
-    monkeypatch.setattr(table_saving, "SLICE", 5)
+    monkeypatch.setattr(table_saving, "SLICE", 12)
     monkeypatch.setattr(table_saving, "PART_BYTES", 300)  # several files of a table
     rng, traffic = np.random.default_rng(seed), Traffic(seed, [KEPT, PLAIN, IDS])
     tables = begin([KEPT, PLAIN, IDS], 1 + seed % 3)

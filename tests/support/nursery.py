@@ -18,6 +18,7 @@ import gc
 import io
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -27,13 +28,19 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 _KEPT = 500  # where the socket of requests lies in every process that was forked
 _FILES = 100  # that a process may inherit
+_LEFT_OUT = (  # adapters to packages whose import takes seconds, and what needs a GPU
+    "torchfleet.lightning", "torchfleet.transformers", "torchfleet.apps.lightning", "torchfleet.apps.transformers",
+    "torchfleet.ps.gpu", "torchfleet.collective.strategies.layerwise.multi_tensor_kernels",
+)  # fmt: skip
 ENVIRONMENTS = Path(tempfile.gettempdir()) / f"torchfleet-forked-{os.getuid()}"  # by process id; /proc knows only execs
 
 
@@ -262,6 +269,7 @@ def _path_of(environment: Any) -> list[str]:
 
 def _import(modules: Sequence[str]) -> None:
     """These, and all that any test needs; nothing that would not survive a fork: no backward pass, no thread."""
+    import encodings.idna  # noqa: F401  # what the first name of a machine needs
     import subprocess
 
     from support.processes import Forked
@@ -273,8 +281,9 @@ def _import(modules: Sequence[str]) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor
 
-    from torchfleet.api import distributing, job_life, saves, table_calls, training_passes  # noqa: F401
+    import torchfleet
 
+    _import_package(torchfleet)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
     _load_kernels()
@@ -284,6 +293,22 @@ def _import(modules: Sequence[str]) -> None:
     if Forked.requests is not None:  # of the nursery that has forked this one
         Forked.requests.close()
         Forked.requests = None
+
+
+def _import_package(package: types.ModuleType) -> None:
+    """All of it but what is left out, and modules that `python -m` runs: it would warn of those."""
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if found.name not in _LEFT_OUT and not _is_run(found.name):
+            module = import_module(found.name)
+            if found.ispkg:
+                _import_package(module)
+
+
+def _is_run(module: str) -> bool:
+    spec = find_spec(module)
+    assert spec
+    assert spec.origin
+    return module.endswith(".__main__") or 'if __name__ == "__main__":' in Path(spec.origin).read_text()
 
 
 def _load_kernels() -> None:
@@ -321,6 +346,7 @@ def _serve(modules: Sequence[str]) -> None:
     os.setsid()  # Ctrl-C is for the tests, which end what they started
     ENVIRONMENTS.mkdir(exist_ok=True)
     _import(modules)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # each kernel's, at every exit: they take 50 ms
     gc.collect()
     gc.freeze()  # untouched pages stay shared
     Nursery(socket.socket(fileno=0)).serve()

@@ -113,7 +113,7 @@ class Tables:
         """Values and state, and the statistics that the table keeps."""
         found: Contents = {}
         for index in range(self.num_servers):
-            for keys, rows, columns in self.table(name, index).chunks(13):
+            for keys, rows, columns in self.table(name, index).chunks():
                 self._add(found, keys, {"value": rows, **columns}, name, index)
         return found
 
@@ -123,7 +123,7 @@ class Tables:
         for index in range(self.num_servers):
             admission = self.table(name, index).admission
             if admission is not None and admission.candidates is not None:
-                for keys, columns in admission.candidates.chunks(13, only_changed=False):
+                for keys, columns in admission.candidates.chunks(1 << 16, only_changed=False):
                     self._add(found, keys, columns, name, index)
         return found
 

@@ -19,7 +19,6 @@ import contextlib
 import gc
 import json
 import os
-import pkgutil
 import signal
 import subprocess
 import sys
@@ -45,7 +44,7 @@ class Ranks:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        self._process = processes.Popen(  # by the nursery of all processes, which has imported most of it already
+        self._process = processes.Popen(  # by the nursery of all processes, which has imported everything already
             [sys.executable, __file__],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FLEET_DEVICE": "cpu"},
             stdin=subprocess.PIPE,
@@ -91,19 +90,6 @@ def export_once() -> None:
 def _serve() -> None:
     if os.fork():  # the one that serves has no parent: other tests look for processes that are left
         os._exit(0)
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor
-    import torch.optim
-
-    import torchfleet.collective
-    from torchfleet.api import distributing, job_life, saves, table_calls, training_passes  # noqa: F401
-
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
-    for found in pkgutil.walk_packages(torchfleet.collective.__path__, "torchfleet.collective."):
-        if not found.name.endswith("_kernels"):  # in Triton, for GPUs
-            import_module(found.name)
     gc.collect()
     gc.freeze()  # ranks share these pages, and do not search a million objects of torch's for garbage
     answers = os.fdopen(os.dup(1), "w")
@@ -163,7 +149,7 @@ def _wait(children: list[int]) -> list[int]:
                     deadline = min(deadline, time.monotonic() + 2)
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.02)
     return [codes[child] for child in children]
 
 

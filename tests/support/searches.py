@@ -1,4 +1,5 @@
-"""How far tests search that draw their cases: little in `make test`, FLEET_SEARCH_DEPTH times as far in `make fuzz`."""
+"""How far tests search that draw their cases: half as far as they name in `make test`, which draws the same cases every
+time, and FLEET_SEARCH_DEPTH times as far in `make fuzz`."""
 
 from __future__ import annotations
 
@@ -6,17 +7,21 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-_DEPTH = int(os.environ.get("FLEET_SEARCH_DEPTH", "1"))
+_DEPTH = float(os.environ.get("FLEET_SEARCH_DEPTH", "0.5"))
 
 
 def examples(num: int) -> int:
-    """Cases that a search tries; `num` in `make test`."""
-    return num * _DEPTH
+    """Cases that a search tries; `num` with a depth of one."""
+    return max(1, round(num * _DEPTH))
 
 
 def load_profile() -> None:
     """`make test` draws the same cases every time, and `make fuzz` others every time. Neither looks at a clock."""
     settings.register_profile(
-        "torchfleet", derandomize=_DEPTH == 1, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "torchfleet",
+        max_examples=examples(100),  # of searches that name no number
+        derandomize="FLEET_SEARCH_DEPTH" not in os.environ,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("torchfleet")

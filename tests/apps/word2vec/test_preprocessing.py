@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from support import processes
 from support.messages import names, naming
 from support.paths import ROOT
+from support.searches import examples
 
 from torchfleet.apps.word2vec.corpus import Corpus
 from torchfleet.apps.word2vec.preprocessing import build_dictionary, filter_corpus, keep_probabilities
@@ -130,7 +131,7 @@ def dictionary_of(text: bytes, min_count: int) -> bytes:
     return b"".join(b"%b %d\n" % (word, -num) for num, word in sorted(kept + [(-rare, b"<UNK>")] * bool(rare)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.lists(st.sampled_from(["a", "b", "ab", "<UNK>", "é", "word\x1c", "\x85"]), max_size=20), max_size=6),
     st.sampled_from([" ", "\t", " \n", "\r\n", "\v", "\f "]),
@@ -384,7 +385,7 @@ def nearest_cuts(lines: list[int], num_files: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(cuts)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
 def test_parts_are_even_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, lines: list[int], num_files: int, num_inputs: int

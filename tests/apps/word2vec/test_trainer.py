@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.apps.word2vec import pairs as pairs_module
 from torchfleet.apps.word2vec import trainer as trainer_module
@@ -144,7 +145,7 @@ def marginals(chance: npt.NDArray[np.uint32], other: npt.NDArray[np.int32]) -> F
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e9), st.integers(1, 5).map(float)), min_size=1, max_size=40))
 def test_an_alias_table_has_the_chances_of_its_weights(weights: list[float]) -> None:
     weights_W = np.array(weights)

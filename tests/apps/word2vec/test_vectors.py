@@ -16,6 +16,7 @@ from support.extras import Late
 from support.fleets import in_process
 from support.messages import naming
 from support.scripts.saved_models import save
+from support.searches import examples
 
 from torchfleet.apps.word2vec.decimals import lines_of
 from torchfleet.apps.word2vec.vectors import WordVectors
@@ -71,7 +72,7 @@ def test_every_float32_comes_back_from_text() -> None:
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_numbers_read_back_and_take_no_more_room_than_nine_digits(numbers: list[float]) -> None:
     line = lines_of(np.array([numbers], np.float32))[0].decode()
     for text, number in zip(line.split(" "), numbers, strict=True):

@@ -25,6 +25,7 @@ from support.collective_oracles import (
 from support.extras import imported
 from support.messages import naming
 from support.ranks import Ranks
+from support.searches import examples
 
 from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.collective.strategies.compression import Residual, flat, largest, num_sent
@@ -53,7 +54,7 @@ def numbers(kind: str, size: int, seed: int) -> torch.Tensor:
     return kinds[kind]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["normal", "heavy", "mostly 0", "few values", "rising", "in waves", "with NaN"]),
     st.integers(1, 1000) | st.integers(65_000, 300_000),
@@ -88,7 +89,7 @@ def test_the_number_of_values_sent_is_rounded_up(size: int, sparsity: float, exp
 # What is kept
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 400), st.floats(0, 0.99), st.integers(1, 6), st.integers(0, 100))
 def test_what_is_sent_and_what_remains_add_up(size: int, momentum: float, num_steps: int, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)

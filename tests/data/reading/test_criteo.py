@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.cases import each_of
 from support.messages import names, naming
 from support.paths import REAL_DATA
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError
@@ -130,7 +131,7 @@ def test_the_seed_of_the_hash_is_0_unless_said_otherwise() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=40)), st.integers(0, 2**64 - 1))
 @example("", 0)
 @example(b"\x00", 0)
@@ -141,7 +142,7 @@ def test_the_string_hash_is_the_documented_one(text: str | bytes, seed: int) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(0, 2**64 - 1))
 def test_the_kernel_hashes_as_python_does(texts: list[bytes], seed: int) -> None:
     data = np.frombuffer(b"".join(texts) + b"\xff" * 8, np.uint8)
@@ -166,7 +167,7 @@ def test_bytes_that_are_no_utf8_hash_as_they_are_in_a_line_of_a_generator() -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.lists(rows(), max_size=4),
     st.sampled_from([b"\n", b"\r\n"]),
@@ -253,7 +254,7 @@ def test_a_malformed_row_is_named_with_its_column(line: bytes, values: str, num_
     assert source.skipped.first == str(caught.value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=200), st.integers(1, 64))
 def test_any_bytes_are_rows_or_malformed_lines_and_none_is_lost(data: bytes, size: int) -> None:
     batch, source = read(data, size, skip=True)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import each_of
 from support.messages import names, naming
+from support.searches import examples
 
 from torchfleet.base.errors import DataError
 from torchfleet.data.reading import formats
@@ -94,7 +95,7 @@ def lines(draw: st.DrawFn) -> str:
 # Good lines
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(lines(), max_size=6), st.sampled_from(["\n", "\r\n"]), st.booleans(), st.integers(1, 200))
 def test_lines_are_read_as_plain_python_reads_them_wherever_they_are_cut(
     good: list[str], ending: str, ends: bool, size: int
@@ -259,7 +260,7 @@ def test_strange_bytes_are_shown_as_they_are(line: bytes, found: str) -> None:
     assert names(refusal(line), "part-0", "line 1", "'ids'", found)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_any_bytes_are_samples_or_malformed_lines_and_none_is_lost(data: bytes, size: int) -> None:
     pieces, source = read(data, size, skip=True)
@@ -267,7 +268,7 @@ def test_any_bytes_are_samples_or_malformed_lines_and_none_is_lost(data: bytes, 
     assert sum(rows.num for rows in pieces) + source.skipped.num == num_lines
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(lines(), min_size=1, max_size=3), st.data())
 def test_a_good_text_with_one_byte_changed_is_read_as_python_would_or_refused(
     good: list[str], data: st.DataObject
@@ -300,7 +301,7 @@ def test_the_first_malformed_line_is_named_when_a_later_one_is_found_sooner() ->
 # Leaving them out
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([GOOD, "2 1 2 0 0 1 1", "", "x", "2 1 2 1 a 0 1 1", "2 1 1e999 0 0 1 1"]), max_size=12),
     st.integers(1, 60),

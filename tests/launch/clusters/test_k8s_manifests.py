@@ -86,7 +86,7 @@ def script(tmp_path: Path) -> Path:
 
 def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main(["--image", "registry.example/torchfleet:1", *arguments]) == 0
-    return list(yaml.safe_load_all(capsys.readouterr().out))
+    return kube_pods.documents_of(capsys.readouterr().out)
 
 
 def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -414,6 +414,6 @@ def test_kubectl_reads_a_kustomization(script: Path, tmp_path: Path) -> None:
     flags = ("--image", "image", "--name", "ctr", "--namespace", "team", "--format", "kustomize")
     assert main([*flags, "-o", str(folder), str(script)]) == 0
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=200, check=True)
-    found = list(yaml.safe_load_all(done.stdout))
+    found = kube_pods.documents_of(done.stdout)
     assert {document["metadata"]["namespace"] for document in found} == {"team"}
     assert len(found) == len(list(folder.glob("*.yaml"))) - 1

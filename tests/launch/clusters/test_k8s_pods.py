@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import kube_node, kube_pods
 from support.extras import Late
 from support.paths import ROOT
@@ -65,7 +64,7 @@ def pods(
     given = ("--image", "torchfleet:test", "--env", "OMP_NUM_THREADS=1", "--pvc", "data=/data:ro", "--pvc", "out=/out")
     where = ("--data", "/data", "--save", "/out/model")
     assert main(["k8s", *COUNTS, *given, *flags, str(SCRIPT), *OPTIONS, *where]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    documents = kube_pods.documents_of(capsys.readouterr().out)
     try:
         claims = {"data": trained[0], "out": folder / "models"}
         with kube_node.node(documents, folder / "node", claims) as node:
@@ -136,7 +135,7 @@ def test_ranks_of_a_collective_job_meet_at_the_pod_of_node_0(
     (tmp_path / "node").mkdir()
     flags = ("--image", "torchfleet:test", "--nnodes", "2", "--nproc_per_node", "1", "--insecure")
     assert main(["k8s", *flags, "--script_alone", str(tmp_path / "ranks.py")]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    documents = kube_pods.documents_of(capsys.readouterr().out)
     try:
         with kube_node.node(documents, tmp_path / "node", {}) as node:
             for pod in node.pods:

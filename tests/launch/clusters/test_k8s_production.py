@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import kube_pods
 from support.messages import naming
 
@@ -32,7 +31,7 @@ def script(tmp_path: Path) -> Path:
 def made(script: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def make(*flags: str) -> list[dict[str, Any]]:
         assert main(["--image", "image", "--name", "ctr", *flags, str(script)]) == 0
-        return list(yaml.safe_load_all(capsys.readouterr().out))
+        return kube_pods.documents_of(capsys.readouterr().out)
 
     return make
 

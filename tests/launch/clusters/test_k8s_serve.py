@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import kube_pods
 from support.extras import Late, imported
 
 from torchfleet.base.errors import RoleError
@@ -42,7 +43,7 @@ def schemas_are_read_once() -> Iterator[None]:
 def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
     """The documents, by kind and name."""
     assert main(["serve", *MODEL, *arguments]) == 0
-    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    found = kube_pods.documents_of(capsys.readouterr().out)
     return {f"{document['kind']} {document['metadata']['name']}": document for document in found}
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import each_of
 from support.messages import lines_naming, naming
+from support.searches import examples
 
 from torchfleet.base.errors import RoleError, SecurityError
 from torchfleet.launch.cli import main
@@ -212,7 +213,7 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "SLURM_CONF": str(path)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(LISTS)
 def test_scontrol_writes_out_the_same(scontrol: dict[str, str], text: str) -> None:
     command = ["scontrol", "show", "hostnames", text]

@@ -221,7 +221,7 @@ class TestParts:
 
 class TestStorage:
     @given(buffers=st.lists(st.binary(max_size=50), max_size=5))
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     def test_buffers_come_back_as_one(self, buffers: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
         for place in (Storage(str(tmp_path_factory.getbasetemp() / "buffers")), Storage("memory://buffers")):
             place.write("deep/er/file", buffers)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.searches import examples
 from support.twins import key_with_tag, keys_and_rows, scramble, secret, set_secret, unscramble
 
 from torchfleet.ps.kernels import hashmap
@@ -170,14 +171,14 @@ def run_steps(index: KeyMap, steps) -> None:
         assert keys_and_rows(index) == rows
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps)
 def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_and_erased(steps):
     run_steps(make_map(), steps)
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 48), steps)
 def test_the_same_holds_in_both_slot_arrays_while_the_map_grows(num_moved, steps):
     with mock.patch.object(keymap, "MOVES_PER_KEY", 0):

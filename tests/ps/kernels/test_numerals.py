@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.cases import each_of
 from support.messages import names, naming
+from support.searches import examples
 
 from torchfleet.base.errors import DataError
 from torchfleet.data.reading.formats import LineSource, MultiSlotParser
@@ -99,7 +100,7 @@ def decimals(draw: st.DrawFn) -> str:
 # float32
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     many(
         st.one_of(any_float32, st.floats(width=32))
@@ -111,7 +112,7 @@ def test_the_repr_of_any_float32_gives_the_same_float32_back(tokens: list[str]) 
     check_floats(tokens)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(any_float32.filter(np.isfinite), min_size=1, max_size=60))
 def test_nine_digits_or_the_shortest_text_of_a_float32_give_the_same_float32_back(values: list[float]) -> None:
     expected = np.array(values, np.float32).view(np.uint32).tolist()
@@ -119,13 +120,13 @@ def test_nine_digits_or_the_shortest_text_of_a_float32_give_the_same_float32_bac
         assert read_floats(*texts).view(np.uint32).tolist() == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(many(st.one_of(any_double, st.floats()).filter(np.isfinite).map(repr)))
 def test_the_repr_of_any_double_is_rounded_as_python_and_numpy_do(tokens: list[str]) -> None:
     check_floats(tokens)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(many(decimals()))
 @example(["0e999999999999999999999", "0.0e-99999999999999999999", "00000000000000000000000000000000000000000000"])
 @example(["1e-999999999999999999999", "0" * 30 + "1.5", "0." + "0" * 400 + "1e400"])
@@ -135,13 +136,13 @@ def test_decimal_numbers_of_any_form_are_read_as_python_reads_them(tokens: list[
     check_floats(tokens)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(1, 10**19 - 1), st.integers(-345, 310)), min_size=1, max_size=60))
 def test_up_to_nineteen_digits_with_any_power_of_ten_are_exact(parts: list[tuple[int, int]]) -> None:
     check_floats([f"{mantissa}e{power}" for mantissa, power in parts])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.integers(0x0010000000000000, 0x47EFFFFFE0000000), st.sampled_from([-1, 0, 1])),
@@ -163,7 +164,7 @@ def test_numbers_half_way_between_two_doubles_go_to_the_even_one(parts: list[tup
     check_floats(tokens)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.integers(1, 0x7F7FFFFE), st.sampled_from([-1, 0, 1]), st.sampled_from([1, -1])),
@@ -278,7 +279,7 @@ def test_many_numbers_of_twenty_digits_in_one_line_take_time_in_proportion() -> 
 # int64
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=60))
 @example([-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 @example([10**k for k in range(20)])
@@ -287,14 +288,14 @@ def test_integers_of_64_bits_keep_their_bits(values: list[int]) -> None:
     assert [found % 2**64 for found in read_ints(*map(str, values))] == [value % 2**64 for value in values]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(1, 60))
 def test_zeros_in_front_change_nothing(value: int, num: int) -> None:
     token = ("-" if value < 0 else "") + "0" * num + str(abs(value))
     assert read_ints(token)[0] % 2**64 == value % 2**64
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.one_of(
         st.integers(2**64, 2**130),

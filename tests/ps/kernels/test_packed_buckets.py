@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.searches import examples
 from support.twins import key_with_tag, packed_keys_and_rows, secret, set_secret
 
 from torchfleet.ps.kernels import packed_buckets, packed_moves
@@ -102,7 +103,7 @@ steps = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(0, 33), steps, st.lists(crowded_keys, max_size=300))
 def test_every_bucket_from_a_keys_home_to_its_own_is_full_whatever_was_inserted_and_erased(num_moved, steps, first):
     index = make_map()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import twins
 from support.cases import each_of
+from support.searches import examples
 
 from torchfleet.ps.kernels.random import CONSTANT, NORMAL, TRUNCATED_NORMAL, UNIFORM, initialise, normal_quantile
 from torchfleet.ps.tables.settings.spec import Initializer, TableSpec
@@ -75,7 +76,7 @@ def test_a_fresh_process_gives_the_same_first_values():
     assert done.stdout.split("\n")[:-1] == [golden[-1] for golden in GOLDEN]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.sampled_from(SETTINGS))
 def test_first_values_equal_their_twin_in_plain_python_to_the_bit(stream, key, setting):
     kind, a, b = setting

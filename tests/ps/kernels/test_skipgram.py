@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llvmlite import binding
 from support import twins
+from support.searches import examples
 from torch.nn.functional import softplus
 
 from torchfleet.ps.kernels import skipgram
@@ -325,7 +326,7 @@ def test_a_call_may_fill_all_the_room_there_is() -> None:
         Both(room=50, window=window, num_windows=16).call([line], ids=np.array(line, np.int32))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     lines=st.lists(st.lists(st.integers(0, 11), max_size=14), max_size=7),
     dim=st.sampled_from([1, 3, 7, 16, 33]),
@@ -605,7 +606,7 @@ def pair_counts(num: int, window: int, seed: int) -> npt.NDArray[np.int64]:
     return counts_of([word for word, _ in pairs], num)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     lines=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=8),
     window=st.integers(1, 10),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support.cases import each_of
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.joined_arrays import ENTRY, JoinedArrays
@@ -24,7 +25,7 @@ ARRAYS = st.builds(
 
 
 @given(arrays=st.lists(ARRAYS, min_size=FEW_ARRAYS + 1, max_size=FEW_ARRAYS + 6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_arrays_of_a_shared_frame_arrive_one_by_one_and_together(arrays: list[Array]) -> None:
     frames = encode(Message(Command.PING, arrays=arrays))
     assert len(frames) == 2

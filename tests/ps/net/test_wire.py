@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support.cases import each_of
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import FleetError, WireError
 from torchfleet.ps.net.wire import (
@@ -77,7 +78,7 @@ CARRIERS: dict[str, Callable[[object], object]] = {
 class TestRoundTrip:
     @pytest.mark.parametrize("carry", CARRIERS.values(), ids=CARRIERS.keys())
     @given(message=MESSAGES)
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     def test_what_is_encoded_is_decoded(self, carry: Callable[[object], object], message: Message) -> None:
         frames = [carry(frame) for frame in encode(message)]
         found = decode(frames)
@@ -94,7 +95,7 @@ class TestRoundTrip:
             assert got.data.flags.c_contiguous
 
     @given(data=hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=9)))
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     def test_a_flat_array_arrives_as_one_column(self, data: np.ndarray) -> None:
         (array,) = decode(encode(Message(Command.PING, arrays=[Array(1, data)]))).arrays
         assert array.data.shape == (len(data), 1)
@@ -309,7 +310,7 @@ class TestBodies:
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", [TableSpec, BarrierBody, dict])
     @given(data=st.data())
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     def test_random_bytes_give_a_body_or_an_error_of_ours(self, kind: type, data: st.DataObject) -> None:
         valid = msgspec.msgpack.encode(
             {"name": "ab", "num_workers": 2, "timeout": 1.0} if kind is BarrierBody else TableSpec("ab")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import Talk, assert_ok, keys_of, push_arrays, refusal
+from support.searches import examples
 from test_waiting import ROWS as SGD_ROWS
 from test_waiting import SYNC_TIMEOUT, TIMEOUT, Meeting
 
@@ -81,7 +82,7 @@ STEP = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(STEP, st.permutations(range(3)), st.booleans()), min_size=1, max_size=4))
 def test_one_push_of_each_worker_is_a_sync_step_to_the_bit(steps: list[Any]) -> None:
     """In whatever order they come, and however often they are repeated; weighted by samples."""
@@ -116,7 +117,7 @@ def test_a_push_is_acknowledged_when_it_is_kept_and_its_memory_is_free_then() ->
     assert job.values() == twin.values()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(2, 4),
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 99), st.booleans())),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.searches import examples
 
 from torchfleet.ps.tables.settings.policy import ShowClickEntry, Shrink
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -104,7 +105,7 @@ def assert_top(found: dict[str, Any], lines: list[dict[str, Any]], by: str, num:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 300), st.lists(st.integers(0, 300), max_size=4), st.integers(0, 20))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_rows_in_any_pieces(seed: int, num: int, cuts: list[int], top: int) -> None:
     keys, values, statistics = rows_of(seed, num)
     summary = Summary(SHOWN, NOW, top)
@@ -178,7 +179,7 @@ def test_days_have_bins_that_double() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 60)), min_size=1, max_size=4), st.integers(1, 9))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_servers_together_are_one_table(parts: list[tuple[int, int]], top: int) -> None:
     whole, made, start = Summary(SHOWN, NOW, top), [], 0
     for seed, num in parts:

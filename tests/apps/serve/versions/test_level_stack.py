@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.searches import examples
 
 from torchfleet.apps.serve.versions import level_stack
 from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, found_rows, rows_of
@@ -95,7 +96,9 @@ def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stack_reads_as_a_dict_whatever_is_merged() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Stacks, settings=settings(max_examples=60, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(
+        Stacks, settings=settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
+    )
 
 
 def test_many_rows_are_found_and_others_read_as_zeros(tmp_path: Path) -> None:

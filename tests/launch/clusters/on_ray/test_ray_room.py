@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.on_ray import ray_cluster, ray_room
@@ -46,7 +47,7 @@ BUNDLE = st.fixed_dictionaries({"CPU": st.sampled_from([0.5, 1.0, 2.0])}, option
 SHARE = st.builds(Share, st.integers(1, 3), st.just("worker"), BUNDLE)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(NODES, st.lists(SHARE, min_size=1, max_size=2))
 def test_a_job_has_room_if_there_is_any_way_to_place_it(nodes: list[dict[str, float]], shares: list[Share]) -> None:
     assert have_room(nodes, shares) == fits_somehow(nodes, shares)

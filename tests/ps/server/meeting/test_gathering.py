@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, in_threads, refusal
 from support.messages import names, naming
 from support.scripts.launching import wait_until
+from support.searches import examples
 
 from torchfleet.base.errors import BarrierError, FleetError, TableError
 from torchfleet.ps.net.request import Request
@@ -41,7 +42,7 @@ def found(reply: list[Array]) -> list[tuple[int, bytes]]:
 class TestGatherings:
     """By themselves; time is what the test says it is."""
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(st.data())
     def test_everybody_who_has_not_left_gets_everybodys_bytes_in_the_order_of_workers(
         self, data: st.DataObject

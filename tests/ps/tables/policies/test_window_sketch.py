@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import twins
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels.partition import owners_by_hash
@@ -102,7 +103,7 @@ def test_the_counters_are_those_of_plain_python(seed, back):
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(st.lists(st.sampled_from(CROWD[:12]) | st.integers(0, 2**64 - 1)), st.integers(0, 2000)), max_size=20

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.messages import naming
+from support.searches import examples
 from support.twins import key_with_tag, keys_and_rows, secret_of, set_secret
 
 from torchfleet.base.errors import TableError
@@ -88,7 +89,7 @@ def run(twin: Twin, operations) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(0, LARGEST), operations)
 def test_a_key_map_is_a_dict(seed, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4):
@@ -96,7 +97,7 @@ def test_a_key_map_is_a_dict(seed, operations):
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(0, LARGEST), st.integers(1, 48), operations)
 def test_a_key_map_is_a_dict_while_it_grows(seed, num_moved, operations):
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.messages import naming
+from support.searches import examples
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels.marks import PAGE_ROWS
@@ -79,7 +80,7 @@ class Twin:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(STEPS, max_size=25), st.sampled_from([4, 1 << 16]))
 def test_any_sequence_of_changes_and_saves_agrees_with_sets(steps, compact_at):
     with mock.patch.object(tracking, "_COMPACT_AT", compact_at):

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.searches import examples
 
 from torchfleet.ps.worker.cache.evicted_keys import EvictedKeys
 from torchfleet.ps.worker.cache.evictions import Evictions
@@ -20,7 +21,7 @@ def written(keys: set[int], value: float) -> Write | None:
     return Write("t", at, torch.full((len(at), 2), value), None, 0) if keys else None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(KEYS, KEYS, st.booleans()), max_size=8))
 def test_a_dropped_row_is_the_newest_of_the_open_writes(drops: list[tuple[set[int], set[int], bool]]) -> None:
     """`drops`: keys, those of them that had changed, and whether the servers answer the oldest open write then."""

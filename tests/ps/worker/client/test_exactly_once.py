@@ -160,14 +160,14 @@ def run_all(seeds: range) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, 250))
 def test_bad_networks_change_nothing_about_the_result(start: int) -> None:
-    given_up = run_all(range(start, start + 250))
+    given_up = run_all(range(start, min(start + 250, NUM_SCHEDULES)))
     assert len(given_up) <= 3, f"these schedules were to come to their end: {given_up}"
 
 
 @pytest.mark.slow
 def test_a_change_that_was_given_up_is_made_once_or_not_at_all() -> None:
-    ended = [Schedule(seed, HASTY, worst=0.6).run() for seed in range(300)]
-    assert ended.count(False) > 100, "a network as bad as this was to make most schedules give up"
+    ended = [Schedule(seed, HASTY, worst=0.6).run() for seed in range(examples(300))]
+    assert ended.count(False) > len(ended) / 3, "a network as bad as this was to make most schedules give up"
 
 
 def test_the_schedules_find_a_server_that_applies_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
