@@ -58,6 +58,7 @@ class Sharding(Strategy):
         self._max_share = MAX_SHARE if megabytes == CONFIGS["sharding"]["segment_broadcast_MB"].default else 1.0
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
+        self._is_exchanging = True  # torch's own setting
         self._optimizer: ShardedOptimizer | None = None
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
@@ -129,8 +130,9 @@ class Sharding(Strategy):
         return sharded
 
     def begin_forward(self, exchanging: bool) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(exchanging)
+        if self._is_exchanging != exchanging and isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(exchanging)  # looks at every module
+            self._is_exchanging = exchanging
 
     def after_step(self) -> None:
         """Free parameters that an evaluation between backward and step has gathered: they are from before the step."""
