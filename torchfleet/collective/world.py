@@ -103,8 +103,8 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid as a DeviceMesh. Its dimensions are those of AXES with several ranks, and "sharding" if it is on: for
-        any other, torch would make a group of one rank, with its threads. All ranks access it together the first time.
+        """The grid as a DeviceMesh of those AXES that have several ranks, and of "sharding" if it is on: for any other,
+        torch would make a group of one rank, with its threads. All ranks access it together the first time.
         """
         if self._mesh is None:
             axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or (axis == "sharding" and self._is_sharded))

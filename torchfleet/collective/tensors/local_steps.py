@@ -97,12 +97,16 @@ def _own(value: Any) -> Any:
 def _take_back(state: dict[str, Any], of_shard: dict[str, Any], parameter: Any) -> None:
     """Enter what the step has made anew, tensors of the shard's shape as DTensors like the parameter."""
     for key, value in of_shard.items():
-        if value is _own(state.get(key)):
-            continue
-        is_cut = type(parameter) is DTensor and isinstance(value, torch.Tensor) and value.dim() > 0
-        if is_cut and value.shape == shard(parameter).shape:
-            value = DTensor.from_local(
-                value, parameter.device_mesh, parameter.placements, run_check=False,
-                shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
-        state[key] = value
+        if value is not _own(state.get(key)):
+            state[key] = _like(parameter, value) if _is_shard(value, parameter) else value
+
+
+def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
+    is_cut = type(parameter) is DTensor and isinstance(value, torch.Tensor) and value.dim() > 0
+    return is_cut and value.shape == shard(parameter).shape
+
+
+def _like(parameter: Any, own: torch.Tensor) -> DTensor:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
