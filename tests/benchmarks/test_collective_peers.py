@@ -38,7 +38,7 @@ def test_contenders_make_the_same_steps(ranks: Ranks) -> None:
 
 
 def in_half_precision() -> dict[str, Any]:
-    """Losses and memory of a small GPT-2 in bfloat16."""
+    """Losses of a small GPT-2 in bfloat16."""
     dist.init_process_group("gloo")
     chosen = collective_peers.options(SMALL)
     task = task_of("gpt2", torch.device("cpu"), chosen)
@@ -47,22 +47,19 @@ def in_half_precision() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for own, make in {**FAMILIES["sharded"], **FAMILIES["pure"]}.items():
         if own != "deepspeed":
-            with HostTensors() as host:
-                step = make(task, True)
-                torch.manual_seed(2)
-                found[f"{own}_loss"] = [float(step(batch).detach()) for batch in batches][-1]
-            found[f"{own}_mib"] = host.peak / (1 << 20)
+            step = make(task, True)
+            torch.manual_seed(2)
+            found[own] = [float(step(batch).detach()) for batch in batches][-1]
             if own.startswith("fleet"):
                 fleet.stop_worker()
     return found
 
 
 @pytest.mark.long
-def test_rivals_in_half_precision_compute_alike_and_take_alike(ranks: Ranks) -> None:
+def test_rivals_in_half_precision_compute_alike(ranks: Ranks) -> None:
     for found in ranks.run(in_half_precision, 2):
-        print(found)
         for ours, rival in (("fleet_stage3", "fsdp2"), ("fleet_pure", "fsdp2_pure")):
-            assert found[f"{ours}_loss"] == pytest.approx(found[f"{rival}_loss"], rel=0.01)
+            assert found[ours] == pytest.approx(found[rival], rel=0.01)
 
 
 def test_ratios_say_what_is_more() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import optim
@@ -74,12 +74,12 @@ class LocalSteps:
                 if plain is not parameter:
                     plain.grad = None
 
-    def _stand_in(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _stand_in(self, parameter: Any) -> torch.nn.Parameter:
         """The parameter's shard with the gradient's; a plain parameter itself."""
         if type(parameter) is not DTensor:
-            return parameter
+            return cast(torch.nn.Parameter, parameter)
         own, plain = shard(parameter), self._plain.get(parameter)
-        if plain is None or not plain.is_set_to(own):  # type: ignore[operator]
+        if plain is None or not plain.is_set_to(own):
             plain = self._plain[parameter] = torch.nn.Parameter(own, parameter.requires_grad)
         plain.grad = None if parameter.grad is None else shard(parameter.grad)
         return plain

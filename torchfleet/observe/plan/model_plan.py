@@ -102,7 +102,8 @@ def _units(model: torch.nn.Module) -> tuple[int, int]:
     from torchfleet.collective.strategies.sharding.units import MAX_SHARE, Units
 
     megabytes: float = CONFIGS["sharding"]["segment_broadcast_MB"].default
-    sizes, seen = [], set()
+    sizes: list[int] = []
+    seen: set[torch.nn.Parameter] = set()
     for unit in Units(model, megabytes * (1 << 20), max_share=MAX_SHARE).find():
         own = {parameter for module in unit for parameter in module.parameters()} - seen
         sizes.append(sum(parameter.nbytes for parameter in own))

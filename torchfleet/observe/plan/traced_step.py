@@ -55,11 +55,11 @@ def _loss(outputs: Any) -> torch.Tensor | None:
     return sum(parts[1:], parts[0]) if parts else None
 
 
-class _LiveTensors(TorchDispatchMode):
+class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, `most` is the most bytes of tensors that lived at a time, those of `known` left out."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = self._now = 0
         self._kept = list(known)  # so that their addresses are not used again
         self._known = set(map(storage_of, self._kept))
