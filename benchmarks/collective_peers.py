@@ -9,7 +9,8 @@ turns), memory, lines of code, and the loss after some steps on the same batches
 a contender took in those steps, its model and optimizer included, as torch's allocator counts it, on a GPU and on a
 CPU; `rss` is the most resident memory of a process with that contender alone, modules and all. Of ranks on CPUs both
 are medians. Plain data parallelism is beside DDP, Accelerate and Lightning's Fabric; sharding (stage 3) beside FSDP2
-and DeepSpeed. A library that is not installed is left out.
+and DeepSpeed, on GPUs under autocast as FSDP2 is; `fleet_pure`, stage 3 with use_pure_bf16, beside FSDP2 with a policy
+that has everything in bfloat16 (`fsdp2_pure`). A library that is not installed is left out.
 
 On one rank torchfleet exchanges and shards nothing, while DDP and FSDP2 are in place: ratios to them show only that.
 The rival of one rank is `hand`, a plain loop.
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peer_ranks import measured, ratios, wanted
-from benchmarks.peer_trainings import FAMILIES
+from benchmarks.peer_trainings import FAMILIES, IN_FLOAT32
 from benchmarks.rank_jobs import hand_over, run_ranks
 from benchmarks.timing import log, report
 
@@ -50,9 +51,12 @@ def _join(chosen: argparse.Namespace) -> None:
     dist.init_process_group("gloo" if chosen.cpu or shares else "nccl")
 
 
-def _families(chosen: argparse.Namespace) -> list[str]:
+def families(chosen: argparse.Namespace) -> list[str]:
     """Ranks that share a GPU talk over gloo, which cannot exchange shards in GPU memory."""
-    return list(FAMILIES) if chosen.cpu or dist.get_backend() == "nccl" else ["replicated"]
+    if chosen.cpu:
+        return list(IN_FLOAT32)
+    shares_gpu = dist.is_initialized() and dist.get_backend() == "gloo"
+    return ["replicated"] if shares_gpu else list(FAMILIES)
 
 
 # The table
@@ -64,7 +68,7 @@ def cells(chosen: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in chosen.model:
         for size in chosen.ranks:
             found: dict[str, Any] = {}
-            for family in FAMILIES:
+            for family in families(chosen):
                 log(f"{name}, {size} ranks, {family}")
                 found |= _run(arguments, name, family, size, chosen)
                 for own in wanted(family, size, chosen) if chosen.cpu else ():
@@ -134,7 +138,7 @@ def main() -> None:
         _join(chosen)
         for name in chosen.model:
             found: dict[str, Any] = {}
-            for family in _families(chosen):
+            for family in families(chosen):
                 found |= measured(name, family, chosen)
             table |= {
                 f"{name}.{dist.get_world_size()}.{key}": value for key, value in {**found, **ratios(found)}.items()

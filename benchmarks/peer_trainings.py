@@ -1,7 +1,8 @@
 """The same training by torchfleet, by hand with DDP and FSDP2, by Accelerate, Lightning's Fabric and DeepSpeed.
 
 Each function is what one writes with that library, from the model to the loop's body; `lines_of` counts it. Steps in
-half precision are bfloat16, with parameters in float32.
+half precision are bfloat16, with parameters in float32 for the optimizer: under autocast, which has norms and powers in
+float32, or with everything in bfloat16 (`pure`). The two differ in memory, so that each has its own rival.
 """
 
 from __future__ import annotations
@@ -72,8 +73,26 @@ def by_fleet(task: TrainingTask, is_amp: bool) -> Step:
 
 def by_fleet_sharded(task: TrainingTask, is_amp: bool) -> Step:
     strategy = fleet.DistributedStrategy(amp=is_amp, sharding=True, sharding_configs={"stage": 3})
-    if is_amp:  # autocast has norms in float32, where FSDP2's policy below has all in bfloat16
+    if is_amp:
         strategy.amp_configs = {"dtype": "bfloat16"}
+    fleet.init(is_collective=True, strategy=strategy)
+    model: Any = fleet.distributed_model(task.model())
+    optimizer: Any = fleet.distributed_optimizer(task.optimizer(model))
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_fleet_pure(task: TrainingTask, is_amp: bool) -> Step:
+    strategy = fleet.DistributedStrategy(amp=is_amp, sharding=True, sharding_configs={"stage": 3})
+    if is_amp:
+        strategy.amp_configs = {"use_pure_bf16": True}
     fleet.init(is_collective=True, strategy=strategy)
     model: Any = fleet.distributed_model(task.model())
     optimizer: Any = fleet.distributed_optimizer(task.optimizer(model))
@@ -123,13 +142,37 @@ def by_ddp(task: TrainingTask, is_amp: bool) -> Step:
 def by_fsdp2(task: TrainingTask, is_amp: bool) -> Step:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if task.device.type == "cuda" else "gloo")
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_amp else MixedPrecisionPolicy()
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = half if is_amp else MixedPrecisionPolicy()
     model = task.model()
     for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
         fully_shard(norm)  # in float32
     for block in blocks_of(model):
-        fully_shard(block, mp_policy=half)
-    fully_shard(model, mp_policy=half)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = task.optimizer(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=is_amp):
+            loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_fsdp2_pure(task: TrainingTask, is_amp: bool) -> Step:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if task.device.type == "cuda" else "gloo")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_amp else MixedPrecisionPolicy()
+    model = task.model()
+    for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
+        fully_shard(norm)  # in float32
+    for block in blocks_of(model):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     optimizer = task.optimizer(model)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -210,7 +253,9 @@ FAMILIES: Mapping[str, Mapping[str, Contender]] = {
         "lightning": by_lightning,
     },
     "sharded": {"fleet_stage3": by_fleet_sharded, "fsdp2": by_fsdp2, "deepspeed": by_deepspeed},
+    "pure": {"fleet_pure": by_fleet_pure, "fsdp2_pure": by_fsdp2_pure},
 }
+IN_FLOAT32 = ("replicated", "sharded")  # families that differ from each other without half precision
 _LIBRARIES = ("accelerate", "lightning", "deepspeed")
 
 

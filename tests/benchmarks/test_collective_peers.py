@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 
+import torchfleet as fleet
 from benchmarks import collective_peers
 from benchmarks.host_tensors import HostTensors, peak_of
-from benchmarks.peer_ranks import ratios
+from benchmarks.peer_ranks import ratios, task_of
 from benchmarks.peer_trainings import FAMILIES, by_ddp, by_fleet, lines_of
 
 SMALL = ["--cpu", "--small", "--batch", "2", "--rounds", "1", "--seconds", "0.01", "--checked", "2"]
@@ -21,7 +22,7 @@ OURS = [argument for name in ("fleet", "ddp", "fleet_stage3", "fsdp2") for argum
 def measured() -> dict[str, Any]:
     chosen = collective_peers.options([*SMALL, *OURS])
     dist.init_process_group("gloo")
-    found = {family: collective_peers.measured("bert", family, chosen) for family in FAMILIES}
+    found = {family: collective_peers.measured("bert", family, chosen) for family in collective_peers.families(chosen)}
     return {name: value for family in found.values() for name, value in family.items()}
 
 
@@ -34,6 +35,31 @@ def test_contenders_make_the_same_steps(ranks: Ranks) -> None:
         assert made["ratio_to_ddp"] == found["fleet_samples_per_s"] / found["ddp_samples_per_s"] > 0
         kinds = {"ratio_to", "cpu_ratio_to", "memory_ratio_to"}  # resident memory is that of one contender alone
         assert set(made) == {f"{kind}_{rival}" for kind in kinds for rival in ("ddp", "fsdp2")}
+
+
+def in_half_precision() -> dict[str, Any]:
+    """Losses of a small GPT-2 in bfloat16."""
+    dist.init_process_group("gloo")
+    chosen = collective_peers.options(SMALL)
+    task = task_of("gpt2", torch.device("cpu"), chosen)
+    torch.manual_seed(1 + dist.get_rank())
+    batches = [task.batch(task.batch_size) for _ in range(2)]
+    found: dict[str, Any] = {}
+    for own, make in {**FAMILIES["sharded"], **FAMILIES["pure"]}.items():
+        if own != "deepspeed":
+            step = make(task, True)
+            torch.manual_seed(2)
+            found[own] = [float(step(batch).detach()) for batch in batches][-1]
+            if own.startswith("fleet"):
+                fleet.stop_worker()
+    return found
+
+
+@pytest.mark.long
+def test_rivals_in_half_precision_compute_alike(ranks: Ranks) -> None:
+    for found in ranks.run(in_half_precision, 2):
+        for ours, rival in (("fleet_stage3", "fsdp2"), ("fleet_pure", "fsdp2_pure")):
+            assert found[ours] == pytest.approx(found[rival], rel=0.01)
 
 
 def test_ratios_say_what_is_more() -> None:

@@ -13,6 +13,7 @@ from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.collective.clipping import scale_down, total_norm
 from torchfleet.collective.device_rows import DeviceRows
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.tensors.local_steps import LocalSteps
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
 
@@ -35,6 +36,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
     ) -> None:
         super().__init__(user)
         self.inner, self._strategies = inner, tuple(strategies)
+        self._local_steps = LocalSteps(inner)
         self._parameters = parameters  # of the model; an optimizer of float32 copies has others
         self._world, self._rows = world, device_rows
         self.grad_norm = torch.full((), math.nan)  # the norm that clip_grad_norm_ found last
@@ -69,7 +71,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self.is_skipped = not all(answers)
         if not self.is_skipped:
             self._clip()
-            self.inner.step()
+            self._local_steps.step()
             if self._rows is not None:
                 self._rows.step(self._user, factor)
         elif self._rows is not None:

@@ -77,7 +77,7 @@ class World:
         """`device`: where this rank computes; None: its GPU if there is one, else the CPU."""
         self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
         self.local_size = info.local_size  # ranks on this machine; 0: unknown
-        self.degrees = degrees(strategy, self.size)
+        self.degrees, self._is_sharded = degrees(strategy, self.size), bool(strategy.sharding)
         self.device = device or _take_device(info)
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
@@ -103,10 +103,13 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid as a DeviceMesh with the dimensions AXES. All ranks access it together the first time."""
+        """The grid as a DeviceMesh of those AXES that have several ranks, and of "sharding" if it is on: for any other,
+        torch would make a group of one rank, with its threads. All ranks access it together the first time.
+        """
         if self._mesh is None:
-            shape = tuple(self.degrees[axis] for axis in AXES)
-            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+            axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or (axis == "sharding" and self._is_sharded))
+            shape = tuple(self.degrees[axis] for axis in axes)
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=axes)
         return self._mesh
 
     @property

@@ -2,12 +2,19 @@
 
 With Ψ bytes of parameters, as many of gradients, K of optimizer state and A of activations, on n ranks:
 
-                              at rest        in a step       exchanged
-    data parallelism          2Ψ + K         A               2Ψ (n-1)/n
-    sharding, stage 1         2Ψ + K/n       A               3Ψ (n-1)/n
-    sharding, stage 2         (2Ψ + K)/n     Ψ + A           2Ψ (n-1)/n
-    sharding, stage 3         (2Ψ + K)/n     U + A           3Ψ (n-1)/n      U: the parameters of the largest block
-    stage 3, context_parallel (2Ψ + K)/n     U + A/n         3Ψ (n-1)/n, and keys and values
+                              at rest        in a step                exchanged
+    data parallelism          2Ψ + K         A                        2Ψ (n-1)/n
+    sharding, stage 1         2Ψ + K/n       A                        3Ψ (n-1)/n
+    sharding, stage 2         (2Ψ + K)/n     Ψ + U(1+s) + A           2Ψ (n-1)/n
+    sharding, stage 3         (2Ψ + K)/n     U(3+s) + R(1+s) + A      3Ψ (n-1)/n
+    stage 3, context_parallel (2Ψ + K)/n     ... + A/n                3Ψ (n-1)/n, and keys and values
+
+A is the most that forward and backward hold at a time, temporary tensors included (traced_step.py). U are the
+parameters of the largest unit that is gathered at once, R those outside of all units, which stay gathered from forward
+to backward. In backward, stage 3 has a unit's parameters, those of the next one on their way, and the unit's gradients
+before they are reduced: 3U. The buffer of gradients that is being reduced comes when the activations of the unit before
+are freed, and so do the gradients of R: s = max(0, 1 - A/Ψ) is the share for which these are too few. Stage 2 has
+gradients alone beside its gathered parameters.
 
 The model is made and called on torch's meta device: no memory is taken and nothing is computed.
 """
@@ -17,7 +24,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer → tensors of a parameter's size and type
-_BACKWARD = 3.0  # forward and backward are as many products as three forwards
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,9 @@ class ModelSize:
 
     parameters: int  # trained ones
     frozen: int  # other parameters, and buffers
-    largest: int  # the trained parameters of the largest block, which stage 3 gathers at once
-    activations: int  # what forward keeps for backward; 0: the inputs are not known
+    largest: int  # the parameters of the largest unit, which stage 3 gathers at once
+    outside: int  # parameters outside of all units, which stay gathered
+    activations: int  # the most that forward and backward hold at a time; 0: the inputs are not known
     flops: float  # of forward and backward
 
 
@@ -47,7 +54,7 @@ class RankPlan:
 
     strategy: str
     state_bytes: float  # parameters, gradients, optimizer state, at rest
-    gathered_bytes: float  # parameters of other ranks, in a step
+    gathered_bytes: float  # parameters and gradients of other ranks, in a step
     activation_bytes: float
     exchanged_bytes: float  # in a step
 
@@ -60,16 +67,19 @@ def size_of(path: str) -> ModelSize:
     """The size of what `module:function` makes: a model, or a model and the tuple of its inputs."""
     import torch
 
+    from torchfleet.observe.plan.traced_step import traced_step
+
     with torch.device("meta"):
         made = _function(path)()
     model, inputs = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"--model {path}: expected a torch.nn.Module, or (model, inputs), found {type(made).__name__}")
-    kept, flops = (0, 0.0) if inputs is None else _traced(model, inputs)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     every = [*model.parameters(), *model.buffers()]
     own = sum(tensor.nbytes for tensor in every if id(tensor) in trained)
-    return ModelSize(own, sum(tensor.nbytes for tensor in every) - own, _largest(model), kept, flops)
+    largest, outside = _units(model)
+    held, flops = (0, 0.0) if inputs is None else traced_step(model, inputs)
+    return ModelSize(own, sum(tensor.nbytes for tensor in every) - own, largest, outside, held, flops)
 
 
 def _function(path: str) -> Callable[[], Any]:
@@ -86,36 +96,44 @@ def _function(path: str) -> Callable[[], Any]:
     return found
 
 
-def _largest(model: torch.nn.Module) -> int:
-    """Bytes of the largest module of a list, which is gathered at once; of a model without lists, the largest layer."""
-    import torch
+def _units(model: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of the largest unit of sharding at its default settings, and of the parameters outside of all units."""
+    from torchfleet.base.strategy.collective_fields import CONFIGS
+    from torchfleet.collective.strategies.sharding.units import MAX_SHARE, Units
 
-    lists = [module for module in model.modules() if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))]
-    blocks = [child for each in lists for child in each] or [module for module in model.modules() if module._parameters]
-    return max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
-
-
-def _traced(model: torch.nn.Module, inputs: Any) -> tuple[int, float]:
-    """Bytes that forward keeps for backward, beside parameters, and operations of a step."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from torchfleet.collective.tensors.kept_tensors import bytes_in, kept_for_backward
-
-    own = [*model.parameters(), *model.buffers()]
-    with FlopCounterMode(display=False) as counter, kept_for_backward(own) as kept:
-        outputs = model(*(tensor.to("meta") for tensor in inputs))
-    del outputs
-    return bytes_in(kept.values()), _BACKWARD * float(counter.get_total_flops())
+    megabytes: float = CONFIGS["sharding"]["segment_broadcast_MB"].default
+    sizes: list[int] = []
+    seen: set[torch.nn.Parameter] = set()
+    for unit in Units(model, megabytes * (1 << 20), max_share=MAX_SHARE).find():
+        own = {parameter for module in unit for parameter in module.parameters()} - seen
+        sizes.append(sum(parameter.nbytes for parameter in own))
+        seen |= own
+    return max(sizes[:-1], default=0), sizes[-1]  # the model itself is the last
 
 
 def plans(size: ModelSize, ranks: int, optimizer: str) -> Iterator[RankPlan]:
     """Strategies in the order in which one tries them."""
     own, state, acts = size.parameters, STATES[optimizer] * size.parameters, size.activations
     around = own * (ranks - 1) / ranks
-    whole, unit = (own, size.largest) if ranks > 1 else (0, 0)
     rest = size.frozen + (2 * own + state) / ranks
     yield RankPlan("data parallelism", size.frozen + 2 * own + state, 0, acts, 2 * around)
     yield RankPlan("sharding, stage 1", size.frozen + 2 * own + state / ranks, 0, acts, 3 * around)
+    if ranks == 1:  # nothing is gathered
+        size = replace(size, largest=0, outside=0)
+    share = _uncovered(acts, own)
+    whole = own * (ranks > 1) + size.largest * (1 + share)
     yield RankPlan("sharding, stage 2", rest, whole, acts, 2 * around)
-    yield RankPlan("sharding, stage 3", rest, unit, acts, 3 * around)
-    yield RankPlan("stage 3, context_parallel", rest, unit, acts / ranks, 3 * around)
+    yield RankPlan("sharding, stage 3", rest, _gathered(size, acts), acts, 3 * around)
+    part = acts / ranks
+    yield RankPlan("stage 3, context_parallel", rest, _gathered(size, part), part, 3 * around)
+
+
+def _gathered(size: ModelSize, activations: float) -> float:
+    """What a rank has of others at a time under stage 3."""
+    share = _uncovered(activations, size.parameters)
+    return size.largest * (3 + share) + size.outside * (1 + share)
+
+
+def _uncovered(activations: float, parameters: int) -> float:
+    """s: the share of a unit's gradients that is larger than the unit's activations, which are freed before."""
+    return max(0.0, 1 - activations / parameters) if parameters else 0.0

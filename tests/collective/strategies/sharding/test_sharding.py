@@ -24,6 +24,7 @@ from support.sharded_models import (
     start,
     whole,
 )
+from torch.distributed import distributed_c10d
 
 from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
@@ -161,6 +162,17 @@ def test_groups_of_two_are_replicated(on_four: list[dict[str, Any]], stage: int)
     sizes = [found["state_bytes"] for found in every]
     assert sizes[:2] == sizes[2:]
     assert sum(sizes[:2]) == sum(value.nbytes for value in expected.values())  # momentum: as much as the parameters
+
+
+def groups_made() -> dict[str, Any]:
+    job = start(**sharded(3))
+    job.distribute_model(Net())
+    return {"axes": ", ".join(job.world.mesh.mesh_dim_names or ()), "groups": len(distributed_c10d._world.pg_names)}
+
+
+def test_no_group_is_made_for_an_axis_of_one_rank(ranks: Ranks) -> None:
+    for found in ranks.run(groups_made, 2):
+        assert found == {"axes": "sharding", "groups": 1}  # that of all ranks
 
 
 def test_memory_falls_as_the_group_grows(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:

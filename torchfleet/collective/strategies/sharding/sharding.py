@@ -33,13 +33,11 @@ from torchfleet.base.strategy.collective_fields import CONFIGS
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
-from torchfleet.collective.strategies.sharding.units import Kind, Units
+from torchfleet.collective.strategies.sharding.units import MAX_SHARE, Kind, Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World
-
-_MAX_SHARE = 0.25  # of the model's parameters, gathered together at the default of segment_broadcast_MB
 
 
 class Sharding(Strategy):
@@ -57,9 +55,10 @@ class Sharding(Strategy):
         megabytes = settings.sharding_configs.segment_broadcast_MB
         self._segment_bytes = int(megabytes * (1 << 20))
         # A small model would be gathered whole, and stage 3 would save nothing.
-        self._max_share = _MAX_SHARE if megabytes == CONFIGS["sharding"]["segment_broadcast_MB"].default else 1.0
+        self._max_share = MAX_SHARE if megabytes == CONFIGS["sharding"]["segment_broadcast_MB"].default else 1.0
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
+        self._is_exchanging = True  # torch's own setting
         self._optimizer: ShardedOptimizer | None = None
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
@@ -131,8 +130,9 @@ class Sharding(Strategy):
         return sharded
 
     def begin_forward(self, exchanging: bool) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(exchanging)
+        if self._is_exchanging != exchanging and isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(exchanging)  # looks at every module
+            self._is_exchanging = exchanging
 
     def after_step(self) -> None:
         """Free parameters that an evaluation between backward and step has gathered: they are from before the step."""

@@ -10,6 +10,7 @@ import torch
 
 from torchfleet.base.errors import ModelError
 
+MAX_SHARE = 0.25  # of the model's parameters, gathered together at the default of segment_broadcast_MB
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
