@@ -53,7 +53,8 @@ class Training:
         self.num_bytes = 3 * sum(parameter.nbytes for parameter in self._model.parameters())
 
     def state(self) -> dict[str, Any]:
-        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        """In plain dictionaries: torch 2.11 stages no others."""
+        return {"model": dict(self._model.state_dict()), "optimizer": dict(self._optimizer.state_dict())}
 
     def step(self) -> None:
         self._model(self._inputs).square().mean().backward()

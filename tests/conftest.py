@@ -145,9 +145,11 @@ def networks_are_traced_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def gpu_tests_use_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu"):
-        monkeypatch.delenv("FLEET_DEVICE", raising=False)
+def gpu_tests_use_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as environment:  # the fixture `monkeypatch` would outlive a test's tmp_path
+        if request.node.get_closest_marker("gpu"):
+            environment.delenv("FLEET_DEVICE", raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

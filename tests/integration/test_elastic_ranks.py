@@ -94,7 +94,7 @@ def test_two_kills_leave_no_trace_under_every_stage(
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_rank_on_a_gpu_goes_on_from_its_copy(stage: int, tmp_path: Path, undisturbed: Any) -> None:
-    """One rank, because ranks of fleetrun do not share a GPU. Its copies are in the machine's memory, and outlive it."""
+    """One rank, because ranks of fleetrun do not share a GPU. Its copies, in the machine's memory, outlive it."""
     found = run(tmp_path, *flags(stage), "--kill", "0:7:step", "0:11:copy", num_ranks=1)
     assert found.finals[0]["calls"] == 1, "a third process"
     assert found.finals[0]["made"] == list(range(9, STEPS))

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 from torch import optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torchfleet.collective.tensors.local_steps import LocalSteps
 
@@ -138,3 +139,21 @@ def seen(rule: str) -> dict[str, Any]:
 def test_known_rules_step_on_plain_shards_and_groups_are_whole_afterwards(ranks: Ranks, rule: str, kinds: str) -> None:
     for found in ranks.run(seen, 2, rule=rule):
         assert found == {"kinds": kinds, "is_whole": 1}
+
+
+def elsewhere() -> dict[str, Any]:
+    """A step of a parameter whose shard is on another device than its mesh, as with sharding's `offload` on a GPU."""
+    dist.init_process_group("gloo")
+    on_mesh: Any = distribute_tensor(torch.zeros(4, 3), init_device_mesh("meta", (2,)), [Shard(0)])
+    in_host: Any = DTensor(torch.zeros(2, 3), on_mesh._spec, requires_grad=False)
+    parameter = torch.nn.Parameter(in_host)
+    optimizer = optim.Adam([parameter])
+    parameter.grad = torch.empty_like(parameter)
+    LocalSteps(optimizer).step()
+    moments: Any = optimizer.state[parameter]["exp_avg"]
+    return {"kind": type(moments).__name__, "device": str(moments.to_local().device), "shape": tuple(moments.shape)}
+
+
+def test_the_state_of_a_shard_stays_on_the_shards_device(ranks: Ranks) -> None:
+    for found in ranks.run(elsewhere, 2):
+        assert found == {"kind": "DTensor", "device": "cpu", "shape": (4, 3)}

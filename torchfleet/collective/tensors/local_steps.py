@@ -107,6 +107,9 @@ def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _like(parameter: Any, own: torch.Tensor) -> DTensor:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    """A DTensor of the shard, placed as the parameter. DTensor.from_local would move a shard that sharding's `offload`
+    keeps in host memory to the mesh's device.
+    """
+    made = cast(DTensor, torch.empty_like(parameter, dtype=own.dtype))
+    made._local_tensor = own
+    return made
