@@ -439,8 +439,9 @@ def test_machines_may_come_and_go_between_the_bounds(tmp_path: Path) -> None:
         with forked_fleetrun(tmp_path / "1", *options, PLAY, f"count:{tmp_path}") as goes:
             stays.wait_for("with 2 ranks")
             goes.wait_for("with 2 ranks")
+            num_alone = stays.output.count("with 1 ranks")
             os.kill(goes.process.pid, signal.SIGKILL)
-        wait_until(lambda: stays.output.count("with 1 ranks") == 2, START, "start without the other machine")
+        wait_until(lambda: stays.output.count("with 1 ranks") > num_alone, START, "start without the other machine")
         (tmp_path / "more").unlink()
         assert stays.wait() == 0
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", stays.output)]

@@ -31,6 +31,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(tiers, "SWEEP", 64)
     for start in range(0, 20_000, 1000):
         table.pull(np.arange(start, start + 1000, dtype=np.uint64))
+    cold = table.tiers.cold
+    cold._end_writes(len(cold._unwritten) - 1)  # but of the open block: rows are in memory while they are written
     return made
 
 
