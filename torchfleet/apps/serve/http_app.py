@@ -198,7 +198,7 @@ class ServingApp:
             self.release(held)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve memory for a body of this size. Returns False if there is none left; `release` gives it back."""
+        """Reserve memory for a body of this size. Returns False if no memory is left; `release` gives it back."""
         if self._num_body_bytes + num_bytes > _BODIES:
             return False
         self._num_body_bytes += num_bytes

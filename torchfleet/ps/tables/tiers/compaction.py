@@ -27,7 +27,7 @@ class Compaction:
             self.compact()
 
     def settle(self) -> bool:
-        """Move one block while the server is idle. Returns False if there is none worth moving."""
+        """Move one block while the server is idle. Returns False if no block is worth moving."""
         return self._cold.waste > IDLE_WASTE and self.compact()
 
     def compact(self) -> bool:

@@ -144,7 +144,7 @@ class Tiers:
     # Rows that leave memory
 
     def _make_room(self, num_new: int) -> None:
-        """Write so many rows to the disk, none of this request, that `num_new` new ones fit, and some more."""
+        """Write rows to the disk, none of this request, until `num_new` new rows and some more fit in memory."""
         excess = self._index.num_keys + num_new - self.max_hot
         if excess <= 0:
             return
