@@ -23,21 +23,26 @@ from support.searches import load_profile
 from torchfleet.ps.server.server import Server
 
 load_profile()  # before a file of tests is imported: settings of single tests build on it
-if has_gpu_driver():
-    os.environ.setdefault("FLEET_DEVICE", "cpu")  # of all jobs but those of tests marked `gpu`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one_of", type=int, default=1, metavar="N", help="run one of N tests of each file: make quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are hidden from all tests unless `-m gpu` asks for those that use one: the others, and all that they start,
+    run as on a machine without."""
+    asked = config.getoption("-m")
+    if has_gpu_driver() and ("gpu" not in asked or "not gpu" in asked):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none, else one process runs them, because they look at its memory.
-    Tests marked `cluster`, `browser`, `long` or `install` run if `-m` names their mark, or one of them is asked for by
-    its name.
+    Tests marked `gpu` are skipped unless `-m gpu` asks for them and there is one. Tests marked `cluster`, `browser`,
+    `long` or `install` run if `-m` names their mark, or one of them is asked for by its name.
     """
     asked = config.getoption("-m")
     left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
@@ -49,10 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in left])
     items[:] = [item for item in items if item in left]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        mark = pytest.mark.xdist_group("gpu") if has_gpu() else pytest.mark.skip(reason="needs an NVIDIA GPU")
+    if on_gpu and not has_gpu():
         for item in on_gpu:
-            item.add_marker(mark)
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
@@ -141,14 +145,6 @@ def networks_are_traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         trace_once(monkeypatch)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def gpu_tests_use_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:  # the fixture `monkeypatch` would outlive a test's tmp_path
-        if request.node.get_closest_marker("gpu"):
-            environment.delenv("FLEET_DEVICE", raising=False)
         yield
 
 

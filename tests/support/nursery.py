@@ -183,8 +183,10 @@ def _run(command: Sequence[str], paths: Sequence[str]) -> int:
     """The exit status of this command, and of those that it replaces itself by; in this process."""
     import fsspec.config
     import numpy as np
+    import torch
 
     np.random.seed()
+    torch.set_num_threads(1)  # as the nursery did; torch replaces its pool: two threads that were first would crash
     fsspec.config.set_conf_env(fsspec.config.conf)  # what it has read when it was imported was of another environment
     _stay_in_the_nursery()
     while True:
