@@ -493,6 +493,7 @@ def described() -> dict[str, Any]:
     pairs = {"mp_degree": 2, "sharding_degree": 2}
     job = job_of(tensor_parallel=True, sharding=True, hybrid_configs=pairs)
     job.strategies = build(job.settings, job.world)
+    dist.barrier()  # until then others read from the store, which is rank 0's
     return {"text": job.describe()}
 
 

@@ -183,10 +183,8 @@ def _run(command: Sequence[str], paths: Sequence[str]) -> int:
     """The exit status of this command, and of those that it replaces itself by; in this process."""
     import fsspec.config
     import numpy as np
-    import torch
 
     np.random.seed()
-    torch.set_num_threads(1)  # as the nursery did; torch replaces its pool: two threads that were first would crash
     fsspec.config.set_conf_env(fsspec.config.conf)  # what it has read when it was imported was of another environment
     _stay_in_the_nursery()
     while True:
@@ -288,6 +286,7 @@ def _import(modules: Sequence[str]) -> None:
     _import_package(torchfleet)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=_renew_threads)
     _load_kernels()
     _trace_a_network()
     for name in modules:
@@ -295,6 +294,14 @@ def _import(modules: Sequence[str]) -> None:
     if Forked.requests is not None:  # of the nursery that has forked this one
         Forked.requests.close()
         Forked.requests = None
+
+
+def _renew_threads() -> None:
+    """After a fork, torch replaces its pool of threads when it is next used. Two threads that do it at once, as those
+    of a first backward pass, crash."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _import_package(package: types.ModuleType) -> None:

@@ -126,19 +126,12 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         result = getattr(import_module(job["module"]), job["function"])(**job["arguments"])
         torch.save(result, f"{job['folder']}/result.{rank}")
         code = 0
-        _await_others(job)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _await_others(job: dict[str, Any]) -> None:
-    """Rank 0 has the store that others may still read from. If one of them fails, `_wait` kills this one."""
-    while any(not os.path.exists(f"{job['folder']}/result.{rank}") for rank in range(job["size"])):
-        time.sleep(0.005)
 
 
 def _wait(children: list[int]) -> list[int]:
