@@ -44,5 +44,12 @@ def _stager(is_gpu: bool) -> Any:
     if hasattr(staging, "DefaultStager"):  # from torch 2.9 on
         chosen = staging.StagingOptions(use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=is_gpu,
                                         use_non_blocking_copy=is_gpu)  # fmt: skip
-        return staging.DefaultStager(chosen)
+
+        class Stager(staging.DefaultStager):
+            """Keeps its memory: torch 2.11 closes a stager after a save, also one that it was given."""
+
+            def close(self) -> None:
+                pass
+
+        return Stager(chosen)
     return staging.BlockingAsyncStager(cache_staged_state_dict=True)
