@@ -60,7 +60,7 @@ def run_blocks(folder: str) -> dict[str, Any]:
     return {"ran": " ".join(ran)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_every_block_runs(ranks: Ranks, tmp_path: Path, size: int) -> None:
     expected = [f"{page}:{line}" for page, line, _, _ in chosen(size)]
     assert expected

@@ -21,7 +21,7 @@ sys.exit(7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("is_module", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_standby_runs_what_python_would(is_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(SCRIPT)

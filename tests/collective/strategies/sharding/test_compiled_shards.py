@@ -104,7 +104,7 @@ def compiled(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_blocks_are_compiled_once_and_train_as_without(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(compiled, 2, stage=stage):
         assert not len(found["eager graphs"])

@@ -1,4 +1,4 @@
-"""Versions of a model in files that several processes share: what describes one, and how it is read."""
+"""A version of a model, read from files that several processes share."""
 
 from __future__ import annotations
 
@@ -7,44 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.versions.level_file import Level, MappedLevel, TableMap, found_rows, rows_of
+from torchfleet.apps.serve.versions.description import Description, Floats, Network
+from torchfleet.apps.serve.versions.level_file import MappedLevel, TableMap, found_rows, rows_of
 from torchfleet.base.errors import CheckpointError
-from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 from torchfleet.ps.worker.lookup.dense_group import write_words
-
-Floats = npt.NDArray[np.float32]
-
-CURRENT = "current.json"
-
-
-class Network(msgspec.Struct, frozen=True):
-    """The file with the numbers of the network, and what they belong to."""
-
-    file: str
-    size: int  # float32 numbers
-    parameters: list[Parameter]  # each with its start in the file
-
-
-class Description(msgspec.Struct, frozen=True):
-    """All that a process needs to read a version."""
-
-    number: int
-    created: float
-    source: str  # where the newest of it comes from, for people
-    tables: dict[str, int]  # name and numbers of a row
-    levels: list[Level]  # newest first
-    network: Network
-    restored: int = 0  # the number of the version that this one restores; 0: none
-
-    @property
-    def files(self) -> set[str]:
-        return {self.network.file, *(level.file for level in self.levels)}
 
 
 class MappedVersion:
@@ -88,14 +59,6 @@ class MappedVersion:
             names = ", ".join(self._maps) or "none"
             raise CheckpointError(f"this model has no table '{table}'; it has {names}")
         return self._maps[table]
-
-
-def read_current(folder: Path) -> Description | None:
-    """The description of the current version; None if there is none yet."""
-    try:
-        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=prepared(Description))
-    except FileNotFoundError:
-        return None
 
 
 def _parameters(folder: Path, network: Network) -> dict[str, torch.Tensor]:

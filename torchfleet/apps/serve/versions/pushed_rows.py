@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from torchfleet.apps.serve.versions.description import Floats
 from torchfleet.apps.serve.versions.level_file import Level, TableWriter
 from torchfleet.apps.serve.versions.level_stack import LevelStack
-from torchfleet.apps.serve.versions.mapped_version import Floats
 from torchfleet.apps.serve.versions.saved_chain import dense_tables
 from torchfleet.base.errors import CheckpointError, WireError
 from torchfleet.ps.checkpoint.manifest import Manifest

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from torchfleet.apps.serve.versions.description import Floats
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
-from torchfleet.apps.serve.versions.mapped_version import Floats
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint import part_file

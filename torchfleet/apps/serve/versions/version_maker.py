@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchfleet.apps.serve.versions.description import Floats, Network
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
-from torchfleet.apps.serve.versions.mapped_version import Floats, Network
 from torchfleet.apps.serve.versions.saved_chain import dense_tables, layout
 from torchfleet.apps.serve.versions.version_store import Status, VersionStore
 from torchfleet.ps.checkpoint.manifest import Manifest

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from torchfleet.apps.serve.versions.description import CURRENT, Description, Floats, Network, read_current
 from torchfleet.apps.serve.versions.level_file import Level
-from torchfleet.apps.serve.versions.mapped_version import CURRENT, Description, Floats, Network, read_current
 from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 

@@ -1,0 +1,51 @@
+"""What describes a version of a model in files that several processes share. Without torch: the writer of versions has
+no use for it, and starts two seconds sooner.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.base.prepared_types import prepared
+from torchfleet.ps.checkpoint.manifest_parts import Parameter
+
+Floats = npt.NDArray[np.float32]
+
+CURRENT = "current.json"
+
+
+class Network(msgspec.Struct, frozen=True):
+    """The file with the numbers of the network, and what they belong to."""
+
+    file: str
+    size: int  # float32 numbers
+    parameters: list[Parameter]  # each with its start in the file
+
+
+class Description(msgspec.Struct, frozen=True):
+    """All that a process needs to read a version."""
+
+    number: int
+    created: float
+    source: str  # where the newest of it comes from, for people
+    tables: dict[str, int]  # name and numbers of a row
+    levels: list[Level]  # newest first
+    network: Network
+    restored: int = 0  # the number of the version that this one restores; 0: none
+
+    @property
+    def files(self) -> set[str]:
+        return {self.network.file, *(level.file for level in self.levels)}
+
+
+def read_current(folder: Path) -> Description | None:
+    """The description of the current version; None if there is none yet."""
+    try:
+        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=prepared(Description))
+    except FileNotFoundError:
+        return None
