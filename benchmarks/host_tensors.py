@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-import torch
+from torch._C import _autograd
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -25,13 +25,13 @@ class HostTensors:
         self._profile.__enter__()
         # Memory is told without it. Threads of gloo note the end of a function after the one that waits has gone on,
         # in a list that may be freed by then: a segmentation fault.
-        torch.autograd._enable_record_function(False)
+        _autograd._enable_record_function(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.autograd._enable_record_function(True)
+        _autograd._enable_record_function(True)
         self._profile.__exit__(kind, error, trace)
         results = self._profile.profiler.kineto_results
         changes = [event for event in results.events() if event.name() == "[memory]"]

@@ -306,17 +306,18 @@ def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> No
 
 def test_a_full_queue_is_answered_at_once(model: Path) -> None:
     """The first batch waits for others; what does not fit into the queue is refused meanwhile."""
-    options = ("--batch_wait_ms", "3000", "--max_batch", "4", "--max_queue", "4", "--timeout_s", "20")
+    options = ("--batch_wait_ms", "60000", "--max_batch", "4", "--max_queue", "4", "--timeout_s", "100")
     with serving(model, *options) as made, concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = [pool.submit(made.infer, as_json(clicks_batch(1))) for _ in range(3)]
-        end = time.monotonic() + 2
-        status = 200
-        while status != 503 and time.monotonic() < end:
-            began = time.monotonic()
-            status, found = made.infer(as_json(clicks_batch(3)))
+        end = time.monotonic() + 40
+        while b"torchfleet_serve_queue_samples 3.0" not in made.request("GET", "/metrics")[1]:
+            assert time.monotonic() < end
+        began = time.monotonic()
+        status, found = made.infer(as_json(clicks_batch(3)))
         assert status == 503
         assert isinstance(found["error"], str)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 40
+        assert made.infer(as_json(clicks_batch(1)))[0] == 200  # the fourth sample fills the batch
         assert [future.result()[0] for future in first] == [200, 200, 200]
 
 
