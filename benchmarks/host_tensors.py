@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-import torch
+from torch._C._autograd import _enable_record_function
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,13 +26,13 @@ class HostTensors:
         self._profile.__enter__()
         # Memory is told without it. Threads of gloo note the end of a function after the one that waits has gone on,
         # in a list that may be freed by then: a segmentation fault.
-        torch.autograd._enable_record_function(False)
+        _enable_record_function(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.autograd._enable_record_function(True)
+        _enable_record_function(True)
         self._profile.__exit__(kind, error, trace)
         results = self._profile.profiler.kineto_results
         self.peak = peak_of(_changes(results.experimental_event_tree()))

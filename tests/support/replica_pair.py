@@ -1,7 +1,7 @@
 """Two replicas of a server in this process, on virtual time; one can be killed, stopped, and cut off.
 
-Messages arrive when `run` lets them, in the order in which they were sent. Logs are written by real threads: virtual time
-stands still until they have written all, or have found that a disk is full which the test has filled.
+Messages arrive when `run` lets them, in the order in which they were sent. Logs are written by real threads: virtual
+time stands still until they have written all, or have found that a disk is full which the test has filled.
 """
 
 from __future__ import annotations

@@ -72,10 +72,13 @@ class Fleet:
         self.pair.run(START)
         self.connect()
 
-    def wait_for_failure(self) -> None:
-        """Until the primary's log has failed. The thread that syncs it is a real one: virtual time stands still."""
+    def run_until_failure(self) -> None:
+        """Until a sync of the primary's log has failed, and the primary has seen it. A real thread syncs: virtual time
+        stands still meanwhile."""
+        self.pair.run(0.1)  # what was pushed is written
         writer = self.primary.logged._writer
         wait_until(lambda: bool(writer.failure), 100.0, "failure of the primary's log")
+        self.pair.run(0.1)
 
     def connect(self) -> None:
         self._client = Client([self.pair.client()], patience=Patience(60.0, 3), window=4)
@@ -169,9 +172,7 @@ def test_a_primary_whose_sync_fails_ends_and_its_backup_takes_over(fleet: Fleet,
     disks.failing.add(0)
     pushed = fleet.push()
     with pytest.raises(LogError):
-        fleet.pair.run(0.1)  # in which it is written
-        fleet.wait_for_failure()
-        fleet.pair.run(0.1)
+        fleet.run_until_failure()
     fleet.pair.kill(0)
     pushed.result()
     fleet.push().result()
