@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.scripts.launching import wait_until
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
@@ -23,7 +23,6 @@ from torchfleet.ps.server.log.log_writer import LogWriter
 
 ENTRY = encode_entry(Entry(Kind.TICK, 1))
 LARGE = encode_entry(Entry(Kind.REQUEST, 1, frames=[bytes(1 << 16)]))
-SOON = 10.0
 
 
 def begun(path: Path) -> LogFolder:
