@@ -135,7 +135,7 @@ def no_old_garbage() -> None:
 def no_server_outlives_the_tests() -> Iterator[None]:
     yield
     children = [child for child in psutil.Process().children(recursive=True) if _is_server(child)]
-    _, left = psutil.wait_procs(children, timeout=5)
+    _, left = psutil.wait_procs(children, timeout=60)
     assert not left, f"server processes were left behind: {left}"
 
 

@@ -75,7 +75,18 @@ def test_memory_of_host_tensors_is_the_most_at_any_time() -> None:
         last = torch.zeros(1 << 19)
     assert host.peak == 4 * ((1 << 18) + (1 << 20))
     assert kept.numel() + last.numel() == 3 << 18
-    assert peak_of([(2, -5), (1, 7), (3, 4)]) == 7
+    assert peak_of([(2, 11, -7), (1, 11, 7), (3, 12, 4)]) == 7
+    assert peak_of([(1, 11, 7), (2, 11, 6)]) == 7, "one address has one tensor"
+
+
+def test_memory_of_host_tensors_does_not_count_what_was_made_before() -> None:
+    """As Python's garbage collector may take it back at any time."""
+    with HostTensors():
+        before = [torch.zeros(1 << 20)]
+    with HostTensors() as host:
+        before.clear()
+        made = torch.zeros(1 << 18)
+    assert host.peak == made.nbytes
 
 
 def test_lines_are_those_that_one_writes() -> None:

@@ -143,6 +143,9 @@ def test_a_prediction_changes_nothing_of_geo_training() -> None:
 
 
 STEPS = (4, 9, 2)
+# Steps before the save, for which the workers then wait. In "bounded" mode nobody may get further ahead of worker 2,
+# which waits, than max_staleness, 9: all steps of the others are fewer, in whatever order they come.
+BEFORE = (4, 4, 1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -152,7 +155,7 @@ def test_the_last_save_of_a_worker_that_ends_first_has_all_steps(case: str, tmp_
 
     def body(part: Part) -> list[str]:
         for number, batch in enumerate(jobs.worker_batches(part.index, STEPS[part.index])):
-            if (part.index == 1 and number == 6) or (part.index == 2 and number == 1 and case != "sync"):
+            if number == BEFORE[part.index] and (part.index == 1 or case != "sync"):
                 assert is_saved.wait(jobs.SECONDS)
             part.step(batch)
         if part.index:

@@ -25,6 +25,7 @@ import torch
 from support import processes
 from support.extras import needing
 from support.inference_requests import WRONG
+from support.scripts.launching import wait_until
 from support.serving import SECONDS, Clicks, Served, as_json, clicks_batch, save_clicks, serving
 
 import torchfleet as fleet
@@ -306,18 +307,16 @@ def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> No
 
 def test_a_full_queue_is_answered_at_once(model: Path) -> None:
     """The first batch waits for others; what does not fit into the queue is refused meanwhile."""
-    options = ("--batch_wait_ms", "60000", "--max_batch", "4", "--max_queue", "4", "--timeout_s", "100")
+    options = ("--batch_wait_ms", "100000", "--max_batch", "4", "--max_queue", "4", "--timeout_s", str(SECONDS))
     with serving(model, *options) as made, concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = [pool.submit(made.infer, as_json(clicks_batch(1))) for _ in range(3)]
-        end = time.monotonic() + 40
-        while b"torchfleet_serve_queue_samples 3.0" not in made.request("GET", "/metrics")[1]:
-            assert time.monotonic() < end
-        began = time.monotonic()
+        is_waiting = lambda: "queue_samples 3.0" in made.request("GET", "/metrics")[1].decode()  # noqa: E731
+        wait_until(is_waiting, SECONDS, "batch that waits")
         status, found = made.infer(as_json(clicks_batch(3)))
         assert status == 503
         assert isinstance(found["error"], str)
-        assert time.monotonic() - began < 40
-        assert made.infer(as_json(clicks_batch(1)))[0] == 200  # the fourth sample fills the batch
+        assert not any(future.done() for future in first)
+        assert made.infer(as_json(clicks_batch(1)))[0] == 200  # which makes the batch full
         assert [future.result()[0] for future in first] == [200, 200, 200]
 
 

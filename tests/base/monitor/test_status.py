@@ -102,7 +102,7 @@ class TestStatusFile:
         file = StatusFile(str(tmp_path / "status"), make)
         with ThreadPoolExecutor(4) as pool:
             for written in [pool.submit(file.write, now=True) for _ in range(20)]:
-                written.result(10)
+                written.result(60)
         assert most == [1]
         assert not file._file._has_told, "a write failed: another thread had taken its unfinished file away"
         assert [found.name for found in tmp_path.iterdir()] == ["status"]

@@ -46,7 +46,7 @@ def served(folder: Path, token: str | None = None) -> Iterator[Dashboard]:
 
 
 def get(dashboard: Dashboard, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=60)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body or None, sent)
     answer = connection.getresponse()
@@ -59,7 +59,7 @@ class Events:
     """A client of the stream."""
 
     def __init__(self, dashboard: Dashboard, query: str = "", **headers: str) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
+        self._connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=60)
         self._connection.request("GET", f"/events{query}", headers={k.replace("_", "-"): v for k, v in headers.items()})
         self._answer = self._connection.getresponse()
         assert self._answer.status == 200

@@ -98,10 +98,10 @@ def test_the_page_gets_the_rows(serving: Metrics, tmp_path: Path) -> None:
     run = write(tmp_path / "run", MadeJob(seconds=5), until=2)
     dashboard = Dashboard(RunFolders([run]), port=0, served=ServedModels([serving.url], TOKEN))
     try:
-        with urllib.request.urlopen(f"{dashboard.url}api/served", timeout=10) as answer:
+        with urllib.request.urlopen(f"{dashboard.url}api/served", timeout=60) as answer:
             (row,) = json.loads(answer.read())["served"]
         assert (row["model"], row["is_reached"]) == ("clicks", True)
-        with urllib.request.urlopen(dashboard.url, timeout=10) as answer:
+        with urllib.request.urlopen(dashboard.url, timeout=60) as answer:
             assert b'id="served-table"' in answer.read()
     finally:
         dashboard.close(patience=0.5)

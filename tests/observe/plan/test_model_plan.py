@@ -98,7 +98,8 @@ def held() -> dict[str, Any]:
 def most_held() -> dict[str, Any]:
     """By model and stage: the most bytes that a rank has in forward and backward, beside what it has at rest.
 
-    The least of four passes: threads of gloo let go of what they have sent at any time after it.
+    The least of four passes: in the first, torch makes the buckets of data parallelism anew; and threads of gloo let go
+    of what they have sent at any time after it.
     """
     found: dict[str, Any] = {}
     for kind, make in MODELS.items():

@@ -124,5 +124,5 @@ def test_forged_terms_do_not_stop_a_primary_whose_etcd_swallows_requests(etcd: P
     for _ in range(100):
         assert len(replica.handle("peer", forged, Role.FIRST_WORKER)) == 1
     took = time.monotonic() - started
-    assert took < 10.0, "a wait for each would take 40 s"
+    assert took < 30.0, "a wait for each would take 40 s"
     assert len(etcd.asked) - before <= 1 + took / 0.4, "one request is under way at a time"

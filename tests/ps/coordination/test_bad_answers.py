@@ -17,13 +17,14 @@ from torchfleet.ps.coordination.view import Coordinator, View
 
 FIRST = View(1, "0.0.a")
 SECOND = FIRST.joined_by("1.0.b")
-BRIEFLY = 10.0  # seconds: a request takes at most about one on an idle machine
+BRIEFLY = 25.0  # seconds: a request takes at most about one on an idle machine
+LONG = 60.0  # a busy machine is not a fault
 SLOW = ("silent", "drip")  # faults that end with the time-out
 
 
 @pytest.fixture
 def etcd(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedEtcd]:
-    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 20.0)  # a busy machine is not a fault
+    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", LONG)
     with played_etcd() as found:
         yield found
 
@@ -36,7 +37,7 @@ def connect(*members: PlayedEtcd) -> Coordinator:
 def test_a_bad_answer_is_none(etcd: PlayedEtcd, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = connect(etcd)
     assert coordinator.replace(0, None, FIRST)
-    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 0.4 if fault in SLOW else 20.0)
+    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 0.4 if fault in SLOW else LONG)
     with played_etcd() as elsewhere:
         etcd.fault, etcd.elsewhere = fault, elsewhere.place
         started = time.monotonic()
@@ -49,7 +50,7 @@ def test_a_bad_answer_is_none(etcd: PlayedEtcd, fault: str, monkeypatch: pytest.
             coordinator.renew()
         assert elsewhere.asked == [], "a redirect is not followed"
     etcd.fault = ""
-    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", 20.0)
+    monkeypatch.setattr(etcd_gateway, "_TIMEOUT", LONG)
     assert coordinator.read(0) in (FIRST, SECOND)  # a transaction may have been carried out, and answered badly
     assert coordinator.replace(0, FIRST, SECOND)
 

@@ -133,7 +133,7 @@ class TestUnreadReplies:
     ) -> None:
         monkeypatch.setattr(server._listener._unread, "refusal", lambda peer, num=0: "too much of it")
         with (
-            Client.connect([server.endpoint], patience=Patience(1.0, 1)) as hasty,
+            Client.connect([server.endpoint], patience=Patience(4.0, 1)) as hasty,
             pytest.raises(ServerBusy, match="PING"),
         ):
             hasty.ping()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,12 +60,12 @@ def test_the_last_worker_leaves_without_an_error_although_its_server_was_slow() 
     """The server takes longer for LEAVE than the worker waits before it connects anew and asks again."""
     servers = jobs.SocketServers(jobs.Net, jobs.sgd, 1, 1)
     server, is_first = servers._jobs[0]._server, threading.Event()
-    handle = server.handle
+    handle, leaving = server.handle, list[Client]()
 
     def slowly(peer: Any, frames: Sequence[Frame], role: Role | None) -> Any:
         if not is_first.is_set() and decode(frames).command == Command.LEAVE:
             is_first.set()
-            time.sleep(1.0)
+            jobs.wait_until(lambda: bool(leaving[0].num_retries), "the worker asks again")
         return handle(peer, frames, role)
 
     server.handle = slowly  # type: ignore[method-assign]
@@ -74,7 +73,8 @@ def test_the_last_worker_leaves_without_an_error_although_its_server_was_slow() 
     try:
         with Client.connect([f"tcp://{servers.endpoints[0]}"], patience=Patience(jobs.SECONDS, 3)) as starting:
             wait_for_servers(starting, jobs.SECONDS)
-        with Client.connect([f"tcp://{servers.endpoints[0]}"], patience=Patience(6.0, 3)) as client:
+        with Client.connect([f"tcp://{servers.endpoints[0]}"], patience=Patience(30.0, 4)) as client:
+            leaving.append(client)
             client.join(BODY)
             client.leave()
             assert client.num_retries

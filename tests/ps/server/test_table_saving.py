@@ -627,11 +627,11 @@ def test_a_place_that_cannot_be_written_is_an_error_and_the_servers_live_on(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     spec = TableSpec("rows", dim=2, rule=SGD)
-    client = fleet.client(patience=Patience(3.0, 1))
+    client = fleet.client(patience=Patience(WAIT, 1))
     client.create_table(spec)
     client.pull("rows", np.arange(20)).result()
     with pytest.raises(FleetError, match="SAVE") as caught:
-        client.save(place.format(folder=tmp_path), "save-1", True, 3.0)
+        client.save(place.format(folder=tmp_path), "save-1", True, WAIT)
     assert isinstance(caught.value, CheckpointError)
     client.push("rows", [1], np.ones((1, 2), np.float32)).result()
     save(client, [spec], str(tmp_path / "model"))
@@ -672,7 +672,7 @@ def test_a_mistake_of_our_own_in_the_middle_of_a_save_does_not_end_the_server(
     fleet: Fleet, dirname: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = TableSpec("rows", dim=2, rule=SGD)
-    client = fleet.client(patience=Patience(3.0, 1))
+    client = fleet.client(patience=Patience(WAIT, 1))
     client.create_table(spec)
     client.pull("rows", np.arange(20)).result()
 
@@ -681,7 +681,7 @@ def test_a_mistake_of_our_own_in_the_middle_of_a_save_does_not_end_the_server(
 
     monkeypatch.setattr(SparseTable, "stored_chunks", fail)
     with pytest.raises(FleetError, match="SAVE"):
-        client.save(dirname, "save-1", True, 3.0)
+        client.save(dirname, "save-1", True, WAIT)
     monkeypatch.undo()
     save(client, [spec], dirname)
 

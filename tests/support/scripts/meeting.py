@@ -20,7 +20,7 @@ from torchfleet import metrics, util
 from torchfleet.api import negatives
 from torchfleet.api.metrics import AUC
 
-SECONDS = 15.0  # that a worker waits for the others
+SECONDS = 60.0  # that a worker waits for the others
 
 Cases = dict[str, Callable[[], Any]]
 

@@ -156,7 +156,7 @@ def _begin_process(part: Part) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for a process that is stuck in real time
     os.environ.clear()
     os.environ.update(part.environment, **{VARIABLE: BACKEND})
-    torch.set_num_threads(1)  # torch replaces its pool of threads after a fork, and crashes if two threads do it at once
+    torch.set_num_threads(1)  # torch replaces its pool of threads after a fork, and crashes if two threads do so
 
 
 def _seed(seed: int) -> None:

@@ -55,6 +55,13 @@ class Training:
         self.follower = Follower(self.work, settings, self.told.append)
         self.rng = np.random.default_rng(0)
 
+    def lose_patience(self, monkeypatch: pytest.MonkeyPatch, patience: Patience) -> None:
+        """From now on the follower waits less for its servers, on the connections that it has, too."""
+        monkeypatch.setattr(follower_module, "_PATIENCE", patience)
+        assert self.follower._client is not None
+        for connection in self.follower._client._connections:
+            connection._patience = patience
+
     def connected(self) -> Client:
         made = Client.connect(self.endpoints, self._keys, patience=LEAST_PATIENCE)
         for spec in SPECS:
@@ -95,6 +102,12 @@ class Training:
         self.worker.close()
         for server in self.servers:
             server.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On busy cores a server may not run for some seconds."""
+    monkeypatch.setattr(follower_module, "_PATIENCE", LEAST_PATIENCE)
 
 
 @pytest.fixture
@@ -173,11 +186,11 @@ def test_a_killed_server_changes_no_answer_and_is_followed_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "RETRY", 0.0)
-    monkeypatch.setattr(follower_module, "_PATIENCE", Patience(timeout=2.0, retries=0))
     training = Training(tmp_path, start=ForkedServer)
     training.train()
     for _ in range(2):
         training.follower.step()
+    training.lose_patience(monkeypatch, Patience(timeout=2.0, retries=0))
     number, expected = training.version().number, training.version().rows("items", ALL)
     training.servers[0].kill()
     training.follower.step()
@@ -197,10 +210,10 @@ def test_a_killed_server_changes_no_answer_and_is_followed_when_it_is_back(
 def test_without_servers_the_version_stays_and_newer_saves_are_taken_over(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "_PATIENCE", Patience(timeout=0.3, retries=0))
     training.train()
     for _ in range(2):
         training.follower.step()
+    training.lose_patience(monkeypatch, Patience(timeout=0.3, retries=0))
     number, expected = training.version().number, training.version().rows("items", ALL)
     for server in training.servers:
         server.close()

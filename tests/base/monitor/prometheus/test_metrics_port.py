@@ -76,7 +76,7 @@ def test_a_worker_has_what_its_status_says(port: MetricsPort) -> None:
     assert found["torchfleet_epoch_done_ratio", ()] == 0.25
     assert found["torchfleet_step_seconds_count", ()] == 2  # times between three steps
     assert found["torchfleet_step_seconds_bucket", (("le", "+Inf"),)] == 2
-    assert found["torchfleet_status_age_seconds", ()] < 10
+    assert found["torchfleet_status_age_seconds", ()] < 60
     assert not any(name.startswith("torchfleet_server") for name, _ in found)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.fleets import Talk, push_arrays
 from support.logged_work import SPECS, make_server
-from support.scripts.launching import wait_until
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.net.wire import Command, decode_reply, encode, pack
@@ -23,7 +23,6 @@ from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
 from torchfleet.ps.server.server_run import Place, ServerRun
 
-SOON = 10.0
 SPEC = SPECS[0]
 ENTRY = encode_entry(Entry(Kind.TICK, 1))
 

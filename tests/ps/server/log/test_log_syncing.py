@@ -8,12 +8,13 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.scripts.launching import wait_until
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.ps.net.wire import Frame
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
@@ -22,7 +23,6 @@ from torchfleet.ps.server.log.log_writer import LogWriter
 
 ENTRY = encode_entry(Entry(Kind.TICK, 1))
 LARGE = encode_entry(Entry(Kind.REQUEST, 1, frames=[bytes(1 << 16)]))
-SOON = 10.0
 
 
 def begun(path: Path) -> LogFolder:
@@ -110,6 +110,25 @@ def test_small_entries_are_put_off_for_a_moment_and_written_together(tmp_path: P
     writer.append(5, ENTRY)
     writer.close()
     assert writer.confirmed() == 5, "a writer that is closed puts nothing off"
+    folder.close()
+
+
+def test_a_writer_that_is_idle_has_confirmed_all(tmp_path: Path) -> None:
+    class LateWriter(LogWriter):
+        """Its thread stands still before it confirms."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "_confirmed":
+                time.sleep(0.1)
+            super().__setattr__(name, value)
+
+    folder = begun(tmp_path / "log")
+    writer = LateWriter(folder, 0, 1.0, lambda: None)
+    writer.append(1, ENTRY)
+    writer.flush()
+    wait_until(lambda: writer.is_idle, SOON, "all entries are written")
+    assert writer.confirmed() == 1
+    writer.close()
     folder.close()
 
 

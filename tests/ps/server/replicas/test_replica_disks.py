@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.replica_pair import Pair
+from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log import log_writer
@@ -59,10 +59,11 @@ class Disks:
 class Fleet:
     """Two replicas with logs, and a client that counts its pushes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disks: Disks) -> None:
         (folder / "views").mkdir()
         (folder / "store").mkdir(mode=0o700)
         self.pair = Pair(folder / "views", log_store=folder / "store", waits_for_backup=False)
+        self.pair.full = disks.full
         self.total = 0.0
 
     def begin(self) -> None:
@@ -71,12 +72,13 @@ class Fleet:
         self.pair.run(START)
         self.connect()
 
-    def run_beside_threads(self, seconds: float) -> None:
-        """For threads that write and sync: these seconds are real, and virtual time goes by as slowly."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.pair.run(0.01)
-            time.sleep(0.01)
+    def run_until_failure(self) -> None:
+        """Until a sync of the primary's log has failed, and the primary has seen it. A real thread syncs: virtual time
+        stands still meanwhile."""
+        self.pair.run(0.1)  # what was pushed is written
+        writer = self.primary.logged._writer
+        wait_until(lambda: bool(writer.failure), 100.0, "failure of the primary's log")
+        self.pair.run(0.1)
 
     def connect(self) -> None:
         self._client = Client([self.pair.client()], patience=Patience(60.0, 3), window=4)
@@ -106,7 +108,7 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
 
 @pytest.fixture
 def fleet(tmp_path: Path, disks: Disks) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
+    made = Fleet(tmp_path, disks)
     yield made
     disks.full.clear()
     for number in range(2):
@@ -170,7 +172,7 @@ def test_a_primary_whose_sync_fails_ends_and_its_backup_takes_over(fleet: Fleet,
     disks.failing.add(0)
     pushed = fleet.push()
     with pytest.raises(LogError):
-        fleet.run_beside_threads(30.0)
+        fleet.run_until_failure()
     fleet.pair.kill(0)
     pushed.result()
     fleet.push().result()

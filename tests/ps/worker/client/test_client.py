@@ -14,6 +14,7 @@ import pytest
 from support.cases import each_of
 from support.fleets import WAIT, Fleet, ForkedServer, in_process, in_processes
 from support.messages import naming
+from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import FleetError, ServerRestarted, ServerUnreachable, TableError
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -274,7 +275,7 @@ class TestDeadServers:
     @pytest.mark.slow
     def test_a_killed_server_is_named_within_the_time_out_and_the_others_serve_on(self) -> None:
         with in_processes(2) as fleet:
-            client, alive = fleet.client(patience=SHORT), fleet.servers[0]
+            client, alive = fleet.client(patience=Patience(4.0, 2)), fleet.servers[0]
             client.create_table(ROWS)
             dead = fleet.servers[1]
 
@@ -295,13 +296,18 @@ class TestDeadServers:
     @pytest.mark.slow
     def test_a_server_that_hangs_and_comes_back_in_time_is_waited_for(self) -> None:
         with in_processes(1) as fleet:
-            client = fleet.client(patience=Patience(8.0, 3))
+            client = fleet.client(patience=Patience(30.0, 4))
             client.create_table(ROWS)
             process = fleet.servers[0]
+
+            def wake_after_retry() -> None:
+                wait_until(lambda: client.num_retries > 0, WAIT, "retry")
+                process._process.send_signal(signal.SIGCONT)
+
             process._process.send_signal(signal.SIGSTOP)
             try:
                 futures = [client.push("rows", [1], ones(1, 2)) for _ in range(5)]
-                waker = threading.Timer(1.5, process._process.send_signal, [signal.SIGCONT])
+                waker = threading.Thread(target=wake_after_retry)
                 waker.start()
                 for future in futures:
                     future.result()
@@ -313,7 +319,7 @@ class TestDeadServers:
 
     @pytest.mark.slow
     def test_a_server_that_came_back_empty_is_reported_as_restarted(self) -> None:
-        with ForkedServer() as first, closing(Client.connect([first.endpoint], patience=Patience(8.0, 4))) as client:
+        with ForkedServer() as first, closing(Client.connect([first.endpoint], patience=Patience(30.0, 4))) as client:
             client.create_table(ROWS)
             client.push("rows", [1], ones(1, 2)).result()
             first.kill()

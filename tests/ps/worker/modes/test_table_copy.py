@@ -25,7 +25,7 @@ from torchfleet.ps.worker.modes.whole_tables import WholeTables
 
 SIZES = {"a": (40, 3), "b": (25, 1)}
 NUM_ROWS, DIM = SIZES["a"]
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Tables(torch.nn.Module):

@@ -130,7 +130,7 @@ class LogWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the thread has written all entries and called all functions in the queue."""
+        """Whether the thread has written and confirmed all entries and called all functions in the queue."""
         return self._num_done == self._num_appended
 
     def has_room(self) -> bool:
@@ -162,10 +162,10 @@ class LogWriter:
                 self._folder.sync()
             if batch:
                 entries = [item for item in batch if isinstance(item, tuple)]
-                self._bytes_done += sum(item[2] for item in entries)
-                self._num_done += len(batch)
                 if entries:
                     self._confirmed = entries[-1][0]
+                self._bytes_done += sum(item[2] for item in entries)
+                self._num_done += len(batch)  # the last: one who finds the writer idle finds all confirmed
                 self._wake()
             elif self._is_over and self._queue.empty():
                 self._folder.sync()
