@@ -31,15 +31,8 @@ FIGURES = {
     "gpus": (r"accuracy (\d\.\d+)", 0.9),
     "serving": (r": \[(0\.\d+)", 0.7),
 }
-LONG = {
-    "criteo",
-    "word_vectors",
-    "gpus",
-    "streaming",
-    "newcomers_hour",
-    "serving",
-    "collective",
-}  # their commands have tests of their own
+# Their commands have tests of their own.
+LONG = {"criteo", "word_vectors", "gpus", "streaming", "newcomers_hour", "serving", "collective"}
 NEEDED = {
     "newcomers_hour": ("uvicorn", "httptools"),
     "serving": ("uvicorn", "httptools", "onnx", "onnxscript", "onnxruntime", "pyarrow"),
