@@ -18,7 +18,7 @@ from support.messages import lines_naming, names
 from zmq.utils import garbage
 
 from torchfleet.base.errors import ServerBusy
-from torchfleet.ps.net import doorkeeper, unread
+from torchfleet.ps.net import doorkeeper, sockets, unread
 from torchfleet.ps.net.doorkeeper import MAX_FIRST
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.net.sockets import SocketChannel, _socket
@@ -146,6 +146,23 @@ def test_neither_side_sends_heartbeats(server: ServerThread) -> None:
         for made in (channel._socket, _socket(context, zmq.ROUTER, server.endpoint)):
             assert (made.get(zmq.HEARTBEAT_IVL), made.get(zmq.TCP_KEEPALIVE), made.get(zmq.TCP_MAXRT)) == (0, 1, 30_000)
             made.close()
+
+
+def test_an_attempt_without_an_answer_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener whose queue is full does not answer; the system by itself would repeat the same attempt for 30 s."""
+    monkeypatch.setattr(sockets, "_CONNECT_MS", 300)
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
+        for _ in range(4):
+            silent = stack.enter_context(socket.socket())
+            silent.setblocking(False)
+            silent.connect_ex(full.getsockname())
+        endpoint = "tcp://{}:{}".format(*full.getsockname())
+        client = stack.enter_context(_socket(stack.enter_context(zmq.Context()), zmq.DEALER, endpoint))
+        monitor = stack.enter_context(client.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED))
+        client.connect(endpoint)
+        assert monitor.poll(20_000)
+        client.disable_monitor()
 
 
 class TestStrangers:

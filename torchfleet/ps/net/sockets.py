@@ -27,6 +27,7 @@ MOST_WAITING = 4  # requests that are received before they are handled, if a tab
 _DESK_PAUSE = 0.005  # seconds between two checks for handshakes, under load
 _UNCONFIRMED_MS = 30_000  # time without an acknowledgement of sent bytes, after which the peer counts as gone
 _HANDSHAKE_MS = 10_000
+_CONNECT_MS = 5_000  # then the next attempt, from another port: the system would repeat this one ever more rarely
 # Connections that wait to be accepted; ZeroMQ's own is 100. All workers of a job come at once, and the system tells one
 # that finds no place to try again after 1 s, 2 s, 4 s and so on.
 _BACKLOG = 1024
@@ -286,6 +287,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    made.set(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     # No heartbeats on either side: libzmq 4.3.5 aborts when it sends or answers one on a connection that ended while
     # its queue was full. TCP keepalive detects dead peers instead.
     made.set(zmq.TCP_KEEPALIVE, 1)
