@@ -14,9 +14,9 @@ from support.fleets import LEAST_PATIENCE, ForkedServer, ServerThread
 
 from torchfleet.apps.serve.versions import follower as follower_module
 from torchfleet.apps.serve.versions import pushed_rows
-from torchfleet.apps.serve.versions.description import read_current
 from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
+from torchfleet.apps.serve.versions.version_description import read_current
 from torchfleet.apps.serve.versions.version_store import read_status
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.server import changed_rows

@@ -12,11 +12,11 @@ import pytest
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain
 
 from torchfleet.apps.serve.versions import follower as follower_module
-from torchfleet.apps.serve.versions.description import read_current
 from torchfleet.apps.serve.versions.follow_process import run, write_settings
 from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.apps.serve.versions.rollback import versions
+from torchfleet.apps.serve.versions.version_description import read_current
 from torchfleet.apps.serve.versions.version_store import Wanted, read_status, write_wanted
 from torchfleet.ps.checkpoint.compaction import compact
 

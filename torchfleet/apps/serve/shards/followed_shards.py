@@ -20,8 +20,7 @@ from torchfleet.apps.serve.versions.follower import FollowSettings
 from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.ps.net.keys import KeyFolder
-
-Floats = npt.NDArray[np.float32]
+from torchfleet.ps.tables.settings.spec import Floats
 
 
 class OverlaidVersion:

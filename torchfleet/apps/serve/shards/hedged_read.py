@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from torchfleet.apps.serve.shards.shard_replica import ShardReplica
 from torchfleet.base.errors import FleetError
+from torchfleet.ps.tables.settings.spec import Floats
 
 Keys = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass

@@ -24,14 +24,12 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server.read_only import served_spec
-from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.worker.client.shard import shard
 
 DEFAULT_CACHE_BYTES = 256 << 20
 TIMEOUT = 2.0  # seconds that one server may take to answer
-
-Floats = npt.NDArray[np.float32]
 
 
 class ShardedVersion:

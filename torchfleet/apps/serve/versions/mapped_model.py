@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.versions.description import CURRENT, read_current
 from torchfleet.apps.serve.versions.follow_process import (
     READERS,
     has_writer,
@@ -25,6 +24,7 @@ from torchfleet.apps.serve.versions.follow_process import (
 )
 from torchfleet.apps.serve.versions.follower import FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
+from torchfleet.apps.serve.versions.version_description import CURRENT, read_current
 from torchfleet.apps.serve.versions.version_store import Status, read_status
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.monitor.notices import tell

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.versions.description import Description, Floats, Network
 from torchfleet.apps.serve.versions.level_file import MappedLevel, TableMap, found_rows, rows_of
+from torchfleet.apps.serve.versions.version_description import Description, Network
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
+from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.worker.lookup.dense_group import write_words
 
 

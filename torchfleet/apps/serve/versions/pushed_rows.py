@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torchfleet.apps.serve.versions.description import Floats
 from torchfleet.apps.serve.versions.level_file import Level, TableWriter
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 from torchfleet.apps.serve.versions.saved_chain import dense_tables
 from torchfleet.base.errors import CheckpointError, WireError
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.tables.rows.keymap import Keys
-from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec, shard_range
 from torchfleet.ps.worker.client.subscriber import Changed, ChangedRows, Subscriber
 
 MOST_REPLIES = 200  # to one question, until a moment is found at which nothing is left to send

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchfleet.apps.serve.versions.description import CURRENT, Description, read_current
 from torchfleet.apps.serve.versions.follow_process import has_writer, read_settings
+from torchfleet.apps.serve.versions.version_description import CURRENT, Description, read_current
 from torchfleet.apps.serve.versions.version_store import Wanted, read_status, read_versions, write_wanted
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.own_folders import user_folder

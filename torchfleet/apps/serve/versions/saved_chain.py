@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.versions.description import Floats
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 from torchfleet.base.errors import CheckpointError
@@ -21,6 +20,7 @@ from torchfleet.ps.checkpoint.narrow_arrays import widened
 from torchfleet.ps.checkpoint.part_reader import read_dense, read_parts
 from torchfleet.ps.kernels.rows import all_finite
 from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.settings.spec import Floats
 
 
 @dataclass(frozen=True)

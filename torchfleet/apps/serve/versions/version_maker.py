@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchfleet.apps.serve.versions.description import Floats, Network
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 from torchfleet.apps.serve.versions.saved_chain import dense_tables, layout
+from torchfleet.apps.serve.versions.version_description import Network
 from torchfleet.apps.serve.versions.version_store import Status, VersionStore
 from torchfleet.ps.checkpoint.manifest import Manifest
+from torchfleet.ps.tables.settings.spec import Floats
 
 
 class VersionMaker:

@@ -22,10 +22,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchfleet.apps.serve.versions.description import CURRENT, Description, Floats, Network, read_current
 from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.apps.serve.versions.version_description import CURRENT, Description, Network, read_current
 from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
+from torchfleet.ps.tables.settings.spec import Floats
 
 _DATA = re.compile(r"(level|network)-([0-9]{9})")
 _VERSION = re.compile(r"version-([0-9]{6,18})\.json")

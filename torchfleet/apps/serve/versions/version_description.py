@@ -1,5 +1,5 @@
-"""What describes a version of a model in files that several processes share. Without torch: the writer of versions has
-no use for it, and starts two seconds sooner.
+"""What describes a version of a model in files that several processes share. It imports no torch, so that the writer of
+versions starts two seconds sooner.
 """
 
 from __future__ import annotations
@@ -7,14 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
-
-Floats = npt.NDArray[np.float32]
 
 CURRENT = "current.json"
 
@@ -44,7 +40,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def read_current(folder: Path) -> Description | None:
-    """The description of the current version; None if there is none yet."""
+    """Return the description of the current version, or None before the first version."""
     try:
         return msgspec.json.decode((folder / CURRENT).read_bytes(), type=prepared(Description))
     except FileNotFoundError:
