@@ -46,7 +46,11 @@ def _stager(is_gpu: bool) -> Any:
                                         use_non_blocking_copy=is_gpu)  # fmt: skip
 
         class Stager(staging.DefaultStager):
-            """Keeps its memory: torch 2.11 closes a stager after a save, also one that it was given."""
+            """Keeps its memory: torch 2.11 closes a stager that it was given, and the one in it, after a save."""
+
+            def __init__(self, options: Any) -> None:
+                super().__init__(options)
+                vars(self._state_dict_stager)["close"] = self.close
 
             def close(self) -> None:
                 pass

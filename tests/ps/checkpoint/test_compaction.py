@@ -95,13 +95,13 @@ class TestContent:
     @given(links())
     @settings(max_examples=examples(8))
     def test_any_chain_stays_what_it_was(self, saves: list[dict[str, Any]]) -> None:
-        forget("chain", "other")
-        chain = made("memory://chain", saves)
-        compact("memory://chain", "memory://other")
+        forget("to_compact", "other")
+        chain = made("memory://to_compact", saves)
+        compact("memory://to_compact", "memory://other")
         assert_whole("memory://other", chain)
-        assert_holds("memory://chain", chain)
-        compact("memory://chain")
-        assert_whole("memory://chain", chain)
+        assert_holds("memory://to_compact", chain)
+        compact("memory://to_compact")
+        assert_whole("memory://to_compact", chain)
 
     @pytest.mark.parametrize("num_servers", [1, 2, 3])
     def test_servers_load_it_as_they_load_the_chain(self, chain: Chain, tmp_path: Path, num_servers: int) -> None:
