@@ -30,8 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def served(folder: Path, inputs: list[dict[str, Any]]) -> torch.Tensor:
-    model = ServedModel(ServeSettings(str(folder / "model")).checked())
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ServedModel:
+    return ServedModel(ServeSettings(str(folder / "model")).checked())
+
+
+def served(model: ServedModel, inputs: list[dict[str, Any]]) -> torch.Tensor:
     protocol = InferenceProtocol(model.described, ["output"], 1024)
     request = protocol.decode(json.dumps({"inputs": inputs}).encode(), None)
     (result,) = model.predictor.predict([request.samples])
@@ -40,16 +44,15 @@ def served(folder: Path, inputs: list[dict[str, Any]]) -> torch.Tensor:
     return torch.from_numpy(result[1]["output"])
 
 
-def test_lines_fields_and_strings_give_the_model_s_predictions(folder: Path) -> None:
+def test_lines_fields_and_strings_give_the_model_s_predictions(folder: Path, model: ServedModel) -> None:
     lines = next((folder / "data" / "test").glob("part-*")).read_bytes().splitlines()[:20]
-    model = ServedModel(ServeSettings(str(folder / "model")).checked())
     assert model.described.text is not None
     batch = TextSamples(model.described.text).batch(lines)
     with torch.no_grad():
         expected = fleet.load_inference_model(str(folder / "model"), CTRDNN())(batch)
     close = {"rtol": 0, "atol": 1e-6}
     text = [{"name": "text", "datatype": "BYTES", "shape": [20], "data": [line.decode() for line in lines]}]
-    torch.testing.assert_close(served(folder, text), expected, **close)
+    torch.testing.assert_close(served(model, text), expected, **close)
     dense = {"name": "dense_input", "datatype": "FP32", "shape": [20, 13]}
     inputs = [{**dense, "data": batch["dense_input"].flatten().tolist()}]
     strings = list(inputs)
@@ -59,12 +62,11 @@ def test_lines_fields_and_strings_give_the_model_s_predictions(folder: Path) -> 
         raw = [line.split(b"\t")[13 + column].decode() for line in lines]
         if any(raw):  # a column that is empty everywhere is left out: its default is that of an empty field
             strings.append({**field, "datatype": "BYTES", "data": raw})
-    torch.testing.assert_close(served(folder, inputs), expected, **close)
-    torch.testing.assert_close(served(folder, strings), expected, **close)
+    torch.testing.assert_close(served(model, inputs), expected, **close)
+    torch.testing.assert_close(served(model, strings), expected, **close)
 
 
-def test_the_label_is_no_input(folder: Path) -> None:
-    model = ServedModel(ServeSettings(str(folder / "model")).checked())
+def test_the_label_is_no_input(model: ServedModel) -> None:
     names = [feature.name for feature in model.described.features]
     assert "label" not in names
     assert len(names) == 27
