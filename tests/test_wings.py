@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 import torchfleet
 
@@ -125,6 +127,16 @@ def test_the_package_opens_on_few_folders() -> None:
     folders = {file.relative_to(PACKAGE).parts[0] for file in FILES if file.parent != PACKAGE}
     assert len(folders) <= MOST_FOLDERS
     assert folders == {part.split("/")[0] for part in PARTS}
+
+
+def test_docs_list_the_folders_of_every_wing() -> None:
+    """In docs/architecture.md: the wings in their order, and inside of ps/ the folders, too."""
+    table = re.findall(r"^\| `(\w+)/` \| (`.*?`) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    told = {wing: re.findall(r"`(\w+)/`", folders) for wing, folders in table}
+    assert list(told) == list(dict.fromkeys(part.partition("/")[0] for part in PARTS))
+    assert told["ps"] == [part.removeprefix("ps/") for part in PARTS if part.startswith("ps/")]
+    for wing, folders in told.items():
+        assert sorted(folders) == sorted(file.parent.name for file in (PACKAGE / wing).glob("*/__init__.py"))
 
 
 def test_no_folder_holds_only_one_or_two_modules() -> None:
