@@ -65,7 +65,7 @@ def load_pretrained(model: torch.nn.Module, dirname: str) -> None:
 def save_pretrained(model: torch.nn.Module, dirname: str) -> None:
     """Write the model for `from_pretrained`: its configuration, and one safetensors file. All ranks call it together.
 
-    Each rank writes its own pieces; the first one then joins them, with one tensor at a time in memory.
+    Each rank writes its own pieces; the first one then joins them, with two tensors at a time in memory.
     """
     own, job, folder = _distributed(model, "save_pretrained"), any_job(), Path(dirname)
     assert isinstance(job, CollectiveJob)

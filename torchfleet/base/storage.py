@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import fsspec
@@ -47,9 +47,13 @@ class Storage:
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> None:
         """Write a file from these buffers. A local file is synced to disk before it is renamed."""
-        views = [memoryview(buffer) for buffer in buffers]
-        with self.writing(name, is_large=sum(view.nbytes for view in views) >= _LARGE) as file:
-            for view in views:
+        self.write_made(name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+
+    def write_made(self, name: str, buffers: Iterable[Buffer], num_bytes: int) -> None:
+        """Write a file from buffers, `num_bytes` in all, each of which is made when it is its turn."""
+        with self.writing(name, is_large=num_bytes >= _LARGE) as file:
+            for buffer in buffers:
+                view = memoryview(buffer)
                 rest = view.cast("B") if view.nbytes else b""  # an empty block cannot be cast
                 while len(rest):
                     rest = rest[file.write(rest[:_MAX_WRITE]) :]

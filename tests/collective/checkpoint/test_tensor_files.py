@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 import types
+import zlib
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from support.extras import imported
@@ -21,7 +24,9 @@ from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.planning import PieceSpec, assign_writers
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.single_file import export
+from torchfleet.collective.checkpoint.tensor_files import Buffers
 from torchfleet.observe.commands import command
+from torchfleet.ps.checkpoint.part_writer import write_made_file
 
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)
 
@@ -244,6 +249,41 @@ def test_a_collective_model_is_exported_to_any_path_that_fsspec_opens(place: str
     assert found.keys() == expected.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(found[name], value), name
+
+
+def test_an_export_holds_two_tensors_and_no_more(tmp_path: Path) -> None:
+    """A third one while its place is taken; 24 are 24 MB. Memory of numpy's arrays, which Python counts."""
+    model = torch.nn.ParameterDict({f"t{i}": torch.full((1 << 18,), float(i)) for i in range(24)})
+    save(str(tmp_path / "m"), model, None, [], ALONE)
+    tracemalloc.start()
+    try:
+        export(str(tmp_path / "m"), str(tmp_path / "out.safetensors"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 << 20
+    found = imported("safetensors.torch").load_file(tmp_path / "out.safetensors")
+    assert {name: float(value[-1]) for name, value in found.items()} == {f"t{i}": float(i) for i in range(24)}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 7])
+def test_a_tensor_that_cannot_be_made_leaves_no_file(failing: int, tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def maker(number: int) -> np.ndarray:
+        if number == failing:
+            raise CheckpointError("no bytes for you")
+        made.append(number)
+        return np.full(100, number, np.uint8)
+
+    shown: list[int] = []
+    buffers = Buffers(b"head", [lambda i=i: maker(i) for i in range(8)], shown.append)  # type: ignore[misc]
+    with pytest.raises(CheckpointError, match="no bytes"):
+        write_made_file(Storage(str(tmp_path)), "file", buffers, 804)
+    assert made == list(range(failing))
+    assert shown == [100] * failing
+    assert buffers.checksums == [zlib.crc32(bytes([i]) * 100) for i in range(failing)]
+    assert not list(tmp_path.iterdir())
 
 
 WRONG: dict[str, tuple[list[str], str]] = {

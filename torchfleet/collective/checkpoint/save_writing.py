@@ -29,7 +29,7 @@ from torchfleet.collective.world import Gathering
 from torchfleet.ps.checkpoint.lock import Reservation, alone, check_written
 from torchfleet.ps.checkpoint.manifest import folder_of
 from torchfleet.ps.checkpoint.part_file import entries_of, header
-from torchfleet.ps.checkpoint.part_writer import write_file
+from torchfleet.ps.checkpoint.part_writer import write_made_file
 
 Tensors = Mapping[Key, torch.Tensor]
 
@@ -102,16 +102,19 @@ def _write(
         if progress is not None:
             progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB of rank 0")
 
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # a thread of its own copies the tensors
     buffers = Buffers(head, [_maker(tensors[spec.kind, spec.name]) for spec in specs], show)
     try:
-        write_file(storage, f"{folder_of(number)}/{file_of(ranks.rank, ranks.size)}", buffers)
+        name = f"{folder_of(number)}/{file_of(ranks.rank, ranks.size)}"
+        write_made_file(storage, name, buffers, len(head) + total)
     except Exception as error:
         return Written(error=error_text(error))
     return Written(data_start=len(head), checksums=buffers.checksums)
 
 
 def _maker(tensor: torch.Tensor) -> Callable[[], Bytes]:
-    """A function that returns the tensor's bytes, so that one tensor at a time is copied to the host."""
+    """A function that returns the tensor's bytes, so that tensors are copied to the host one after the other."""
     return lambda: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

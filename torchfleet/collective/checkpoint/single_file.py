@@ -1,4 +1,4 @@
-"""Export of a saved collective model to one safetensors file, for other programs. No torch; holds one tensor at a
+"""Export of a saved collective model to one safetensors file, for other programs. No torch; holds two tensors at a
 time."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import SavedTensor
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, Reader
 from torchfleet.ps.checkpoint.part_file import entries_of, header
-from torchfleet.ps.checkpoint.part_writer import write_file
+from torchfleet.ps.checkpoint.part_writer import write_made_file
 
 
 def export(dirname: str, path: str) -> int:
@@ -36,8 +36,8 @@ def export(dirname: str, path: str) -> int:
     with Reader(storage, manifest) as reader:
         reader.check(tensors)
         makers = [_maker(reader, tensor) for tensor in tensors]
-        buffers = Buffers(header(entries, {"format": "pt", **manifest.tied}), makers, show)
-        write_file(Storage(folder), name, buffers)
+        head = header(entries, {"format": "pt", **manifest.tied})
+        write_made_file(Storage(folder), name, Buffers(head, makers, show), len(head) + total)
     progress.end(f"{total / 1e6:,.0f} MB in {path}")
     return len(tensors)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
@@ -32,23 +33,32 @@ _MAX_HEADER = 100_000_000  # bytes: the limit of safetensors
 Bytes = npt.NDArray[np.uint8]
 
 
-class Buffers(Sequence[Any]):
-    """The contents of a file: a header, then each tensor's bytes, each produced when it is written."""
+class Buffers:
+    """The contents of a file: a header, then each tensor's bytes.
+
+    A thread makes the bytes of a tensor, and their checksum, while those of the tensor before are written: memory for
+    two tensors is in use.
+    """
 
     def __init__(self, header: bytes, makers: Sequence[Callable[[], Bytes]], show: Callable[[int], None]) -> None:
         self._header, self._makers, self._show = header, makers, show
         self.checksums: list[int] = []
 
-    def __len__(self) -> int:
-        return 1 + len(self._makers)
+    def __iter__(self) -> Iterator[Any]:
+        yield self._header
+        with ThreadPoolExecutor(1, thread_name_prefix="save") as thread:
+            ahead = [thread.submit(_made, maker) for maker in self._makers[:1]]
+            for number in range(1, len(self._makers) + 1):
+                data, checksum = ahead.pop().result()
+                ahead += [thread.submit(_made, maker) for maker in self._makers[number : number + 1]]
+                self.checksums.append(checksum)
+                self._show(len(data))
+                yield data.data
 
-    def __getitem__(self, i: Any) -> Any:
-        if i == 0:
-            return self._header
-        data = self._makers[i - 1]()
-        self.checksums.append(zlib.crc32(data))
-        self._show(len(data))
-        return data.data
+
+def _made(maker: Callable[[], Bytes]) -> tuple[Bytes, int]:
+    data = maker()
+    return data, zlib.crc32(data)
 
 
 def file_key(kind: Kind, name: str) -> str:

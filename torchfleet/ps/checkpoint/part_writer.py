@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,8 +29,21 @@ Live = Iterator[tuple[Keys, part_file.Arrays]]
 
 
 def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
-    try:
+    with _naming(target):
         target.write(name, buffers)
+
+
+def write_made_file(target: Storage, name: str, buffers: Iterable[Any], num_bytes: int) -> None:
+    """Write a file from buffers, `num_bytes` in all, each of which is made when it is its turn."""
+    with _naming(target):
+        target.write_made(name, buffers, num_bytes)
+
+
+@contextlib.contextmanager
+def _naming(target: Storage) -> Iterator[None]:
+    """An error names the folder."""
+    try:
+        yield
     except FleetError:
         raise
     except Exception as error:  # each file system raises its own errors
