@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import fsspec
 import numpy as np
 from fsspec.spec import AbstractBufferedFile
 
+from torchfleet.base import removed_files
 from torchfleet.base.direct_file import DirectFile
 from torchfleet.base.errors import CheckpointError, FleetError
 
@@ -66,6 +66,8 @@ class Storage:
         file cannot be written, and CheckpointError for a file elsewhere.
         """
         if self.is_local:
+            if is_large:
+                removed_files.wait_until_freed()
             with self._writing_here(self.place(name), DirectFile if is_large else _plain_file) as file:
                 yield file
             return
@@ -220,7 +222,7 @@ class Storage:
     def remove_folder(self, name: str) -> None:
         """Remove a subfolder. Does nothing if it does not exist."""
         if self.is_local:
-            shutil.rmtree(self.place(name), ignore_errors=True)
+            removed_files.remove_folder(self.place(name))
             return
         with contextlib.suppress(FileNotFoundError), self._telling(name, "removed") as path:
             self._fs.rm(path, recursive=True)

@@ -48,13 +48,13 @@ def written_while_training_goes_on(folder: str) -> dict[str, Any]:
     training = Training()
     training.steps(0, 2)
     training.job.save(f"{folder}/at once", {"step": 2})
-    gone_on, really_write = threading.Event(), save_writing.write_file
+    gone_on, really_write = threading.Event(), save_writing.write_made_file
 
     def late(*args: Any) -> None:
         assert gone_on.wait(30)
         really_write(*args)
 
-    save_writing.write_file = late
+    save_writing.write_made_file = late
     number = training.job.save(f"{folder}/beside", {"step": 2}, asynchronous=True)
     is_there = Path(f"{folder}/beside/manifest.json").exists()
     training.steps(2, 4)
@@ -79,16 +79,16 @@ def failing(folder: str) -> dict[str, Any]:
     training = Training()
     training.steps(0, 1)
     training.job.save(folder, {"good": 1})
-    really_write, texts = save_writing.write_file, []
+    really_write, texts = save_writing.write_made_file, []
     if training.rank == 1:
 
         def full(*_: Any) -> None:
             raise OSError("no space left on device")
 
-        save_writing.write_file = full
+        save_writing.write_made_file = full
     training.job.save(folder, {"good": 2}, asynchronous=True)
     training.steps(1, 2)
-    save_writing.write_file = really_write
+    save_writing.write_made_file = really_write
     with pytest.raises(CheckpointError) as error:
         training.job.save(folder, {"good": 3}, asynchronous=True)
     texts.append(str(error.value))

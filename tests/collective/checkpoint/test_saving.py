@@ -22,7 +22,7 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.collective.checkpoint import save_writing
+from torchfleet.collective.checkpoint import save_writing, tensor_files
 from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.pieces import model_pieces, piece_of
 from torchfleet.collective.checkpoint.saving import save
@@ -357,7 +357,7 @@ def kill_saves(folder: str) -> dict[str, Any]:
     save(folder, fill(Net(), 1.0), None, [], world)
     made: dict[str, Any] = {}
     places = [
-        (save_writing.Buffers, "__getitem__", 3),
+        (tensor_files, "_made", 3),
         (save_writing, "_commit", 1),
         (save_writing, "remove_others", 1),
     ]
@@ -392,8 +392,8 @@ def kill_in(owner: Any, name: str, after: int) -> None:
 
 def test_a_killed_save_leaves_a_model_that_can_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
     (found,) = ranks.run(kill_saves, 1, folder=str(tmp_path))
-    assert found["__getitem__ value"] == found["_commit value"] == 1.0
-    assert found["__getitem__ files"] == "manifest.json save-000001 save-000002"
+    assert found["_made value"] == found["_commit value"] == 1.0
+    assert found["_made files"] == "manifest.json save-000001 save-000002"
     assert found["remove_others value"] == 4.0  # the manifest names it, so it is the model
     assert found["number"] == 5
     assert found["files"] == "manifest.json save-000005"  # what was left is removed
@@ -408,7 +408,7 @@ def fail_on_one_rank(folder: str) -> dict[str, Any]:
         def full(*_: Any) -> None:
             raise CheckpointError("the disk is full")
 
-        save_writing.write_file = full
+        save_writing.write_made_file = full
     for extra in ({}, {"bad": object()} if world.rank == 0 else {}):
         with pytest.raises(CheckpointError) as error:
             save(folder, fill(Net(), 2.0), None, [], world, extra)
