@@ -102,7 +102,7 @@ def _write(
         if progress is not None:
             progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB of rank 0")
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()  # a thread of its own copies the tensors
     buffers = Buffers(head, [_maker(tensors[spec.kind, spec.name]) for spec in specs], show)
     try:

@@ -58,7 +58,7 @@ class Buffers:
 
 def _made(maker: Callable[[], Bytes]) -> tuple[Bytes, int]:
     data = maker()
-    return data, zlib.crc32(data)
+    return data, zlib.crc32(data.data)
 
 
 def file_key(kind: Kind, name: str) -> str:
