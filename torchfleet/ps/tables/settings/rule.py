@@ -57,10 +57,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def __post_init__(self) -> None:
         expect(self.name in RULES, f"rule.name must be one of {tuple(RULES)}, found {self.name!r}")
         for field in ("lr", "eps", "lr_decay", "initial_accumulator", "weight_decay"):
-            found = getattr(self, field)
-            expect(0 <= found <= MAX_FLOAT, f"rule.{field} must be a finite float32 number >= 0, found {found}")
+            if not 0 <= (found := getattr(self, field)) <= MAX_FLOAT:
+                raise TableError(f"rule.{field} must be a finite float32 number >= 0, found {found}")
         for field in ("beta1", "beta2", "momentum"):
-            expect(0 <= getattr(self, field) < 1, f"rule.{field} must be in [0, 1), found {getattr(self, field)}")
+            if not 0 <= (found := getattr(self, field)) < 1:
+                raise TableError(f"rule.{field} must be in [0, 1), found {found}")
         expect(self.low < self.high, f"rule.low must be below rule.high, found {self.low} and {self.high}")
         expect(not self.nesterov or self.momentum > 0, "rule.nesterov needs rule.momentum > 0")
         for name, value in self.options:
