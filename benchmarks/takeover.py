@@ -254,7 +254,7 @@ def measure_cost(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _pushes(client: Client, options: argparse.Namespace) -> None:
-    """So many, eight under way."""
+    """Push `pushes_per_round` times, with eight under way."""
     keys, grads = np.arange(options.keys, dtype=np.uint64), np.full((options.keys, options.dim), -1.0, np.float32)
     for future in [client.push("rows", keys, grads) for _ in range(options.pushes_per_round)]:
         future.result()

@@ -113,7 +113,7 @@ def processor_seconds(pid: int) -> float:
 
 @contextlib.contextmanager
 def own_cores(num_roles: int) -> Iterator[bool]:
-    """Servers and workers have two cores each, and all else the others, if there are so many. Yields whether."""
+    """Pin servers and workers to two cores each, and everything else to the others. Yields False if there are fewer."""
     before = os.sched_getaffinity(0)
     cores = sorted(before, key=lambda core: (_siblings(core), core))
     if len(cores) < 2 * num_roles + 2:

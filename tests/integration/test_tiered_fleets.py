@@ -30,7 +30,7 @@ def connect(server: ForkedServer) -> Client:
 
 @pytest.mark.slow
 def test_a_killed_server_has_all_rows_that_it_acknowledged(tmp_path: Path) -> None:
-    """With a log: rows in memory and on disk are those of before, and the file of the killed server is gone."""
+    """With a log, the server has the same rows in memory and on disk again; the file of the killed one is gone."""
     cold = tmp_path / "cold"
     cold.mkdir()
     options = ("--durability", "log", "--log_store", str(tmp_path / "log"))

@@ -47,7 +47,7 @@ def test_arrays_of_a_shared_frame_arrive_one_by_one_and_together(arrays: list[Ar
 
 
 def joined(entries: list[tuple[int, int, int, int]], num_words: int) -> list[object]:
-    """A message with these entries (number, code, columns, rows) and a frame of so many words."""
+    """A message with these entries (number, code, columns, rows) and a frame of this number of words."""
     made = np.zeros(len(entries), ENTRY)
     for i, entry in enumerate(entries):
         made[i] = entry

@@ -25,7 +25,7 @@ SPEC = TableSpec("rows", dim=1, rule=Rule("sgd"))
 
 @pytest.fixture
 def evil(tmp_path: Path) -> Path:
-    """A set of references, whose templates an fsspec of before rendered outside of any sandbox."""
+    """A set of references, whose templates older versions of fsspec rendered outside of any sandbox."""
     reached = tmp_path / "reached"
     template = "{{ cycler.__init__.__globals__.os.mkdir('" + str(reached) + "') }}"
     (tmp_path / "evil.json").write_text(

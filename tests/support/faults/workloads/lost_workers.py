@@ -67,7 +67,7 @@ class Life:
 
 
 def join(setting: Setting, life: Life, client: Client, body: dict[str, Any]) -> list[Joined]:
-    """As a worker does whose process of before may not be given up yet."""
+    """Join as a worker that was started again, whose former process the server may still wait for."""
     while True:
         try:
             return client.join(body)

@@ -80,8 +80,8 @@ class LogWriter:
             self._queue.put(new)
 
     def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
-        """From now on indexes are those of before plus `shift`, and the threads call `wake`: the log was that of a
-        backup, which counts messages, and is that of a primary."""
+        """The backup whose log this is becomes primary: callers' indexes are now those of the log, which counts the
+        backup's messages, plus `shift`, and the threads call `wake`."""
         self._shift, self._wake = shift, wake
 
     def begin_segment(self) -> None:

@@ -12,7 +12,7 @@ const MARKS = { save: "good", restart: "warn", fault: "bad" };
 export class Board {
   constructor(onZoom) {
     this.zoom = null; // [from, to] in seconds since the start; null: all
-    this.last = 0; // show only so many seconds before the end; 0: all
+    this.last = 0; // seconds before the end that are shown; 0: all
     this.marks = []; // {time, kind}
     this.begin = 0; // of the job, in seconds since 1970
     this.first = 0; // seconds since then of the first number
