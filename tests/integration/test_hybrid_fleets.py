@@ -146,7 +146,7 @@ def test_through_the_servers_the_others_go_on_and_the_killed_worker_comes_back_t
     servers; worker 1 begins with that when it is started again."""
     launch = ("--max_restart", "1", "--on_worker_loss", "go_on")
     environment = {"FLEET_WORKER_TIMEOUT": str(LEASE)}
-    options = ("--die", "1", "--optimizer", "sgd")
+    options = ("--die", "1", "--optimizer", "sgd", "--one_by_one")
     with started(tmp_path, *options, launch=launch, environment=environment, a_sync_configs=THROUGH_SERVERS) as job:
         assert job.wait() == 0, job.output
     assert lines_naming(job.output, "worker 1", "starting it again")

@@ -18,6 +18,7 @@ from support.messages import naming
 from support.one_number import Model, held, set_all
 from support.paths import SCRIPTS
 
+from torchfleet.base import removed_files
 from torchfleet.base import storage as storages
 from torchfleet.base.errors import FleetError
 from torchfleet.base.storage import Storage
@@ -38,7 +39,7 @@ class Disk:
         self.done: list[str] = []
         own = {name: self._counted(name) for name in ("makedirs", "fsync", "replace", "remove")}
         monkeypatch.setattr(storages, "os", SimpleNamespace(**{**vars(os), **own}))
-        monkeypatch.setattr(storages, "shutil", SimpleNamespace(rmtree=self._rmtree))
+        monkeypatch.setattr(removed_files, "shutil", SimpleNamespace(rmtree=self._rmtree))
         monkeypatch.setattr(storages, "open", self._open, raising=False)
 
     def step(self, what: str) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,25 @@ def main() -> None:
     if fleet.is_server():
         serve(options)
         return
+    trained, again = Path(options.out) / "worker-0.npz", Path(options.out) / "again"
+    if options.one_by_one and num_restarts():
+        wait_for(trained)
     fleet.init_worker(options.load)
     if num_restarts():
         print(f"worker {fleet.worker_index()} starts again with {model.tower[0].weight.sum().item():.6f}", flush=True)
+        again.touch()
     train(model, optimizer, options)
+    if options.one_by_one:
+        wait_for(again)
     if options.save and fleet.is_first_worker():
         fleet.save_persistables(options.save)
     fleet.barrier_worker()
     fleet.stop_worker()
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
 
 
 def train(model: Any, optimizer: Any, options: argparse.Namespace) -> None:
@@ -159,6 +171,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true", help="call the model's modules instead of the model")
     parser.add_argument("--no_prefetch", action="store_true")
     parser.add_argument("--die", type=int, default=-1, help="the worker that is killed at its third step, once")
+    parser.add_argument(
+        "--one_by_one", action="store_true", help="a worker that was started again begins when worker 0 has trained"
+    )
     parser.add_argument("--save")
     parser.add_argument("--load")
     return parser.parse_args()
