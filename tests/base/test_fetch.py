@@ -226,7 +226,7 @@ def test_when_training_fails_the_handlers_thread_ends(part: jobs.Part, data: Any
     before = set(threading.enumerate())
     with pytest.raises(OSError, match="of the step"):
         train(part, data, handler, at)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert handler.calls[-1]["n"] == 2
 
 

@@ -147,12 +147,12 @@ def commands() -> list[str]:
 def test_leaving_in_the_middle_leaves_no_thread_and_no_process(tmp_path: Path) -> None:
     files = write(tmp_path, [3000, 3000])
     batches = fleet.data.FileBatches(files, 3, SLOTS, pipe_command="cat; sleep 100 | cat")
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for num_workers in (0, 2):
         for batch in DataLoader(batches, batch_size=None, num_workers=num_workers):
             assert ids([batch]) in ([0, 1, 2], [3000, 3001, 3002])
             break
-        jobs.wait_until(lambda: threading.active_count() <= before, "all threads have ended", SECONDS)
+        jobs.wait_until(lambda: set(threading.enumerate()) <= before, "all threads have ended", SECONDS)
         jobs.wait_until(lambda: not commands(), "no command is left", SECONDS)
 
 
