@@ -16,6 +16,7 @@ import pytest
 from support.extras import skips_in_one_line
 from support.fleets import Fleet, in_process
 from support.nursery import has_gpu_driver
+from support.paths import ROOT
 from support.processes import preloaded
 from support.ranks import Ranks, nursery
 from support.searches import load_profile
@@ -183,8 +184,11 @@ def _has_group() -> bool:
 
 
 def _is_server(process: psutil.Process) -> bool:
+    """By its arguments without the folder of the repository: this may be called torchfleet, and a helper of
+    multiprocessing that lives as long as the tests would count, too."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "torchfleet" in " ".join(process.cmdline())
+        arguments = " ".join(process.cmdline()[1:]).replace(str(ROOT), "")
+        return process.status() != psutil.STATUS_ZOMBIE and "torchfleet" in arguments
     except psutil.NoSuchProcess:
         return False
 
