@@ -29,7 +29,7 @@ WORKDIR /job
 ENV HOME=/job XDG_CACHE_HOME=/opt/torchfleet/cache PYTHONUNBUFFERED=1
 # All kernels of servers, then a job in one process, servers inside: what these compile, pods need not. Pods with another
 # --user read them, too. Another kind of processor compiles anew.
-RUN python -c "from torchfleet.ps.server.warm import compile_all; compile_all()" \
+RUN python -c "from torchfleet.ps.server.job.warm import compile_all; compile_all()" \
     && python /opt/torchfleet/examples/wide_deep/train.py --rows 20000 \
     && chmod -R a+rX /opt/torchfleet/cache
 ENTRYPOINT ["python", "-m", "torchfleet.launch"]

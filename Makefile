@@ -50,7 +50,7 @@ $(VENV)/.serve: $(VENV)/.run
 
 # In a fresh checkout: the servers' kernels and the files of the tests are compiled once, each by one process. All
 # processes of the tests would do it.
-KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import compile_all; compile_all()"
+KERNELS := $(RUN) -c "from torchfleet.ps.server.job.warm import compile_all; compile_all()"
 COMPILED := [ -d tests/__pycache__ ] || $(RUN) -m pytest --collect-only -q > /dev/null & $(KERNELS) && wait
 
 test: setup
@@ -101,8 +101,8 @@ test-image:
 # Every second test of each file, without those marked slow: a quarter of all tests. Of the wings whose tests start fleets,
 # ranks and other processes, files that do without. Every process of pytest reads all files, and few tests wait: three.
 QUICK := $(wildcard tests/test_*.py) $(addprefix tests/,api base data extensions observe ps \
-	apps/online/test_folders.py apps/serve/test_batching.py apps/serve/test_inference_protocol.py \
-	apps/serve/test_request_templates.py apps/test_nearest_items.py apps/word2vec/test_vectors.py \
+	apps/online/test_folders.py apps/serve/test_batching.py apps/serve/endpoints/test_inference_protocol.py \
+	apps/serve/endpoints/test_request_templates.py apps/test_nearest_items.py apps/word2vec/test_vectors.py \
 	collective/checkpoint/test_tensor_files.py collective/pipeline/test_bubble.py \
 	collective/strategies/mixed_precision/test_bfloat16_cpu.py collective/strategies/recomputation/test_slices.py \
 	launch/clusters/k8s/test_adopt.py launch/clusters/test_k8s_production.py launch/endurance/test_placement.py \

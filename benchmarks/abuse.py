@@ -32,7 +32,7 @@ from benchmarks.abuse_attacks import ATTACKS, BIG, SPEC, TRAINED
 from benchmarks.timing import log, report
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 

@@ -26,7 +26,7 @@ from torchfleet.ps.checkpoint.lock import reserve
 from torchfleet.ps.checkpoint.manifest import Manifest, described, folder_of, write_manifest
 from torchfleet.ps.checkpoint.part_reader import load_sparse
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.rows.memory import physical_bytes
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable

@@ -34,7 +34,7 @@ from benchmarks.recovery import recovery
 from benchmarks.timing import log, report
 from torchfleet.ps.net.sockets import SocketChannel
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

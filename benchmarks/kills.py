@@ -34,7 +34,7 @@ from torchfleet.apps.online import Part, history, model_to_load
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.roles import one_machine, tasks
 from torchfleet.ps.checkpoint.comparison import compare
-from torchfleet.ps.server.warm import warm_up
+from torchfleet.ps.server.job.warm import warm_up
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},

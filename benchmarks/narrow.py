@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from benchmarks.timing import interleave, log, rate, report
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables import rowstore
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable

@@ -17,7 +17,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import reserve
 from torchfleet.ps.net.sockets import SocketChannel
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

@@ -25,7 +25,7 @@ import psutil
 from benchmarks.timing import interleave, rate, report
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 

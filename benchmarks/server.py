@@ -26,9 +26,9 @@ import zmq
 from benchmarks.timing import log, report
 from torchfleet.ps.kernels.merge import unique
 from torchfleet.ps.net.wire import VERSIONS, Array, Command, Frame, Message, Role, encode, pack
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
+from torchfleet.ps.server.job.warm import warm_up
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.warm import warm_up
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.timing import log, report
 from torchfleet.ps.coordination.coordinators import make_coordinator
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

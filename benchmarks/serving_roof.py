@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import uvicorn
 
-from torchfleet.apps.serve.direct_http import DirectProtocol
-from torchfleet.apps.serve.http_app import ServingApp
+from torchfleet.apps.serve.endpoints.direct_http import DirectProtocol
+from torchfleet.apps.serve.endpoints.http_app import ServingApp
 from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.predictor import description_of
 from torchfleet.apps.serve.samples import BlockValues, JoinedBatch, Joiner, Samples, split_outputs

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.steady_pulls import SteadyPulls
 from benchmarks.timing import log, report
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client

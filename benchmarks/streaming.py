@@ -20,7 +20,7 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import log, report
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, WindowCountEntry
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client

@@ -27,7 +27,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.launch.endurance.loss import tell_of_loss
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.coordination.coordinators import make_coordinator
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.server.replicas.between import replica_of
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client

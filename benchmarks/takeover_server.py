@@ -12,13 +12,13 @@ from torchfleet.ps.net import addresses
 from torchfleet.ps.net.refused import is_refused
 from torchfleet.ps.net.transport import Channel
 from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.job.warm import warm_up
 from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.replicas.between import Identity
 from torchfleet.ps.server.replicas.liveness import Liveness
 from torchfleet.ps.server.replicas.replica import Replica
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import speaker
-from torchfleet.ps.server.warm import warm_up
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.timing import log
-from torchfleet.ps.server.warm import compile_all
+from torchfleet.ps.server.job.warm import compile_all
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WIDTH, _HEIGHT = 120, 40

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from benchmarks.timing import log
 from torchfleet.ps.kernels.hashing import hashes
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
+from torchfleet.ps.server.job.server_run import Place, ServerRun
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.server_run import Place, ServerRun
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
 from torchfleet.ps.tables.settings.table_size import parse_bytes

@@ -41,7 +41,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import reserve
 from torchfleet.ps.kernels.hashing import hashes
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.settings.table_size import parse_bytes
 from torchfleet.ps.worker.client.client import Client

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 

@@ -35,7 +35,7 @@ from torchfleet.api.job_life import (
     run_server as run_server,
     stop_worker as stop_worker,
 )
-from torchfleet.api.prepare_job import prepare as prepare
+from torchfleet.api.prepare.prepare_job import prepare as prepare
 from torchfleet.api.process_role import (
     barrier_worker as barrier_worker,
     data_shard as data_shard,

@@ -11,14 +11,14 @@ from torchfleet.collective.layers.tensor_parallel import (
     RowParallelLinear as RowParallelLinear,
     VocabParallelEmbedding as VocabParallelEmbedding,
 )
-from torchfleet.ps.worker.lookup.conversion import convert as convert, sparse_embeddings as sparse_embeddings
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding as SparseEmbedding
-from torchfleet.ps.worker.lookup.embedding_bag import SparseEmbeddingBag as SparseEmbeddingBag
-from torchfleet.ps.worker.lookup.embedding_collection import SparseEmbeddingCollection as SparseEmbeddingCollection
-from torchfleet.ps.worker.lookup.initializers import (
+from torchfleet.ps.worker.embedding.conversion import convert as convert, sparse_embeddings as sparse_embeddings
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding as SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding_bag import SparseEmbeddingBag as SparseEmbeddingBag
+from torchfleet.ps.worker.embedding.embedding_collection import SparseEmbeddingCollection as SparseEmbeddingCollection
+from torchfleet.ps.worker.embedding.initializers import (
     Constant as Constant,
     Normal as Normal,
     TruncatedNormal as TruncatedNormal,
     Uniform as Uniform,
 )
-from torchfleet.ps.worker.lookup.two_part_embedding import TwoPartEmbedding as TwoPartEmbedding
+from torchfleet.ps.worker.embedding.two_part_embedding import TwoPartEmbedding as TwoPartEmbedding

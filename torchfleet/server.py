@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from torchfleet.ps.server.main import main
+from torchfleet.ps.server.job.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

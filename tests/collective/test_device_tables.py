@@ -18,7 +18,7 @@ from torchfleet.observe.commands.inspect_saved import inspect_model
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.gpu.sharded_table import owners
-from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.tables.settings.owners import owners_of
 from torchfleet.ps.tables.settings.spec import TableSpec
 

@@ -16,7 +16,7 @@ from support.saved_source import SavedModel
 
 import torchfleet as fleet
 from torchfleet.api.serving.description import read_description
-from torchfleet.apps.serve.inference_protocol import InferenceProtocol
+from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.network import GraphNetwork
 from torchfleet.apps.serve.samples import Joiner
 from torchfleet.base.errors import DataError

@@ -26,12 +26,12 @@ from torchfleet.observe.commands.inspect_saved import SavedModel
 from torchfleet.ps.checkpoint.manifest import Manifest, described, write_manifest
 from torchfleet.ps.net.addresses import TRANSPORTS, connect, listen
 from torchfleet.ps.net.wire import DENSE_BACK, Role
+from torchfleet.ps.server.job.warm import warm_up
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
-from torchfleet.ps.server.warm import warm_up
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import KINDS, RULES, Initializer, Rule, TableKind, TableSpec
 from torchfleet.ps.worker.client.client import Client

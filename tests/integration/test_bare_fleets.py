@@ -13,7 +13,7 @@ import pytest
 from support.scripts.launching import START, Started, fleetrun, forked_fleetrun, in_log, run_dir, wait_until
 
 from torchfleet.ps.kernels.jit import mark_of_all
-from torchfleet.ps.server.warm import compile_all
+from torchfleet.ps.server.job.warm import compile_all
 
 COUNTED = str(Path(__file__).parents[1] / "support" / "scripts" / "counted.py")
 SCRIPT = """

@@ -24,9 +24,9 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
 from torchfleet.ps.checkpoint.part_reader import read_part
-from torchfleet.ps.server import table_saving
+from torchfleet.ps.server.saves import table_saving
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.tables.settings.policy import CountFilterEntry, ShowClickEntry, Shrink, WindowCountEntry, combined
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker import model_saving as saving_model

@@ -18,7 +18,7 @@ from support.scripts.launching import Started, forked_fleetrun
 
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
-from torchfleet.ps.worker.lookup.initializers import Uniform
+from torchfleet.ps.worker.embedding.initializers import Uniform
 
 SCRIPT = str(SCRIPTS / "hybrid_job.py")
 NUM_WORKERS = 2

@@ -11,9 +11,9 @@ import torch
 
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from torchfleet.ps.gpu import plain_kernels
 from torchfleet.ps.gpu.device_table import DeviceTable
-from torchfleet.ps.gpu.kernel_choice import Kernels
+from torchfleet.ps.gpu.kernels import plain_kernels
+from torchfleet.ps.gpu.kernels.kernel_choice import Kernels
 from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_tables
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
@@ -58,7 +58,7 @@ def kernels_under_test(name: str) -> tuple[Kernels, str]:
     has_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     if not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    from torchfleet.ps.gpu import triton_kernels
+    from torchfleet.ps.gpu.kernels import triton_kernels
 
     return triton_kernels, "cuda" if has_gpu else "cpu"
 

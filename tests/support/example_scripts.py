@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from examples.columns import Batches, Columns
 from torchfleet.ps.tables.sparse_table import SparseTable
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 
 WORKERS = 2
 

@@ -18,7 +18,7 @@ from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.sockets import Listener, SocketChannel
 from torchfleet.ps.net.transport import Channel, InProcess
 from torchfleet.ps.net.wire import ERROR, Array, Command, Message, Reply, Role, decode_reply, encode, pack, unpack
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client

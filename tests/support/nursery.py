@@ -325,7 +325,7 @@ def _load_kernels() -> None:
     before it serves, unless the process that forked it has."""
     from unittest import mock
 
-    from torchfleet.ps.server import warm
+    from torchfleet.ps.server.job import warm
 
     with mock.patch.object(warm, "keep_freed_memory"):  # a setting of the process, which servers alone make
         warm.load_all()

@@ -8,8 +8,8 @@ from support import jobs
 from support.scripts.saved_models import contents
 
 from torchfleet import nn
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 
 NUM_IDS = 20
 

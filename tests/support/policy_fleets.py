@@ -14,8 +14,8 @@ from support.policy_oracle import owner_of
 
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.net.wire import Frame
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

@@ -24,9 +24,9 @@ from torchfleet.ps.tables.settings.spec import Rule, TableSpec, default_kind
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.worker.client.future import Pulled, Ready
 from torchfleet.ps.worker.client.shard import Floats, Keys
-from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.embedding.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.embedding.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.dense_group import saved_tensors, type_of, write_words
-from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.engine import Engine
 
 

@@ -10,10 +10,10 @@ from torchfleet.api import process_role
 from torchfleet.api.model_copy import copied
 from torchfleet.api.plain_layers import KeyedEmbedding, SizedEmbedding
 from torchfleet.base.errors import FleetError
-from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
-from torchfleet.ps.worker.lookup.converted import as_torch
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
-from torchfleet.ps.worker.lookup.embedding_bag import SparseEmbeddingBag
+from torchfleet.ps.worker.embedding.conversion import sparse_embeddings
+from torchfleet.ps.worker.embedding.converted import as_torch
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding_bag import SparseEmbeddingBag
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 from torchfleet.ps.worker.row_state.whole_rows import WholeRows
 

@@ -14,7 +14,7 @@ from transformers.utils import can_return_loss, find_labels
 
 import torchfleet as fleet
 from torchfleet.api import process_role
-from torchfleet.api.prepare_job import follow, start
+from torchfleet.api.prepare.prepare_job import follow, start
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy

@@ -18,8 +18,8 @@ from torchfleet.collective.world import Gathering, World
 
 if TYPE_CHECKING:  # most collective jobs have no tables, and need no kernels of theirs
     from torchfleet.ps.gpu.table_saves import TableSaves
+    from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
     from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, LookupTable
-    from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
     from torchfleet.ps.worker.lookup.plan import Plan
     from torchfleet.ps.worker.model_saving import Kind
 
@@ -37,9 +37,9 @@ def on_devices(model: torch.nn.Module, sparse: str | int | None, world: World) -
         )
     if sparse is None and not any(getattr(module, "table_device", None) for module in model.modules()):
         return None
-    from torchfleet.ps.worker.lookup.conversion import convert
-    from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
-    from torchfleet.ps.worker.lookup.embedding_choice import choose
+    from torchfleet.ps.worker.embedding.conversion import convert
+    from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
+    from torchfleet.ps.worker.embedding.embedding_choice import choose
 
     choice = choose(model, None if sparse is None else "auto")
     if sparse is None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from torchfleet.launch.clusters.ray_launcher import RayLauncher
 from torchfleet.launch.clusters.slurm_launcher import SlurmLauncher
 from torchfleet.launch.job_spec import JobSpec
-from torchfleet.launch.rank_launcher import RankLauncher
+from torchfleet.launch.ranks.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import ServerLauncher
 from torchfleet.launch.simulation_launcher import SimulationLauncher
 

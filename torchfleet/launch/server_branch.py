@@ -1,7 +1,7 @@
 """Decides from a script's source whether its servers need the script.
 
 Where the script does nothing on a server but fleet.init_server and fleet.run_server, or calls fleet.prepare, servers
-are started without it (ps/server/bare_server.py): they import no torch. In any doubt they run the script.
+are started without it (ps/server/job/bare_server.py): they import no torch. In any doubt they run the script.
 """
 
 from __future__ import annotations

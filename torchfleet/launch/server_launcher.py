@@ -45,7 +45,7 @@ from torchfleet.ps.net.replica_channels import SEPARATOR
 from torchfleet.ps.tables.settings.storage import tier_variables
 from torchfleet.ps.tables.settings.table_size import VARIABLE, parse_bytes
 
-ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
+ROOTS = "FLEET_SAVE_ROOTS"  # read by ps/server/saves/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _LISTENING = ("--servers", "--heter_workers")  # options with addresses that others connect to

@@ -1,4 +1,4 @@
-"""Servers that a nursery forks: the launcher's side of ps/server/nursery.py."""
+"""Servers that a nursery forks: the launcher's side of ps/server/job/nursery.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torchfleet.launch.job_spec import JobSpec, Task
 
 # Run before the command itself: if the launcher is killed, the kernel ends its children (PR_SET_PDEATHSIG).
 TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
-_MODULE = "torchfleet.ps.server.nursery"
-_MAX_REQUEST = 1 << 17  # bytes, as in ps/server/nursery.py
+_MODULE = "torchfleet.ps.server.job.nursery"
+_MAX_REQUEST = 1 << 17  # bytes, as in ps/server/job/nursery.py
 _START = 120.0  # seconds in which a nursery starts, on busy cores too
 
 

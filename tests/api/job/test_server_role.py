@@ -19,9 +19,9 @@ from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
 from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.launch.roles import free_ports
-from torchfleet.ps.server import job_server, server_run
+from torchfleet.ps.server.job import job_server, server_run
+from torchfleet.ps.server.job.warm import COMPILING
 from torchfleet.ps.server.state.server_status import ServerStatus
-from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 

@@ -13,7 +13,7 @@ from support.example_scripts import printed
 
 import torchfleet as fleet
 from examples.ctr_dnn.model import CTRDNN
-from torchfleet.apps.serve.inference_protocol import InferenceProtocol
+from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.data.features import TextSamples

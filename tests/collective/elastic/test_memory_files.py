@@ -12,7 +12,7 @@ import torch
 
 from torchfleet.collective.elastic.memory_files import VARIABLE, MemoryFile, MemoryFiles
 from torchfleet.collective.elastic.random_states import random_states, set_random_states
-from torchfleet.launch.rank_memory import RankMemory
+from torchfleet.launch.ranks.rank_memory import RankMemory
 
 
 @pytest.fixture

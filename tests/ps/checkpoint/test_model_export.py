@@ -15,7 +15,7 @@ import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.model_export import export_model
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 
 pq, safetensors = Late("pyarrow.parquet"), Late("safetensors.torch")
 

@@ -23,7 +23,7 @@ from torchfleet.ps.checkpoint.manifest_check import check_manifest
 from torchfleet.ps.tables.rows.codecs import codec_of
 from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 
 FORMATS = {
     "float32": RowFormat(),

@@ -19,8 +19,8 @@ from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.manifest import Link, Part, read_manifest, write_manifest
 from torchfleet.ps.checkpoint.manifest_file import read_body, write_body
 from torchfleet.ps.checkpoint.part_reader import load_sparse
+from torchfleet.ps.server.saves.table_saving import _files
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_saving import _files
 from torchfleet.ps.tables.sparse_table import SparseTable
 
 

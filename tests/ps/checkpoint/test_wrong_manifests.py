@@ -22,8 +22,8 @@ from torchfleet.base.storage import Storage
 from torchfleet.observe.commands.inspect_saved import SavedModel
 from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest_file import read_body, write_body
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.tables.settings.policy import CountFilterEntry, Shrink, WindowCountEntry, combined
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 

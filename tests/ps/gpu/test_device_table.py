@@ -8,8 +8,8 @@ import torch
 from support.device_tables import ANY_IDS, RULES, device_table, ids_of, on_server, spec
 
 from torchfleet.base.errors import TableError, WrongIds
-from torchfleet.ps.gpu import plain_rules
 from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.gpu.kernels import plain_rules
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule
 

@@ -9,8 +9,8 @@ import torch
 from support.device_tables import RULES, assert_one_row_each, spec
 
 from torchfleet.base.errors import TableError
-from torchfleet.ps.gpu import plain_kernels
 from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.gpu.kernels import plain_kernels
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Rule
 

@@ -42,7 +42,7 @@ TRAIN = """
 import numpy as np
 from numba.core import event
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.warm import warm_up
+from torchfleet.ps.server.job.warm import warm_up
 from torchfleet.ps.tables.settings.rule import Rule
 from torchfleet.ps.tables.settings.spec import TableSpec
 
@@ -167,7 +167,7 @@ class TestTheRest:
         folder = environment(tmp_path / "kernels")
         code = """
 import psutil
-from torchfleet.ps.server import server_run, warm
+from torchfleet.ps.server.job import server_run, warm
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import TableSpec
 server_run.warm_up = lambda specs, are_copied: None

@@ -43,7 +43,7 @@ from torchfleet.ps.net.wire import (
     encode,
     pack,
 )
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client

@@ -28,7 +28,7 @@ if len(sys.argv) > 3:
         time.sleep(0.002)
     os.close = close_and_wait
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
-from torchfleet.ps.server.main import main
+from torchfleet.ps.server.job.main import main
 sys.exit(main(["--endpoint", "tcp://127.0.0.1:0"]))
 """
 

@@ -13,7 +13,7 @@ from torchfleet.base.errors import CheckpointError, FleetError, PermissionRefuse
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.net.wire import BOUNDED, NO_CREATE, SYNC, VERSIONS, Command, Role, pack, unpack
-from torchfleet.ps.server.main import main
+from torchfleet.ps.server.job.main import main
 from torchfleet.ps.server.read_only import serve_saved, served_spec, shard_of
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.owners import owners_of

@@ -23,8 +23,8 @@ from torchfleet.ps.checkpoint.manifest import Manifest, described, write_manifes
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.tables.dense_table import DenseTable
 from torchfleet.ps.tables.rules.decay import decays
 from torchfleet.ps.tables.settings.policy import Shrink

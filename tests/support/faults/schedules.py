@@ -25,8 +25,8 @@ from support.faults.workloads.sync_steps import SyncSteps
 from support.faults.workloads.tokens import Tokens
 from support.lossy import Faults
 
+from torchfleet.ps.server.job.warm import compile_all
 from torchfleet.ps.server.state.budgets import SpareMemory
-from torchfleet.ps.server.warm import compile_all
 
 LONGEST = 1500.0  # virtual seconds of a schedule
 HORIZON = 12.0  # seconds in which faults happen

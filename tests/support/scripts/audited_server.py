@@ -20,8 +20,8 @@ from support.fuzz.mutation import Mutator
 
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.net.wire import Command, Message, Role, decode, pack
+from torchfleet.ps.server.saves.table_saving import SaveBody
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_saving import SaveBody
 
 FORBIDDEN = (
     "exec", "compile", "import", "pickle.find_class", "marshal.loads", "subprocess.Popen", "os.system", "os.exec",

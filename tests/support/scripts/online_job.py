@@ -183,7 +183,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     import without_compiler  # noqa: F401
 
-    from torchfleet.ps.server.warm import load_all
+    from torchfleet.ps.server.job.warm import load_all
 
     given = parse()
     if given.kills:

@@ -20,8 +20,8 @@ from torchfleet.ps.checkpoint.manifest import (
     write_manifest,
 )
 from torchfleet.ps.checkpoint.part_reader import read_part
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 

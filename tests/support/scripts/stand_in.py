@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def serve() -> None:
-    from torchfleet.ps.server.main import main as run
+    from torchfleet.ps.server.job.main import main as run
 
     place = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[int(os.environ["FLEET_SERVER_INDEX"])]
     sys.exit(run(["--endpoint", f"tcp://{place}", "--num_workers", os.environ["FLEET_NUM_WORKERS"]]))

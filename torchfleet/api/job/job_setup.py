@@ -20,9 +20,9 @@ from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.row_format import FLOAT32
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.ps.worker.embedding.conversion import check_on_servers, convert
+from torchfleet.ps.worker.embedding.embedding_choice import Sparse, choose, saved_as_tables
 from torchfleet.ps.worker.global_schedules import count_globally
-from torchfleet.ps.worker.lookup.conversion import check_on_servers, convert
-from torchfleet.ps.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
 from torchfleet.ps.worker.lookup.optimizer_rules import has_plain_decay
 from torchfleet.ps.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from torchfleet.base.monitor.freshness import advice, in_short
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.ps.worker.lookup.embedding_choice import Choice
+from torchfleet.ps.worker.embedding.embedding_choice import Choice
 from torchfleet.ps.worker.lookup.plan import Plan
 
 _MOST_NAMES = 3

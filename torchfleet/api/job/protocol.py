@@ -12,7 +12,7 @@ from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 if TYPE_CHECKING:  # collective jobs load nothing of servers
-    from torchfleet.ps.worker.lookup.embedding_choice import Sparse
+    from torchfleet.ps.worker.embedding.embedding_choice import Sparse
     from torchfleet.ps.worker.model_saving import Kind
 
 

@@ -10,8 +10,8 @@ from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.private_jobs import Way
 from torchfleet.ps.net.transport import InProcess
 from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.saves.table_loading import load_model
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import load_model
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 from torchfleet.ps.worker.lookup.plan import Plan

@@ -9,7 +9,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Role
-from torchfleet.ps.server.job_server import JobServer
+from torchfleet.ps.server.job.job_server import JobServer
 from torchfleet.ps.worker.client.client import Client
 
 

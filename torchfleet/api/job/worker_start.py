@@ -14,7 +14,7 @@ from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.ps.server.given_tables import NO_TABLES
+from torchfleet.ps.server.job.given_tables import NO_TABLES
 from torchfleet.ps.server.replicas.pace import NO_BACKUP
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

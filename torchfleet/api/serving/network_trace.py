@@ -24,7 +24,7 @@ from torchfleet.api.serving.network_graph import (
 from torchfleet.api.serving.traced_lookups import TracedLookup, operations
 from torchfleet.base.errors import ModelError
 from torchfleet.data.features import Feature
-from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
+from torchfleet.ps.worker.embedding.conversion import sparse_embeddings
 from torchfleet.ps.worker.lookup.dense_group import saved_tensors
 
 _SAMPLES, _VALUES = 3, 5  # of the batch that is traced

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import ModelError
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
-from torchfleet.ps.worker.lookup.embedding_bag import SparseEmbeddingBag
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.embedding_bag import SparseEmbeddingBag
 
 _ROWS = "rows(Tensor ids, str table, int dim, int size, int? padding_idx) -> Tensor"
 _POOLED = (

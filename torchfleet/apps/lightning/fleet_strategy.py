@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import torchfleet as fleet
 from torchfleet.api import process_role
-from torchfleet.api.prepare_job import start
+from torchfleet.api.prepare.prepare_job import start
 from torchfleet.apps.lightning.checkpoint_folders import CheckpointFolders
 from torchfleet.apps.lightning.process_device import ProcessDevice
 from torchfleet.apps.lightning.worker_exchange import WorkerExchange

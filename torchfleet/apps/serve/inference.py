@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from torchfleet.apps.serve.batching import Batcher, QueueFull, Receiver, TookTooLong
-from torchfleet.apps.serve.inference_protocol import InferenceProtocol, InferRequest
+from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol, InferRequest
 from torchfleet.apps.serve.predictor import WrongRequest
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel

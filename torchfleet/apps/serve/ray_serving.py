@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.apps.serve.http_app import Receive, Scope, Send, ServingApp
+from torchfleet.apps.serve.endpoints.http_app import Receive, Scope, Send, ServingApp
 from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.ray_scale import ONGOING, RayScale
 from torchfleet.apps.serve.served_model import ServedModel

@@ -19,9 +19,9 @@ from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.data.slots import Batch, Ragged
 from torchfleet.ps.worker.client.future import Pulled, Ready
 from torchfleet.ps.worker.client.shard import Keys
-from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.embedding.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.embedding.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.dense_group import saved_tensors
-from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.engine import Engine
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.apps.serve.access_log import AccessLog
-from torchfleet.apps.serve.grpc_app import GrpcApp
-from torchfleet.apps.serve.http_app import ServingApp
+from torchfleet.apps.serve.endpoints.access_log import AccessLog
+from torchfleet.apps.serve.endpoints.grpc_app import GrpcApp
+from torchfleet.apps.serve.endpoints.http_app import ServingApp
 from torchfleet.apps.serve.inference import Inference
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
@@ -49,7 +49,9 @@ def _serve(start: WorkerStart) -> None:
     torch.set_num_threads(settings.threads)
     uvicorn = required("uvicorn", "fleet serve", "serve")
     check_installed("httptools", "fleet serve", "serve")
-    from torchfleet.apps.serve.direct_http import DirectProtocol  # imports uvicorn, which may not be installed
+    from torchfleet.apps.serve.endpoints.direct_http import (
+        DirectProtocol,  # imports uvicorn, which may not be installed
+    )
 
     DirectProtocol.request_seconds = settings.timeout_s
     model = ServedModel(settings)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import softplus
 
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
-from torchfleet.ps.worker.lookup.initializers import Constant, Uniform
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
+from torchfleet.ps.worker.embedding.initializers import Constant, Uniform
 
 TABLES = ("emb", "emb_w", "emb_b")
 

@@ -20,7 +20,7 @@ from torchfleet.launch.endurance.durability import durability_variables, require
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
 from torchfleet.launch.processes import Process
-from torchfleet.launch.rank_launcher import RankLauncher
+from torchfleet.launch.ranks.rank_launcher import RankLauncher
 from torchfleet.launch.server_command import with_server_command
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.observe.watch.json_display import line_printer

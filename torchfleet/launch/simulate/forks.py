@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from torchfleet.api import distributing, job_life, metrics, saves, table_calls, training_passes, util  # noqa: F401
-from torchfleet.api.prepare_job import stop_at_exit
+from torchfleet.api.prepare.prepare_job import stop_at_exit
 from torchfleet.base.process_place import ProcessPlace, give_place
 from torchfleet.launch.run_as_main import run_as_main
 from torchfleet.launch.simulate.conditions import Job, Part
@@ -33,7 +33,7 @@ from torchfleet.launch.simulate.inside.virtual_sockets import VirtualNetwork
 from torchfleet.launch.simulate.inside.virtual_threads import end_threads, install
 from torchfleet.launch.simulate.packets import Line
 from torchfleet.ps.net.addresses import TRANSPORTS
-from torchfleet.ps.server.warm import compile_all, warm_up
+from torchfleet.ps.server.job.warm import compile_all, warm_up
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LINE_BYTES = 1 << 22

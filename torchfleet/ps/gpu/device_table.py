@@ -13,10 +13,10 @@ from torchfleet.ps.gpu import device_errors, eviction, free_rows
 from torchfleet.ps.gpu.admission import Admission, candidate_spec, check_entry
 from torchfleet.ps.gpu.change_tracking import ChangeTracking
 from torchfleet.ps.gpu.graph_capture import check_capture
-from torchfleet.ps.gpu.kernel_choice import Kernels, kernels_for
+from torchfleet.ps.gpu.kernels.kernel_choice import Kernels, kernels_for
+from torchfleet.ps.gpu.kernels.plain_kernels import positions
+from torchfleet.ps.gpu.kernels.plain_rules import check_rule
 from torchfleet.ps.gpu.occupancy import Occupancy
-from torchfleet.ps.gpu.plain_kernels import positions
-from torchfleet.ps.gpu.plain_rules import check_rule
 from torchfleet.ps.gpu.row_blocks import Columns, RowBlock, joined, last_of_each, split
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import (

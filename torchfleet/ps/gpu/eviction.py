@@ -10,7 +10,7 @@ import torch
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.gpu.admission import Admission
-from torchfleet.ps.gpu.kernel_choice import Kernels
+from torchfleet.ps.gpu.kernels.kernel_choice import Kernels
 from torchfleet.ps.gpu.row_blocks import RowBlock
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import TableMemory

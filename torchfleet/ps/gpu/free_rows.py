@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from torchfleet.ps.gpu.kernel_choice import Kernels
+from torchfleet.ps.gpu.kernels.kernel_choice import Kernels
 from torchfleet.ps.gpu.table_memory import (
     EMPTY,
     FRESH,

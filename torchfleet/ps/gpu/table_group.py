@@ -14,9 +14,9 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.gpu import device_errors
 from torchfleet.ps.gpu.device_table import DeviceTable
 from torchfleet.ps.gpu.group_memory import GroupMemory
-from torchfleet.ps.gpu.kernel_choice import GroupKernels, group_kernels_for
+from torchfleet.ps.gpu.kernels.kernel_choice import GroupKernels, group_kernels_for
+from torchfleet.ps.gpu.kernels.plain_groups import Part, spans
 from torchfleet.ps.gpu.occupancy import CounterCopies
-from torchfleet.ps.gpu.plain_groups import Part, spans
 
 Found = tuple[torch.Tensor, torch.Tensor]  # slots, values
 

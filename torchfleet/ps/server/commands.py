@@ -47,19 +47,19 @@ from torchfleet.ps.server.arrays import (
     pairs,
     push_sections,
 )
-from torchfleet.ps.server.changed_rows import subscribe
 from torchfleet.ps.server.exchange import enter, exchange
-from torchfleet.ps.server.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.grouped_tables import pull_grouped, push_grouped
+from torchfleet.ps.server.job.given_tables import MAX_BYTES, GivenTables
 from torchfleet.ps.server.kept_pushes import Checked, answer, apply_gathered, bounded_push, gather_push
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.long_work import check_queue, in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.ps.server.saves.changed_rows import subscribe
+from torchfleet.ps.server.saves.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.server.sections import Section
 from torchfleet.ps.server.sliced_pull import PulledKeys, begin_long_pull, pulled, pulls_long, steps_of
 from torchfleet.ps.server.state.counters import HotKeys
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import keep_for_step
-from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.tables.settings.spec import TableSpec
 
 MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB

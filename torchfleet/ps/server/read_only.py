@@ -16,8 +16,8 @@ from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import NO_CREATE, VERSIONS, Command
 from torchfleet.ps.server.layers import Result, Run
 from torchfleet.ps.server.refusals import name_of
+from torchfleet.ps.server.saves.table_loading import ChosenModel
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_loading import ChosenModel
 from torchfleet.ps.tables.settings.spec import MAX_SHARDS, Rule, TableSpec
 
 _READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})

@@ -30,7 +30,7 @@ from torchfleet.ps.server.long_work import shrink_in_slices
 from torchfleet.ps.server.meeting.meetings import Meetings
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.refusals import Refusals, name_of
-from torchfleet.ps.server.save_roots import roots_of
+from torchfleet.ps.server.saves.save_roots import roots_of
 from torchfleet.ps.server.server_tracing import TracedRequests
 from torchfleet.ps.server.state.saves import Saves
 from torchfleet.ps.server.state.sessions import Outcome

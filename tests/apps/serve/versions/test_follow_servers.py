@@ -19,7 +19,7 @@ from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.apps.serve.versions.version_description import read_current
 from torchfleet.apps.serve.versions.version_store import read_status
 from torchfleet.ps.net.keys import KeyFolder, keygen
-from torchfleet.ps.server import changed_rows
+from torchfleet.ps.server.saves import changed_rows
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience

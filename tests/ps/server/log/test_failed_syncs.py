@@ -17,11 +17,11 @@ from support.scripts.launching import SOON, wait_until
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.net.wire import Command, decode_reply, encode, pack
+from torchfleet.ps.server.job.server_run import Place, ServerRun
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.log.log_writer import LogWriter
-from torchfleet.ps.server.server_run import Place, ServerRun
 
 SPEC = SPECS[0]
 ENTRY = encode_entry(Entry(Kind.TICK, 1))

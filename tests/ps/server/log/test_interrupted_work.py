@@ -15,10 +15,10 @@ from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import reserve
 from torchfleet.ps.net.transport import InProcess, InProcessChannel
 from torchfleet.ps.net.wire import Frame
-from torchfleet.ps.server import table_saving
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.saves import table_saving
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec

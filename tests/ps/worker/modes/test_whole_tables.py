@@ -38,7 +38,7 @@ from torchfleet.ps.kernels.differences import fold_in, share_by_count, take_diff
 from torchfleet.ps.kernels.vector_instructions import padded
 from torchfleet.ps.net.wire import DELTA, Array, Command
 from torchfleet.ps.server import commands
-from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.job.process import ServerProcess
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state.changes import Changes
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec

@@ -18,10 +18,10 @@ from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.log.replay import Replay
 from torchfleet.ps.server.meeting.meetings import Meetings
 from torchfleet.ps.server.meeting.members import Members
+from torchfleet.ps.server.saves.table_saving import SaveBody
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import rows_text
 from torchfleet.ps.server.state.state import Pushes, State
-from torchfleet.ps.server.table_saving import SaveBody
 
 DEFAULT_FSYNC_MS = 10.0
 MIN_GROWTH = 1 << 30  # bytes of entries behind the copy of the state, below which size is no reason to cut the log

@@ -11,8 +11,8 @@ from torchfleet.ps.net.wire import MAX_BODY, Command, decode, unpack
 from torchfleet.ps.server.arrays import only
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, noted_of
 from torchfleet.ps.server.log.state_copy import StateImport
+from torchfleet.ps.server.saves.table_saving import SaveBody, begin_save
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.table_saving import SaveBody, begin_save
 from torchfleet.ps.tables.policies.decisions import Noted
 
 

@@ -21,11 +21,11 @@ from torchfleet.ps.net.packed import pack_answer, pack_request, unpack_answer, u
 from torchfleet.ps.net.wire import MAX_BODY, Command, Frame, unpack
 from torchfleet.ps.server.arrays import only
 from torchfleet.ps.server.long_work import ShrinkBody, chosen_tables, guarded, shrink_due, shrink_in_slices
+from torchfleet.ps.server.saves.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state.claims import Agreement
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.state.work_queue import LongRequest
-from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 

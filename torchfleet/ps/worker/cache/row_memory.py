@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchfleet.ps.gpu import free_rows, plain_kernels
-from torchfleet.ps.gpu.kernel_choice import kernels_for
-from torchfleet.ps.gpu.plain_rules import check_rule
+from torchfleet.ps.gpu import free_rows
+from torchfleet.ps.gpu.kernels import plain_kernels
+from torchfleet.ps.gpu.kernels.kernel_choice import kernels_for
+from torchfleet.ps.gpu.kernels.plain_rules import check_rule
 from torchfleet.ps.gpu.row_layout import RowLayout
 from torchfleet.ps.gpu.table_memory import FRESH, LIMIT, NUM_FREE, OUTSIDE, REFUSED, SPARE, STEP, TAKEN, new_memory
 from torchfleet.ps.tables.rules.decay import decayed

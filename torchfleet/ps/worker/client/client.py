@@ -26,7 +26,7 @@ from torchfleet.ps.net.wire import (
     Command,
     pack,
 )
-from torchfleet.ps.server.given_tables import GivenTables
+from torchfleet.ps.server.job.given_tables import GivenTables
 from torchfleet.ps.tables.dense_table import WITH_STATE
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled, joined_block

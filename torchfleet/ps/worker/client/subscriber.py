@@ -9,7 +9,7 @@ import numpy as np
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.wire import Array, Command, pack, unpack
-from torchfleet.ps.server.changed_rows import ChangedBody
+from torchfleet.ps.server.saves.changed_rows import ChangedBody
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
 from torchfleet.ps.worker.client.shard import Floats, Keys

@@ -9,9 +9,9 @@ import torch
 
 from torchfleet.base.device_guard import CPU, GPU, device_of_guard
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 from torchfleet.ps.worker.heter.messages import BlockSpec, TensorSpec
 from torchfleet.ps.worker.heter.tensors import spec_of
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 
 MOVE_OUT = "Embeddings are looked up by the CPU workers: move them out of the guard."
 

@@ -1,1 +1,1 @@
-"""Embeddings, and how the lookups of a step become one pull per server."""
+"""How the lookups of a step become one pull per server, and their gradients one push."""

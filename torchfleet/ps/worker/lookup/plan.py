@@ -12,9 +12,9 @@ import torch
 from torchfleet.base.errors import ModelError, TableError
 from torchfleet.ps.checkpoint.manifest import Parameter
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
-from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
+from torchfleet.ps.worker.embedding.conversion import sparse_embeddings
+from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.dense_group import DenseGroup, block_spec, check_buffers, fixed_groups
-from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 from torchfleet.ps.worker.lookup.optimizer_rules import kept_rule_of, needs_row_decay, row_rule_of, rule_of, rule_text
 
 

@@ -1,0 +1,74 @@
+"""Tensors of the Open Inference Protocol in messages of gRPC: from and to the bytes of its binary form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.apps.serve.endpoints.inference_protocol import InferBody, RequestOutput
+from torchfleet.apps.serve.endpoints.request_inputs import RequestInput
+from torchfleet.apps.serve.tensors import DATATYPES, datatype_of
+from torchfleet.base.errors import DataError
+
+# The field of InferTensorContents for each type. The protocol has none for FP16: it comes as bytes.
+FIELDS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def body_of(message: Any) -> tuple[InferBody, memoryview]:
+    """A ModelInferRequest as the request that JSON would give, and the bytes of its tensors. Raises DataError."""
+    raw = list(message.raw_input_contents)
+    if raw and len(raw) != len(message.inputs):
+        raise DataError(f"expected raw_input_contents for {len(message.inputs)} inputs, found {len(raw)}")
+    parts, inputs = [], []
+    for i, one in enumerate(message.inputs):
+        if raw and one.HasField("contents"):
+            raise DataError(f"input '{one.name:.80}': expected contents or raw_input_contents, found both")
+        parts.append(raw[i] if raw else _as_bytes(one))
+        size = {"binary_data_size": len(parts[-1])}
+        inputs.append(RequestInput(one.name, list(one.shape), one.datatype, parameters=size))
+    outputs = [RequestOutput(one.name, dict.fromkeys(one.parameters, True)) for one in message.outputs]
+    return InferBody(inputs, message.id, outputs), memoryview(b"".join(parts))
+
+
+def _as_bytes(one: Any) -> bytes:
+    """The typed contents of an input, as bytes of the binary form."""
+    if one.datatype not in FIELDS:
+        raise DataError(
+            f"input '{one.name:.80}': expected one of {', '.join(FIELDS)} as datatype, found '{one.datatype:.40}'"
+        )
+    wanted = FIELDS[one.datatype]
+    for field, _ in one.contents.ListFields():
+        if field.name != wanted:
+            raise DataError(f"input '{one.name:.80}': expected {wanted} for {one.datatype}, found {field.name}")
+    values = getattr(one.contents, wanted)
+    if one.datatype == "BYTES":
+        return b"".join(len(string).to_bytes(4, "little") + string for string in values)
+    try:
+        return np.array(list(values), DATATYPES[one.datatype]).tobytes()
+    except OverflowError:
+        raise DataError(f"input '{one.name:.80}': expected numbers that fit {one.datatype}") from None
+
+
+def fill(response: Any, outputs: list[tuple[str, bool]], results: Mapping[str, npt.NDArray[Any]], is_raw: bool) -> None:
+    """Add results to a ModelInferResponse: as bytes if the request's tensors were bytes, else as typed contents."""
+    datatypes = {name: datatype_of(results[name].dtype.name) for name, _ in outputs}
+    is_raw = is_raw or not FIELDS.keys() >= set(datatypes.values())
+    for name, datatype in datatypes.items():
+        array = results[name]
+        added = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        if is_raw:
+            response.raw_output_contents.append(np.ascontiguousarray(array).tobytes())
+        else:
+            getattr(added.contents, FIELDS[datatype]).extend(array.reshape(-1).tolist())

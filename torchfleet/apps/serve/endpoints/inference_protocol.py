@@ -1,0 +1,256 @@
+"""The Open Inference Protocol v2: requests into samples, results into responses. JSON, and the binary extension."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.api.serving.description import ServingDescription
+from torchfleet.apps.serve.endpoints.request_inputs import RequestInput, as_feature, data_of, utf8
+from torchfleet.apps.serve.endpoints.request_templates import LEARN_PAUSE, RequestTemplates
+from torchfleet.apps.serve.samples import Packing, Samples
+from torchfleet.apps.serve.tensors import datatype_of, flat_decoder
+from torchfleet.base.errors import DataError
+from torchfleet.base.prepared_types import prepared
+from torchfleet.data.features import Feature, TextSamples
+from torchfleet.data.slots import Ragged
+
+TEXT = "text"  # the input with lines as training reads them
+OFFSETS = ".offsets"  # ends the name of the input that says where each sample's values of a ragged feature begin
+MAX_INPUTS = 10_000
+
+
+class RequestOutput(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InferBody(msgspec.Struct):
+    inputs: list[RequestInput]
+    id: str = ""
+    outputs: list[RequestOutput] = []
+    parameters: dict[str, Any] = {}
+
+
+class InferRequest(msgspec.Struct):
+    """A request that is ready for a batch, and how its response is to look."""
+
+    samples: Samples
+    id: str
+    outputs: list[tuple[str, bool]]  # names, and whether as bytes
+
+
+class _PlainInput:
+    """How a feature is read from JSON of its own type."""
+
+    def __init__(self, feature: Feature) -> None:
+        self.datatype, self.shape, self.num_values = datatype_of(feature.dtype), feature.shape or [], feature.num_values
+        self.decode = flat_decoder(self.datatype).decode
+
+
+_DECODER = msgspec.json.Decoder(prepared(InferBody))
+_ENCODER = msgspec.json.Encoder()
+
+
+class InferenceProtocol:
+    """Decodes and encodes for one model. Used by one thread."""
+
+    def __init__(
+        self,
+        described: ServingDescription,
+        outputs: Sequence[str],
+        max_batch: int,
+        learn_pause: float = LEARN_PAUSE,
+    ) -> None:
+        """`outputs`: names, in the order of responses. `max_batch`: samples of a request. `learn_pause`: seconds
+        between two forms of requests that are learned.
+        """
+        self._features = {feature.name: feature for feature in described.features}
+        self._needed = [feature.name for feature in described.features if feature.default is None]
+        self._outputs, self._max_batch = list(outputs), max_batch
+        has_text = described.text is not None and TEXT not in self._features
+        self._text = TextSamples(described.text) if has_text and described.text is not None else None
+        self._packing = Packing(described.features)
+        self._templates = RequestTemplates(self._packing, learn_pause)
+        self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
+
+    def decode(self, body: bytes, json_size: int | None) -> InferRequest:
+        """`json_size`: bytes of JSON before those of binary tensors; None: all is JSON. Raises DataError."""
+        if json_size is None and (known := self._templates.read(body)) is not None:
+            return InferRequest(known[0], "", known[1])
+        view = memoryview(body)
+        if json_size is not None and not 0 <= json_size <= len(body):
+            raise DataError(f"Inference-Header-Content-Length is {json_size}, and the body has {len(body)} bytes")
+        try:
+            found = _DECODER.decode(view if json_size is None else view[:json_size])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise DataError(f"expected a request of the Open Inference Protocol as JSON: {error}") from None
+        request = self.request(found, view[len(body) if json_size is None else json_size :])
+        if json_size is None and request.samples.packed is not None and not request.id:
+            arrays = [(one.name, one.data) for one in found.inputs]
+            self._templates.learn(body, arrays, request.samples.num, request.outputs)
+        return request
+
+    def request(self, found: InferBody, rest: memoryview) -> InferRequest:
+        """`rest`: the bytes of binary tensors, one after another. Raises DataError."""
+        if not 0 < len(found.inputs) <= MAX_INPUTS:
+            raise DataError(f"expected 1 to {MAX_INPUTS:,} inputs, found {len(found.inputs)}")
+        samples = (None if len(rest) else self._packed(found.inputs)) or self._samples(found.inputs, rest)
+        return InferRequest(samples, found.id, self._asked(found))
+
+    def encode(
+        self, request: InferRequest, results: Mapping[str, npt.NDArray[Any]], model: str, version: str
+    ) -> tuple[bytes, int | None]:
+        """(the body, and the bytes of its JSON if binary tensors follow)."""
+        outputs, tails = [], []
+        for name, is_binary in request.outputs:
+            array = results[name]
+            if is_binary:
+                tail = np.ascontiguousarray(array).tobytes()
+                rest = b',"parameters":{"binary_data_size":%d}}' % len(tail)
+                tails.append(tail)
+            else:
+                rest = b',"data":%b}' % _ENCODER.encode(array.reshape(-1).tolist())
+            outputs.append(_output_head(name, array.dtype.name, array.shape) + rest)
+        head = b'{%b,"outputs":[%b]%b}' % (
+            _names_of(model, version),
+            b",".join(outputs),
+            b',"id":%b' % _ENCODER.encode(request.id) if request.id else b"",
+        )
+        return (head, None) if not tails else (b"".join((head, *tails)), len(head))
+
+    def _asked(self, found: InferBody) -> list[tuple[str, bool]]:
+        is_binary = _flag(found.parameters, "binary_data_output")
+        if not found.outputs:
+            return [(name, is_binary) for name in self._outputs]
+        asked = []
+        for output in found.outputs:
+            if output.name not in self._outputs:
+                raise DataError(f"there is no output '{output.name:.80}'; there is {', '.join(self._outputs)}")
+            if "classification" in output.parameters:
+                raise DataError(f"output '{output.name}': the classification extension is not supported")
+            own = "binary_data" in output.parameters
+            asked.append((output.name, _flag(output.parameters, "binary_data") if own else is_binary))
+        if len({name for name, _ in asked}) < len(asked):
+            raise DataError("an output is asked for twice")
+        return asked
+
+    def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
+        """Samples of a request that gives each feature as JSON of its own type; None for others, and wrong ones."""
+        num = inputs[0].shape[0] if inputs[0].shape else 0
+        if not self._packing.is_possible or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
+            return None
+        found: dict[str, list[Any]] = {}
+        for one in inputs:
+            plain = self._plain.get(one.name)
+            if plain is None or one.datatype != plain.datatype or one.parameters or one.shape != [num, *plain.shape]:
+                return None
+            try:
+                data = plain.decode(one.data)
+            except (msgspec.MsgspecError, RecursionError):
+                return None
+            if len(data) != num * plain.num_values:
+                return None
+            found[one.name] = data
+        if len(found) < len(inputs):
+            return None
+        return Samples(num, {}, packed=self._packing.packed(num, found))
+
+    def _samples(self, inputs: Sequence[RequestInput], rest: memoryview) -> Samples:
+        given: dict[str, tuple[RequestInput, Any]] = {}
+        for one in inputs:
+            if one.name in given:
+                raise DataError(f"input '{one.name:.80}' is given twice")
+            data, rest = data_of(one, rest)
+            given[one.name] = one, data
+        if len(rest):
+            raise DataError(f"{len(rest)} bytes follow the last binary tensor")
+        if self._text is not None and TEXT in given:
+            return self._from_text(given)
+        samples = Samples(-1, {})
+        for name, (one, data) in given.items():
+            if name in self._features:
+                self._add(samples, self._features[name], one, data, given)
+            elif not (name.endswith(OFFSETS) and name[: -len(OFFSETS)] in given):
+                raise DataError(f"there is no input '{name:.80}'; there is {self._names()}")
+        self._check(samples)
+        return samples
+
+    def _add(self, samples: Samples, feature: Feature, one: RequestInput, data: Any, given: Mapping[str, Any]) -> None:
+        offsets = given.get(feature.name + OFFSETS)
+        if feature.shape is not None:
+            if offsets is not None or one.shape[1:] != feature.shape or not one.shape:
+                shape = ["samples", *feature.shape]
+                raise DataError(f"input '{one.name}': expected shape {shape}, found {one.shape!r:.80}")
+            num = one.shape[0]
+        elif offsets is not None:
+            starts = np.asarray(as_feature(Feature(one.name + OFFSETS), *offsets), np.int64)
+            bounds = np.append(starts, len(data))
+            if len(one.shape) != 1 or len(offsets[0].shape) != 1 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+                raise DataError(f"input '{one.name}': expected values in one dimension, and offsets that rise from 0")
+            num, samples.lengths[feature.name] = len(starts), np.diff(bounds)
+        else:
+            if len(one.shape) != 2:
+                raise DataError(
+                    f"input '{one.name}': expected shape ['samples', 'values'], or ['values'] and an input "
+                    f"'{one.name}{OFFSETS}' that says where each sample's begin; found {one.shape!r:.80}"
+                )
+            num = one.shape[0]
+            samples.lengths[feature.name] = np.full(num, one.shape[1], np.int64)
+        if samples.num not in (-1, num):
+            raise DataError(f"input '{one.name}' has {num} samples, and the inputs before it {samples.num}")
+        samples.num = num
+        samples.values[feature.name] = as_feature(feature, one, data)
+
+    def _check(self, samples: Samples) -> None:
+        if not 0 < samples.num <= self._max_batch:
+            raise DataError(f"expected 1 to {self._max_batch} samples in a request, found {max(0, samples.num)}")
+        for name in self._needed:
+            if name not in samples.values:
+                raise DataError(f"input '{name}' is missing; the model takes {self._names()}")
+
+    def _from_text(self, given: Mapping[str, tuple[RequestInput, Any]]) -> Samples:
+        """Lines as training read them, parsed by its parser."""
+        one, data = given[TEXT]
+        if len(given) > 1 or one.datatype != "BYTES" or len(one.shape) != 1:
+            raise DataError(f"input '{TEXT}': expected it alone, with datatype BYTES and shape ['samples']")
+        if not 0 < len(data) <= self._max_batch:
+            raise DataError(f"expected 1 to {self._max_batch} samples in a request, found {len(data)}")
+        assert self._text is not None
+        batch = self._text.batch([utf8(line) for line in data])
+        samples = Samples(len(data), {})
+        for name in self._features:
+            part = batch[name]
+            if isinstance(part, Ragged):
+                samples.values[name] = part.values.numpy()
+                samples.lengths[name] = np.diff(np.append(part.offsets.numpy(), len(part.values)))
+            else:
+                samples.values[name] = part.numpy().reshape(-1)
+        return samples
+
+    def _names(self) -> str:
+        text = [f"or '{TEXT}' alone"] if self._text is not None else []
+        return ", ".join([*self._features, *text])[:500]
+
+
+@functools.lru_cache(maxsize=1024)
+def _output_head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """An output as JSON, without its data and the last brace."""
+    return _ENCODER.encode({"name": name, "datatype": datatype_of(dtype), "shape": shape})[:-1]
+
+
+@functools.lru_cache(maxsize=16)
+def _names_of(model: str, version: str) -> bytes:
+    return _ENCODER.encode({"model_name": model, "model_version": version})[1:-1]
+
+
+def _flag(parameters: Mapping[str, Any], name: str) -> bool:
+    value = parameters.get(name, False)
+    if not isinstance(value, bool):
+        raise DataError(f"{name}: expected true or false, found {value!r:.80}")
+    return value

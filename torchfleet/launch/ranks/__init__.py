@@ -1,0 +1,1 @@
+"""The launcher of collective jobs: ranks, how they meet, and how they start again after a failure."""

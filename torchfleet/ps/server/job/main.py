@@ -1,0 +1,192 @@
+"""The command line of a stand-alone server: `python -m torchfleet.server --endpoint tcp://127.0.0.1:7000`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.role.process_settings import MIN_WORKERS, OF_JOB, ON_LOSS, loss_of
+from torchfleet.base.role.role_info import LOSS_RULES
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.server.job import bare_server
+from torchfleet.ps.server.job.server_run import Place, ServerRun
+from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
+from torchfleet.ps.server.read_only import serve_saved, shard_of
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.settings.storage import tier_variables
+from torchfleet.ps.tables.settings.table_size import parse_bytes
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchfleet.server",
+        description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
+        "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
+        epilog=f"{OF_JOB}, as the first option: be the server of a job that the environment describes, as "
+        "fleetrun starts it; worker 0 says which tables it has.",
+    )
+    parser.add_argument(
+        "--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
+    )
+    parser.add_argument(
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback"
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
+    parser.add_argument(
+        "--max_table_bytes",
+        metavar="SIZE",
+        help="largest size of one table, such as 8GB (default: FLEET_MAX_TABLE_BYTES, else all memory of the machine "
+        "or container)",
+    )
+    parser.add_argument(
+        "--table_memory",
+        metavar="SIZE",
+        help="keep the rows used last of each table in this much memory, such as 8GB, and the others on disk; needs "
+        "--table_path (default: FLEET_TABLE_MEMORY, else all rows are in memory)",
+    )
+    parser.add_argument(
+        "--table_path",
+        metavar="DIR",
+        help="folder on a fast local disk for the rows that do not fit --table_memory (default: FLEET_TABLE_PATH)",
+    )
+    parser.add_argument(
+        "--read_only",
+        metavar="MODEL",
+        help="serve the rows of this saved model, a folder or URL, and refuse every change (fleet serve --shards)",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="K/N",
+        help="with --read_only: serve shard K of N of every table, such as 0/4 (default: 0/1, all rows)",
+    )
+    parser.add_argument(
+        "--save_root",
+        action="append",
+        metavar="DIR",
+        help="write saves below this folder or URL only; may be given several times (default: FLEET_SAVE_ROOTS, else "
+        "wherever worker 0 has made the folder of its save)",
+    )
+    parser.add_argument(
+        "--orphan_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end after this time without a sign of a worker, once one was there (default: 1800 with --num_workers; "
+        "0: never)",
+    )
+    parser.add_argument(
+        "--durability",
+        choices=("none", "log"),
+        default=os.environ.get("FLEET_DURABILITY") or "none",
+        help="log: every change is on disk before it is answered, and a server that is started again goes on with it",
+    )
+    parser.add_argument(
+        "--log_store",
+        metavar="DIR",
+        default=os.environ.get("FLEET_LOG_STORE"),
+        help="folder of the log, of this server alone (default: FLEET_LOG_STORE)",
+    )
+    parser.add_argument(
+        "--fsync_ms",
+        type=float,
+        default=float(os.environ.get("FLEET_FSYNC_MS") or DEFAULT_FSYNC_MS),
+        metavar="MS",
+        help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
+        "(default: FLEET_FSYNC_MS, else 10)",
+    )
+    parser.add_argument(
+        "--num_workers", type=int, default=0, help="stop after this number of workers has left (0: never)"
+    )
+    parser.add_argument(
+        "--min_workers",
+        type=int,
+        default=int(os.environ.get(MIN_WORKERS) or 0),
+        help="with how many of them an elastic job begins; others come and go (default: FLEET_MIN_WORKERS, else 0: all "
+        "are waited for)",
+    )
+    parser.add_argument(
+        "--on_worker_loss",
+        choices=LOSS_RULES,
+        default=os.environ.get(ON_LOSS) or None,
+        help="what workers do that wait for a worker that is lost (default: FLEET_ON_WORKER_LOSS, else end; "
+        "go_on where workers come and go)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _table_bytes(options: argparse.Namespace) -> int | None:
+    return None if options.max_table_bytes is None else parse_bytes(options.max_table_bytes, "--max_table_bytes")
+
+
+def _orphan_timeout(options: argparse.Namespace) -> float | None:
+    seconds: float | None = options.orphan_timeout
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise FleetError(f"--orphan_timeout must be a number of seconds, 0 for never; found {seconds}")
+    return seconds
+
+
+def _durability(options: argparse.Namespace) -> Durability:
+    if not options.log_store:
+        raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
+    return Durability(Path(options.log_store), options.fsync_ms)
+
+
+def _check_read_only(options: argparse.Namespace) -> None:
+    if options.read_only is None and options.shard is not None:
+        raise FleetError(f"--shard {options.shard} needs --read_only MODEL: servers of a job get their shard from it")
+    training = {"--durability log": options.durability == "log", "--num_workers": options.num_workers > 0}
+    other = next((name for name, is_given in training.items() if is_given), None)
+    if options.read_only is not None and other:
+        raise FleetError(f"--read_only and {other} contradict: nothing is trained on a read-only server. Leave one out")
+
+
+def _begin(options: argparse.Namespace) -> ServerRun:
+    """Make the server. It listens and is ready to serve."""
+    _check_read_only(options)
+    given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
+    loss = loss_of(given, options.num_workers)
+    os.environ.update(tier_variables(options.table_memory, options.table_path))
+    server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
+    run = ServerRun(server, Place(), partial(_durability, options) if options.durability == "log" else None)
+    run.end_on(signal.SIGTERM, signal.SIGINT)
+    run.restore()
+    if options.read_only is not None:
+        shard, num_shards = shard_of(options.shard or "0/1")
+        num_rows = serve_saved(server, options.read_only, shard, num_shards)
+        run.say(f"serves {num_rows:,} rows of {options.read_only}, shard {shard} of {num_shards}, read-only")
+    run.begin_log()
+    run.warm_up()
+    run.listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+    run.open_status()
+    return run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == [OF_JOB]:
+        return bare_server.main(given[1:])
+    options = parse(given)
+    try:
+        run = _begin(options)
+    except FleetError as error:
+        return _fail(error, 2)
+    assert run.listener is not None
+    print(f"listening on {run.listener.endpoint}", flush=True)
+    try:
+        run.serve()
+    except FleetError as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: FleetError, status: int) -> int:
+    print(f"torchfleet server: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

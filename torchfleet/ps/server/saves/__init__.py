@@ -1,0 +1,1 @@
+"""How a server writes its tables to files, and loads them."""

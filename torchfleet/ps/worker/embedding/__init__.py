@@ -1,0 +1,1 @@
+"""The embedding modules: their arguments, their settings, and torch's own embeddings converted to them."""
