@@ -132,7 +132,7 @@ def _json(name: str, text: str) -> dict[str, Any]:
         given: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{name} begins like a JSON object and is none ({error}): write '{{\"key\": value}}', or key=value,..."
+            f"{name} begins like a JSON object, but is not JSON ({error}): write '{{\"key\": value}}', or key=value,..."
         ) from None
     return given
 

@@ -53,7 +53,7 @@ def optimized(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[
         for parameter in group["params"]:
             if parameter not in names:
                 raise CheckpointError(
-                    f"a parameter of shape {tuple(parameter.shape)} in param group {number} is none of the model's"
+                    f"a parameter of shape {tuple(parameter.shape)} in param group {number} is not in the model"
                 )
             yield parameter, names[parameter], group
 

@@ -125,7 +125,7 @@ def _nothing_to_cut(kind: str, degree: int) -> str:
     layers = ", ".join("fleet.nn." + layer.__name__ for layer in LAYERS)
     return (
         f"tensor_parallel=True with degree {degree}, but the model has no layer that can be cut: use {layers} in it, "
-        f"or give tensor_parallel_configs['plan']; {kind} is none of the classes that have a plan "
+        f"or give tensor_parallel_configs['plan']; {kind} is not among the classes that have a plan "
         f"({', '.join(PRESETS)}). Or leave tensor_parallel out."
     )
 

@@ -107,7 +107,7 @@ def key_sign(name: str, text: str) -> str | None:
 
 
 def variable_sign(name: str, value: str) -> str | None:
-    """Return why a variable of the environment looks like a key or credentials; None if it does not. A path is none."""
+    """Return why a variable of the environment looks like a key or credentials; None if it does not, and for paths."""
     if value and _VARIABLE.search(name) and not _PATH.fullmatch(value):
         return "the name of a password, key or token"
     found = format_sign(f"{name}={value}")

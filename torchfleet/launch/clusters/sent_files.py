@@ -146,8 +146,8 @@ def _checked_sign(
     sign = secret_sign(path.name, text) or secret_sign(target.name, "")
     if sign is not None and not is_explicit:
         raise RoleError(
-            f"{path} ({origin}) looks like a key or credentials: {sign}. {to.readers}. {to.instead}; if it is none, "
-            f"name it: --files {path}"
+            f"{path} ({origin}) looks like a key or credentials: {sign}. {to.readers}. {to.instead}; "
+            f"if it holds no secret, name it: --files {path}"
         )
     return sign
 

@@ -8,7 +8,7 @@ from torchfleet.base.errors import FleetError, WorkerMissing
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.server.exchange import close_rounds, end_rounds, missing_in_rounds, waiting_in_rounds
 from torchfleet.ps.server.kept_pushes import apply_waiting
-from torchfleet.ps.server.meeting.barrier import NOBODY
+from torchfleet.ps.server.meeting.barrier import NONE_LOST
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import close_sync_step
 
@@ -27,7 +27,7 @@ def end_hopeless_waits(state: State, now: float) -> bool:
     apply_waiting(state)
     if meetings.members.go_on:
         is_any_released |= _go_on_without(state, lost)
-    hopeless = NOBODY if meetings.members.go_on or meetings.members.wait else meetings.presence.given_up(now)
+    hopeless = NONE_LOST if meetings.members.go_on or meetings.members.wait else meetings.presence.given_up(now)
     ended = (
         *meetings.barriers.expired(now, hopeless),
         *meetings.gatherings.expired(now, hopeless),

@@ -329,7 +329,7 @@ class Table(ABC):
         self._refuse("say which rows are in use")
 
     def _tell(self, keys: Keys, at: Rows | None = None) -> None:
-        """Tell of a change. Callers ask first whether there is a `watch`: mostly there is none."""
+        """Call `watch` with a change. Most tables have no `watch`: callers check that first."""
         if self.watch is not None and (len(keys) or self.spec.is_dense):
             self.watch(self.spec.number, keys, at)
 

@@ -142,7 +142,7 @@ def decode_entry(frames: Sequence[Frame]) -> Entry:
         raise LogError(f"entry {index}: the frames are not those that its first one announces")
     start = _HEAD.size + _LENGTH.size * len(lengths)
     if kind not in tuple(Kind) or len(head) != start + num_peer + num_effects:
-        raise LogError(f"entry {index}: kind {kind} with {num_peer} and {num_effects} bytes in {len(head)} is none")
+        raise LogError(f"entry {index}: kind {kind} with {num_peer} and {num_effects} bytes in {len(head)} is unknown")
     effects = Effects()
     if num_effects:
         try:

@@ -15,7 +15,7 @@ from torchfleet.ps.server.meeting.members import Members
 
 MAX_NAMES = 1024
 MAX_NAMED = 20
-NOBODY: Mapping[int, str] = MappingProxyType({})
+NONE_LOST: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Barriers:
             if meeting.waiting.pop(worker, None) is not None and not meeting.waiting:
                 del self._meetings[name]
 
-    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+    def expired(self, now: float, lost: Mapping[int, str] = NONE_LOST) -> list[tuple[Request, FleetError]]:
         """The requests of barriers that have timed out or that wait for a worker in `lost`, each with its error."""
         return [(request, error) for _, request, error in self.expired_by_name(now, lost)]
 

@@ -12,7 +12,7 @@ from torchfleet.base.errors import FleetError, TableError
 from torchfleet.ps.net.packed import pack_answer, unpack_answer
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.net.wire import Array
-from torchfleet.ps.server.meeting.barrier import NOBODY, Barriers
+from torchfleet.ps.server.meeting.barrier import NONE_LOST, Barriers
 from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import MAX_NAME
 
@@ -70,7 +70,7 @@ class Gatherings:
         self._barriers.forget(worker)
         self._rounds = {place: known for place, known in self._rounds.items() if place[1] != worker}
 
-    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+    def expired(self, now: float, lost: Mapping[int, str] = NONE_LOST) -> list[tuple[Request, FleetError]]:
         """As Barriers.expired."""
         return self._give_up(self._barriers.expired_by_name(now, lost))
 

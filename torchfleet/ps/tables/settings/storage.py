@@ -90,7 +90,7 @@ def checked_folder(path: str, roots: tuple[str, ...]) -> str:
     except OSError as error:
         raise TableError(f"the folder {place} for cold rows cannot be used: {error.strerror}") from None
     if not os.path.isdir(place):
-        raise TableError(f"expected a folder for cold rows, found {place}, which is none")
+        raise TableError(f"expected a folder for cold rows, found {place}, which is not a folder")
     if not roots and found.st_uid != os.getuid():
         raise TableError(
             f"the folder {place} for cold rows belongs to another user; name it with --table_path to use it"
