@@ -143,7 +143,7 @@ def test_a_job_compiles_the_kernels_of_its_tables_and_no_others_before_it_serves
 
 
 class TestTheRest:
-    CODE = "from torchfleet.ps.server import warm; {}; warm.compile_all()"
+    CODE = "from torchfleet.ps.server.job import warm; {}; warm.compile_all()"
 
     def run(self, folder: dict[str, str], change: str) -> str:
         command = [sys.executable, "-c", self.CODE.format(change)]
