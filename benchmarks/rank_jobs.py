@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torchfleet.launch.server_nursery import TIE_TO_PARENT
 
 ROOT = Path(__file__).parent.parent
 _OWN = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
@@ -43,9 +46,11 @@ def run_ranks(
                 **(extra[rank] if extra else {}),
             }  # fmt: skip
             output = stack.enter_context(outputs[rank].open("w"))
-            process = subprocess.Popen(
-                command, env=own, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            program = shutil.which(command[0]) or command[0]
+            process = subprocess.Popen(  # tied: an interrupt may come before it is known here
+                [sys.executable, "-c", TIE_TO_PARENT, program, *command[1:]],
+                env=own, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
             stack.callback(_end, process)
             processes.append(process)
         failed = _wait(processes, seconds)

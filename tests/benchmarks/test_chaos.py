@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -139,14 +140,15 @@ class Talker:
 
 
 def hears(source: Talker, target: Talker) -> bool:
-    """Whether something that is sent from one machine arrives at the other."""
+    """Whether something that is sent now from one machine arrives at the other. Earlier messages do not count."""
+    sent = set()
     for _ in range(3):  # a cable that was just plugged in
-        try:
-            source.socket.sendto(b"?", target.address)
-            target.socket.recv(10)
-        except OSError:
-            continue
-        return True
+        sent.add(message := os.urandom(8))
+        with contextlib.suppress(OSError):
+            source.socket.sendto(message, target.address)
+            while target.socket.recv(10) not in sent:
+                pass
+            return True
     return False
 
 
