@@ -228,10 +228,14 @@ def workers():
 if os.environ["FLEET_ROLE"] == "SERVER":
     wait_until(lambda: len(workers()) >= 2 and not any(worker.exists() for worker in workers()))
     sys.exit()
-Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "async"}')
+own = Path(os.environ["FLEET_STATUS_FILE"])
+own.write_text('{"role": "worker", "mode": "async"}')
 (here / f"worker.{os.getpid()}").touch()
 if os.environ["FLEET_WORKER_INDEX"] == "0":
     wait_until(lambda: len(workers()) >= 2)
+    new = own.with_name("left.new")
+    new.write_text('{"role": "worker", "mode": "async", "left": true}')
+    new.replace(own)
 else:
     time.sleep(1000)  # it makes no step, and is ended after worker 0
 """

@@ -164,13 +164,15 @@ class TestStandIns:
             assert job.left(grace=SOON) == []
 
     def test_children_of_a_worker_end_with_the_job(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "exit", "async,child,exit") as job:
+        done = tmp_path / "done"
+        roles = (f"until:{done}", f"async,child,leave,touch:{done},exit")
+        with fleetrun(tmp_path / "log", STAND_IN, *roles) as job:
             assert job.wait(SOON) == 0
             assert job.left(grace=SOON) == []
 
     def test_children_of_a_worker_that_was_started_again_end_with_the_job(self, tmp_path: Path) -> None:
         done = tmp_path / "done"
-        roles = (f"until:{done}", f"async,child,die,touch:{done}")
+        roles = (f"until:{done}", f"async,child,die,leave,touch:{done}")
         with fleetrun(tmp_path / "log", "--max_restart", "1", STAND_IN, *roles) as job:
             assert job.wait(SOON) == 0
             assert lines_naming(job.output, "worker 0", "-9")
@@ -203,6 +205,18 @@ class TestStandIns:
             assert job.wait(SOON) == 1
         assert re.search(r"server 0 \(127\.0\.0\.1:\d+\)", job.output)
 
+    @pytest.mark.parametrize("has_left", [True, False])
+    def test_servers_may_take_longer_to_stop_than_to_be_found_without_workers(
+        self, tmp_path: Path, has_left: bool
+    ) -> None:
+        """Workers that say that they leave have told the servers to stop: those may be busy, or their machine."""
+        done = tmp_path / "done"
+        worker = f"async,leave,touch:{done}" if has_left else f"async,touch:{done}"
+        with forked_fleetrun(tmp_path / "log", STAND_IN, f"until:{done},sleep:7", worker) as job:
+            assert job.wait(SOON) == (0 if has_left else 1)
+        assert ("[fleetrun] finished" in job.output) == has_left
+        assert ("fleet.stop_worker()" in job.output) != has_left
+
     def test_servers_that_were_never_told_to_stop_end_after_the_last_worker(self, tmp_path: Path) -> None:
         """A script that forgets fleet.stop_worker(): all workers of the job are here and have ended."""
         with forked_fleetrun(tmp_path, STAND_IN, "sleep", "exit:0") as job:
@@ -230,9 +244,11 @@ class TestStandIns:
             "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1",
             "FLEET_RESTART": "5",
         }
-        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "async,role", **around) as job:
+        done = tmp_path / "done"
+        roles = (f"role,until:{done}0,until:{done}1", f"async,role,leave,touch_own:{done}")
+        with forked_fleetrun(tmp_path / "log", "--worker_num", "2", STAND_IN, *roles, **around) as job:
             assert job.wait(SOON) == 0
-        told = (tmp_path / "latest" / "workerlog.1").read_text()
+        told = (tmp_path / "log" / "latest" / "workerlog.1").read_text()
         for part in (
             "role='worker'",
             "worker_index=1",
@@ -246,7 +262,9 @@ class TestStandIns:
         with fleetrun(tmp_path, STAND_IN, "sleep", "line:first,async,sleep") as first:
             wait_until(in_log(tmp_path / "latest" / "workerlog.0", "line first"), SOON, "first job")
             before = run_dir(tmp_path)
-            with fleetrun(tmp_path, STAND_IN, "exit", "line:second,async,exit") as second:
+            done = tmp_path / "done"
+            roles = (f"until:{done}", f"line:second,async,leave,touch:{done},exit")
+            with fleetrun(tmp_path, STAND_IN, *roles) as second:
                 assert second.wait(SOON) == 0
             assert first.process.poll() is None
             assert (before / ".status.worker.0").exists()
@@ -276,8 +294,15 @@ print("start", flush=True)
 if os.environ["FLEET_ROLE"] == "WORKER" and len(list(here.glob("failed*"))) < int(sys.argv[2]):
     (here / f"failed{time.time_ns()}").touch()
     sys.exit(3)
-Path(os.environ["FLEET_STATUS_FILE"]).write_text('{"role": "worker", "mode": "sync"}')  # as after fleet.init_worker()
-time.sleep(0.3)
+own = Path(os.environ["FLEET_STATUS_FILE"])
+if os.environ["FLEET_ROLE"] == "WORKER":
+    new = own.with_name("worker.new")
+    new.write_text('{"role": "worker", "mode": "sync", "left": true}')  # as after fleet.stop_worker()
+    new.replace(own)
+else:
+    own.write_text('{"role": "server"}')
+    while not own.with_name(".status.worker.0").exists():  # a server never ends before the worker has left
+        time.sleep(0.05)
 """
 
 

@@ -26,6 +26,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # these end a job
 _PAUSE = 0.1  # seconds between two polls of the processes
 _QUICK = 0.02  # the same for servers with backups: a backup waits for the message that its primary has ended
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job fails
+_STOPPING = 60.0  # seconds that servers may outlive workers that have all left: they were told to stop
 # The mode whose workers restart together, unless --on_worker_loss says that the others go on or wait.
 _TOGETHER = "hybrid"
 
@@ -116,7 +117,8 @@ class JobSupervisor:
             self._odd_since = None
             return None
         self._odd_since = self._odd_since or time.monotonic()
-        if time.monotonic() - self._odd_since < _TOO_LONG:
+        were_told = not early and self._all_have_left()
+        if time.monotonic() - self._odd_since < (_STOPPING if were_told else _TOO_LONG):
             return None
         if early:
             self._report_failure(early[0], watch)
@@ -124,8 +126,16 @@ class JobSupervisor:
         if self._has_no_member():
             return self._refuse_script(watch)
         names = ", ".join(process.task.name for process in idle)
-        watch.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
+        why = f"after {_STOPPING:g} s" if were_told else "does the script call fleet.stop_worker()?"
+        watch.report(f"[fleetrun] all workers have ended, but {names} not: {why}")
         return 1
+
+    def _all_have_left(self) -> bool:
+        """Whether all workers that ended with status 0 had told the servers that they leave. Late workers without a
+        process are not counted: the launcher has ended it, or has started none."""
+        finished = [p for p in self._of("worker") if p.returncode == 0]
+        statuses = [p.status() for p in finished if p.status() or not is_late(self._job, p.task)]
+        return bool(statuses) and all(status.get("left") for status in statuses)
 
     def _needing(self) -> list[RunningTask]:
         """Return the workers of this machine that need servers."""

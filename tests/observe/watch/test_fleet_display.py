@@ -78,9 +78,10 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     ("how", "log_format"), [("reader leaves", "text"), ("closed", "text"), ("reader leaves", "json")]
 )
 def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: str, log_format: str) -> None:
-    log_dir, nobody_reads = tmp_path / "log", tmp_path / "nobody reads"
+    log_dir, nobody_reads, done = tmp_path / "log", tmp_path / "nobody reads", tmp_path / "done"
     command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), "--log_format", log_format]
-    command += [STAND_IN, f"until:{nobody_reads},sleep:1", f"async,until:{nobody_reads},sleep:1"]
+    worker = f"async,until:{nobody_reads},sleep:1,leave,touch:{done}"
+    command += [STAND_IN, f"until:{nobody_reads},until:{done}", worker]
     popen: Any = processes.Popen
     if how == "closed":
         command, popen = ["sh", "-c", 'exec "$@" >&-', "sh", *command], subprocess.Popen

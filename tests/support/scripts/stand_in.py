@@ -28,6 +28,8 @@ def main() -> None:
             time.sleep(float(value or SECONDS))
         elif name == "touch":
             Path(value).touch()
+        elif name == "touch_own":  # of every worker its own file
+            Path(f"{value}{index}").touch()
         elif name == "until":
             wait_until(Path(value).exists, f"{value} is not there")
         elif name == "serve":
@@ -35,7 +37,9 @@ def main() -> None:
         elif name == "reach":
             reach()
         elif name == "async":  # what a worker of this mode tells the launcher
-            Path(os.environ["FLEET_STATUS_FILE"]).write_text(json.dumps({"role": "worker", "mode": "async"}))
+            tell({"role": "worker", "mode": "async"})
+        elif name == "leave":  # what such a worker tells the launcher before it tells the servers to stop
+            tell({"role": "worker", "mode": "async", "left": True})
         elif name == "child":  # as a data loader's worker would be
             subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({SECONDS})"])
         elif name == "die" and index == int(value or 0) and "FLEET_RESTART" not in os.environ:
@@ -50,6 +54,14 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif name == "exit":
             sys.exit(int(value or 0))
+
+
+def tell(status: dict[str, object]) -> None:
+    """Replace the status at once: the launcher may be reading it."""
+    path = Path(os.environ["FLEET_STATUS_FILE"])
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(status))
+    new.replace(path)
 
 
 def serve() -> None:
