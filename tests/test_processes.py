@@ -48,7 +48,7 @@ def test_scripts_and_modules_find_what_lies_beside_them(tmp_path: Path) -> None:
 
 
 def test_it_has_the_environment_and_the_signals_that_it_is_given() -> None:
-    code = "import os, time; print(os.environ['COLOUR'], 'HOME' in os.environ, flush=True); time.sleep(60)"
+    code = "import os, time; print(os.environ['COLOUR'], 'HOME' in os.environ, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", code]
     with processes.Popen(command, env={"COLOUR": "red"}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -56,11 +56,11 @@ def test_it_has_the_environment_and_the_signals_that_it_is_given() -> None:
         assert processes.environment_of(psutil.Process(process.pid)) == {"COLOUR": "red"}
         assert process.poll() is None
         process.terminate()
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:
-    inner = "import time; time.sleep(60)"
+    inner = "import time; time.sleep(600)"
     code = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True); input()"
     )
@@ -70,7 +70,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
         started = int(process.stdout.readline())
         assert psutil.pid_exists(started)
         process.kill()
-    wait_until(lambda: not psutil.pid_exists(started), "what it had started has ended", 10)
+    wait_until(lambda: not psutil.pid_exists(started), "what it had started has ended", 60)
 
 
 def test_a_nursery_that_has_imported_more_is_used_where_it_is_asked_for() -> None:

@@ -110,7 +110,7 @@ def test_a_checkpoint_of_plain_lightning_is_restored_into_a_fleet(job: Any, tmp_
 def test_one_server_and_two_workers_train_to_the_result_of_lightning(job: Any, tmp_path: Path) -> None:
     out = tmp_path / "rated.pt"
     roles = ["--server_num", "1", "--worker_num", "2"]
-    with forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), str(out)) as started:
+    with forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), str(out), FLEET_WORKER_TIMEOUT="60") as started:
         assert started.wait() == 0, started.output
     expected, _ = plain(job, tmp_path, enable_checkpointing=False)
     torch.testing.assert_close(torch.load(out, weights_only=True), job.rated(expected), rtol=0, atol=1e-5)

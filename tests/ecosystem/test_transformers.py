@@ -157,7 +157,8 @@ def test_two_processes_with_half_of_each_batch_train_to_the_result_of_the_traine
     job: Any, tmp_path: Path, kind: str, processes: list[str]
 ) -> None:
     out = tmp_path / "answers.pt"
-    with forked_fleetrun(tmp_path / "log", *processes, str(SCRIPT), str(out), kind) as started:
+    command = [str(SCRIPT), str(out), kind]
+    with forked_fleetrun(tmp_path / "log", *processes, *command, FLEET_WORKER_TIMEOUT="60") as started:
         assert started.wait(PATIENCE) == 0, started.output
     expected, _ = plain(job, tmp_path)
     torch.testing.assert_close(torch.load(out, weights_only=True), expected, rtol=0, atol=1e-5)

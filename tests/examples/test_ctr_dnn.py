@@ -57,8 +57,8 @@ def ended(script: str, *arguments: object) -> tuple[int, str]:
 def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
     """What each worker of a job printed."""
     counts = ("--server_num", str(servers), "--worker_num", str(workers))
-    with forked_fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments)) as job:
-        assert job.wait(100) == 0, job.output
+    with forked_fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments), FLEET_WORKER_TIMEOUT="60") as job:
+        assert job.wait() == 0, job.output
     return [(log / "latest" / f"workerlog.{i}").read_text() for i in range(workers)]
 
 

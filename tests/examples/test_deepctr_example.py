@@ -55,7 +55,7 @@ def test_one_process_in_sync_mode_is_as_good_as_plain_torch_to_the_last_digit(mo
 def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
     roles = ["--server_num", "1", "--worker_num", "2"]
     heavy = processes.preloaded("sklearn.metrics")  # not deepctr_torch itself: its import starts a thread
-    with heavy, forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), *ROWS) as job:
+    with heavy, forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), *ROWS, FLEET_WORKER_TIMEOUT="60") as job:
         assert job.wait(PATIENCE) == 0, job.output
     # Untrained: 0.5. Workers at their own pace: five runs on overloaded cores gave 0.78 to 0.786, a deviation of 0.003.
     # The bound is 40 of these away, which is no matter of chance.

@@ -154,10 +154,9 @@ def test_hours_that_somebody_else_writes(here: Path) -> None:
 @pytest.mark.slow
 def test_a_fleet_in_step_trains_what_one_process_trains(here: Path, six_hours: tuple[Path, str]) -> None:
     given = ("--hours", "6", *SMALL, "--mode", "sync", "--data", str(six_hours[0].parent / "online_data"))
-    with forked_fleetrun(
-        here / "log", "--server_num", "2", "--worker_num", "2", str(EXAMPLE / "train.py"), *given
-    ) as job:
-        assert job.wait(100) == 0, job.output
+    roles = ("--server_num", "2", "--worker_num", "2")
+    with forked_fleetrun(here / "log", *roles, str(EXAMPLE / "train.py"), *given, FLEET_WORKER_TIMEOUT="60") as job:
+        assert job.wait() == 0, job.output
     found = passes((here / "log" / "latest" / "workerlog.0").read_text())
     wanted = passes(six_hours[1])
     assert [part for part, _, _ in found] == [part for part, _, _ in wanted]

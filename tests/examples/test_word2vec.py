@@ -89,8 +89,9 @@ def refused(script: str, *arguments: object) -> str:
 def fleet_of(log: Path, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
     """What each worker of a job of train.py printed; the job must end well."""
     counts = ("--server_num", str(servers), "--worker_num", str(workers))
-    with forked_fleetrun(log, *counts, str(EXAMPLE / "train.py"), *map(str, arguments)) as job:
-        assert job.wait(100) == 0, job.output
+    command = [str(EXAMPLE / "train.py"), *map(str, arguments)]
+    with forked_fleetrun(log, *counts, *command, FLEET_WORKER_TIMEOUT="60") as job:
+        assert job.wait() == 0, job.output
     return [(log / "latest" / f"workerlog.{i}").read_text() for i in range(workers)]
 
 
@@ -401,8 +402,8 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     counts = ("--server_num", "2", "--worker_num", str(num_workers))
     options = ("--text", texts / "text", "--work", tmp_path / "work", *HOW, "--vectors", tmp_path / "v.bin")
     command = (str(EXAMPLE / "train.py"), *map(str, options), "--questions", str(texts / "questions"), "--k_steps", "2")
-    with forked_fleetrun(tmp_path / "log", *counts, *command) as job:
-        assert job.wait(100) == 0, job.output
+    with forked_fleetrun(tmp_path / "log", *counts, *command, FLEET_WORKER_TIMEOUT="60") as job:
+        assert job.wait() == 0, job.output
     logs = [(tmp_path / "log" / "latest" / f"workerlog.{i}").read_text() for i in range(num_workers)]
     found = accuracies(logs[0])
     assert [*found] == [*SECTIONS, "total"]

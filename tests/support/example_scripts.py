@@ -40,7 +40,7 @@ def by_a_fleet(log_dir: Path, script: str, *arguments: object) -> str:
     """What worker 0 prints, of a job of two servers and two workers."""
     roles = ["--server_num", "2", "--worker_num", str(WORKERS)]
     command = [*roles, str(ROOT / "examples" / script), *map(str, arguments)]
-    with forked_fleetrun(log_dir, *command) as job:
+    with forked_fleetrun(log_dir, *command, FLEET_WORKER_TIMEOUT="60") as job:
         assert job.wait() == 0, job.output
     return (log_dir / "latest" / "workerlog.0").read_text()
 

@@ -94,6 +94,7 @@ class Nursery:
                 self._selector.unregister(end)
             for child in list(self._lines):
                 self._drop(child)
+                (ENVIRONMENTS / str(child)).unlink(missing_ok=True)  # it may never be reaped, and its id be used again
             return
         line = socket.socket(fileno=fds[3])
         request = line.makefile().readline()
@@ -354,6 +355,9 @@ def _serve(modules: Sequence[str]) -> None:
         os._exit(0)
     os.setsid()  # Ctrl-C is for the tests, which end what they started
     ENVIRONMENTS.mkdir(exist_ok=True)
+    for path in ENVIRONMENTS.glob("*"):
+        if not Path("/proc", path.stem).exists():
+            path.unlink(missing_ok=True)  # left by a nursery that was killed
     _import(modules)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # each kernel's, at every exit: they take 50 ms
     gc.collect()

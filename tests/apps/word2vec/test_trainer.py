@@ -126,7 +126,7 @@ def same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    jobs.wait_until(lambda: set(threading.enumerate()) <= before, "all threads have ended", seconds=5)
+    jobs.wait_until(lambda: set(threading.enumerate()) <= before, "all threads have ended")
 
 
 def constant(rate: float) -> Schedule:
@@ -755,8 +755,8 @@ def test_an_interrupt_ends_the_threads(
 
     trainer = Trainer(rows, vocabulary_of(lines), SkipGramOptions(), tell=tell)
     with no_thread_is_left(), pytest.raises(error, match="now"):
-        trainer.train(corpus, corpus.files, 1000, constant(0.01), threads=3)
-    assert rows.num_steps < 500, "10 s of work were left"
+        trainer.train(corpus, corpus.files, 10_000, constant(0.01), threads=3)
+    assert rows.num_steps < 5_000, "100 s of work were left"
 
 
 def test_a_thread_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -773,7 +773,7 @@ def test_a_thread_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeyp
     trainer = Trainer(rows, vocabulary_of(lines), SkipGramOptions())
     monkeypatch.setattr(trainer_module.threading, "Thread", Scarce)
     with no_thread_is_left(), pytest.raises(RuntimeError, match="can't start new thread"):
-        trainer.train(corpus, corpus.files, 500, constant(0.01), threads=4)
+        trainer.train(corpus, corpus.files, 10_000, constant(0.01), threads=4)  # more than is waited for threads to end
 
 
 def test_an_error_of_the_exchange_is_the_callers(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_nodes_must_be_of_equal_size() -> None:
 
 def train_when_a_rank_is_gone() -> dict[str, Any]:
     """Rank 3 leaves; what the exchange meets in its thread must reach the thread that waits for the gradients."""
-    fields = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2, "sync_timeout": 2.0}
+    fields = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2, "sync_timeout": 60.0}
     job = job_of(**fields)
     model = job.distribute_model(mlp())
     if job.world.rank == 3:

@@ -49,7 +49,8 @@ def reset(peer: socket.socket) -> None:
 
 def attacked(kind: str, how: str) -> tuple[int, str]:
     """(status of the listening process, number of requests that it has read)."""
-    arguments = [sys.executable, str(SCRIPTS / "slow_listener.py"), kind, how]
+    wanted = NUM_MESSAGES + 1 if kind == "guarded" else 0
+    arguments = [sys.executable, str(SCRIPTS / "slow_listener.py"), kind, how, str(wanted)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

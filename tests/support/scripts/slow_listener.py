@@ -1,5 +1,6 @@
 """A listener that reads its requests only when it is told to. Arguments: what listens (plain: libzmq alone; guarded:
-torchfleet's Listener), and whether it ends its connections by itself first (shut).
+torchfleet's Listener), whether it ends its connections by itself first (shut), and the number of requests that it waits
+for, however long they take; it reads others as long as they come.
 
 Prints its port; at each line of its input it goes on, and prints how many requests it has read.
 """
@@ -18,7 +19,7 @@ def told() -> None:
 
 
 def main() -> None:
-    kind, how = sys.argv[1:]
+    kind, how, wanted = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if kind == "plain":
         read = zmq.Context().socket(zmq.ROUTER)
         read.set(zmq.RCVHWM, QUEUED_REQUESTS)
@@ -36,7 +37,7 @@ def main() -> None:
         print("shut", flush=True)
         told()
     num = 0
-    while read.poll(300):
+    while read.poll(60_000 if num < wanted else 300):
         read.recv_multipart()
         num += 1
     print(num, flush=True)

@@ -91,7 +91,7 @@ def api(cluster: Cluster, tmp_path: Path) -> Iterator[Api]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield Api(f"http://127.0.0.1:{server.server_port}", tmp_path, pause=0.01, patience=2.0)
+        yield Api(f"http://127.0.0.1:{server.server_port}", tmp_path, pause=0.01, patience=60.0)
         server.shutdown()
         thread.join(10)
 

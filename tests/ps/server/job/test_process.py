@@ -148,7 +148,7 @@ class TestStart:
         before = {child.pid for child in psutil.Process().children()}
         with pytest.raises(FleetError, match=naming("0.01")):
             ServerProcess(timeout=0.01)
-        assert {child.pid for child in psutil.Process().children()} == before
+        assert {child.pid for child in psutil.Process().children()} <= before  # some may be gone meanwhile
 
     def test_a_bare_server_imports_no_torch(self) -> None:
         code = "import torchfleet.ps.server.job.main, sys; assert 'torch' not in sys.modules"
@@ -225,11 +225,11 @@ def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureF
         client.join({**JOINED, "waiting": 0.7})
         time.sleep(2.1)  # two periods, of which the second is quiet from end to end
         idle = client.stats()[0]["busy"]
-        until = time.monotonic() + 2.2
-        while time.monotonic() < until:
+        deadline, busy = time.monotonic() + WAIT, idle
+        while busy <= idle and time.monotonic() < deadline:
             for pulled in [client.pull("t", range(20_000)) for _ in range(4)]:
                 pulled.result()
-        busy = client.stats()[0]["busy"]
+            busy = client.stats()[0]["busy"]
         show_stats(server.endpoint, None, as_json=False)
     assert 0 <= idle < busy <= 1  # of a core's time: on busy cores there is less of it
     told = capsys.readouterr().out
@@ -324,7 +324,7 @@ def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_
 
 
 def test_it_ends_when_the_workers_that_were_there_are_gone() -> None:
-    options = ("--num_workers", "2", "--orphan_timeout", "1")
+    options = ("--num_workers", "2", "--orphan_timeout", "10")
     with ForkedServer("tcp://127.0.0.1:0", *options) as server:
         with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
             client.join({**JOINED, "num_workers": 2})

@@ -276,8 +276,8 @@ class TestWorkers:
     def test_a_client_waits_for_as_long_as_it_says_and_not_as_long_as_its_patience(
         self, met_fleet: Fleet, workers: Callable[..., Future]
     ) -> None:
-        first = workers(met_fleet.client(worker=0, patience=Patience(0.4, 2)).barrier, "b", 2, WAIT)
-        time.sleep(1.5)
+        first = workers(met_fleet.client(worker=0, patience=Patience(3.0, 2)).barrier, "b", 2, WAIT)
+        time.sleep(4.5)
         assert not first.done()
         met_fleet.client(worker=1).barrier("b", 2, WAIT)
         first.result(WAIT)

@@ -67,7 +67,7 @@ def test_others_are_served_while_a_store_does_not_answer_and_the_save_fails_in_t
     silent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("requests")  # which fsspec's webhdfs uses
-    monkeypatch.setattr(save_writer, "MAX_SILENCE", 1.0)
+    monkeypatch.setattr(save_writer, "MAX_SILENCE", 5.0)
     place, ends = f"webhdfs://{address(silent)}/model", []
     with in_threads(["tcp://127.0.0.1:*"]) as fleet:
         fleet.servers[0].server.state.saves.roots = roots_of([f"webhdfs://{address(silent)}"])

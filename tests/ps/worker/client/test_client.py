@@ -275,7 +275,7 @@ class TestDeadServers:
     @pytest.mark.slow
     def test_a_killed_server_is_named_within_the_time_out_and_the_others_serve_on(self) -> None:
         with in_processes(2) as fleet:
-            client, alive = fleet.client(patience=Patience(4.0, 2)), fleet.servers[0]
+            client, alive = fleet.client(patience=Patience(8.0, 2)), fleet.servers[0]
             client.create_table(ROWS)
             dead = fleet.servers[1]
 

@@ -218,12 +218,12 @@ def test_half_async_with_one_worker_pushes_gradients_of_fresh_rows() -> None:
 def test_the_age_of_rows_in_async_is_bounded_by_the_queue_and_what_is_in_flight(prefetch: bool, threads: int) -> None:
     """Rows of step i are pulled when at most send_queue_size steps wait in the queue and each sending thread has at
     most max_merge_var_num in its hands; with prefetch also step i - 1 is still to come. Only those can be applied
-    between the pull and the push of step i, and with several threads the later steps that overtake it: no more than
-    queue and hands hold again."""
+    between the pull and the push of step i.
+
+    With several threads nothing bounds the later steps that overtake it: one thread may get no turn, with a step in its
+    hands, while the others send all that come."""
     size, merge = 3, 2
     limit = size + threads * merge + prefetch
-    if threads > 1:
-        limit *= 2
     servers = Servers()
     batches = [torch.tensor([i % 5, 7]) for i in range(40)]
     configs = {"send_queue_size": size, "max_merge_var_num": merge, "thread_pool_size": threads}
@@ -234,7 +234,7 @@ def test_the_age_of_rows_in_async_is_bounded_by_the_queue_and_what_is_in_flight(
         counts = servers.staleness("rows")
         assert sum(counts.values()) == sent(part)
         assert sent(part) + part.stats()["merged"] == len(batches)
-        assert max(counts) <= limit
+        assert max(counts) <= (limit if threads == 1 else len(batches) - 1)
 
 
 def test_a_held_up_sender_makes_rows_as_old_as_the_queue_allows() -> None:
@@ -479,7 +479,7 @@ def test_without_launch_barrier_the_wait_for_worker_0_has_an_end() -> None:
 def test_a_dead_server_is_named_in_the_training_thread(mode: str) -> None:
     servers = jobs.SocketServers(Linear, jobs.sgd, 2, 1)
     servers.start()
-    part = jobs.make_part(Linear, jobs.sgd, jobs.strategy(mode, rpc_timeout=3.0), servers.info(0, 1))
+    part = jobs.make_part(Linear, jobs.sgd, jobs.strategy(mode, rpc_timeout=8.0), servers.info(0, 1))
     part.worker = jobs.WorkerRole(part.job)
     step(part)
     part.flush()

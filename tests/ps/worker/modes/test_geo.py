@@ -53,6 +53,11 @@ def settle(part: Part) -> None:
     part.worker.communicator.settle()
 
 
+def let_exchange(communicator: Any) -> None:
+    """Wait for the answer to the exchange that is under way; the next step takes it in."""
+    jobs.wait_until(lambda: not communicator._back.empty() or not communicator._under_way, "the answer is here")
+
+
 def exchange_all(part: Part) -> None:
     """Everybody's differences are on the servers, then everybody has them."""
     for _ in range(2):
@@ -164,8 +169,20 @@ def deltas(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 def test_the_servers_hold_the_first_values_and_all_differences(
     deltas: list[dict[str, Any]], k_steps: int, num_servers: int
 ) -> None:
-    """Summed here in float64; the servers add in float32, one rounding (6e-8) for each of some 40 differences."""
-    done = jobs.run(train, Net, SGD, mode="geo", num_workers=WORKERS, num_servers=num_servers, k_steps=k_steps)
+    """Summed here in float64; the servers add in float32, one rounding (6e-8) for each of some 40 differences.
+
+    The training waits after every fourth exchange that is due: on busy cores its thread might have no turn else."""
+
+    def train_and_let_exchange(part: Part) -> None:
+        communicator: Any = part.worker.communicator
+        for number, batch in enumerate(jobs.worker_batches(part.index, STEPS), 1):
+            part.step(batch)
+            if number % (4 * k_steps) == 0:
+                let_exchange(communicator)
+
+    done = jobs.run(
+        train_and_let_exchange, Net, SGD, mode="geo", num_workers=WORKERS, num_servers=num_servers, k_steps=k_steps
+    )
     torch.manual_seed(0)
     first = jobs.values_of(Net())
     expected = {name: first[name].double().clone() for name in TABLES}
@@ -410,7 +427,7 @@ def test_exchanges_are_counted() -> None:
         communicator: Any = part.worker.communicator
         for _ in range(4):
             step(part, [1])
-            jobs.wait_until(lambda: not communicator._back.empty() or not communicator._under_way, "the answer is here")
+            let_exchange(communicator)
         step(part, [1])
         part.flush()
         part.flush()

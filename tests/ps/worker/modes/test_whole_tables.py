@@ -661,7 +661,7 @@ def test_every_thread_that_flushes_finds_its_changes_on_the_servers() -> None:
 # What goes wrong
 
 
-TIMEOUT = 5.0  # many times what 10 steps take, on busy cores too
+TIMEOUT = 8.0  # many times what 10 steps take, on busy cores too
 
 
 @contextlib.contextmanager
@@ -1056,7 +1056,7 @@ def test_after_the_end_a_whole_tables_does_not_hang(what: str) -> None:
     with one_worker_with_whole_tables() as (_, copy):
         add(copy, "a", [1], 1.0)
     with contextlib.suppress(FleetError):
-        within(getattr(copy, what), 2.0)
+        within(getattr(copy, what))
 
 
 def test_a_flush_meets_the_end_and_returns() -> None:
