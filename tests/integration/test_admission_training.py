@@ -219,7 +219,7 @@ def test_two_workers_in_sync_equal_plain_torch_and_each_other_whatever_the_order
 def test_a_fleet_of_processes_equals_threads_to_the_bit(tmp_path: Path) -> None:
     """Two servers and two workers, two days with statistics, eviction on a schedule and a chain of saves."""
     launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path / "log"), "--server_num", "2", "--worker_num", "2"]
-    jobs.command([*launcher, SCRIPT, str(tmp_path / "processes")], 90)
+    jobs.command([*launcher, SCRIPT, str(tmp_path / "processes")], 200)
     logs = "\n".join(path.read_text() for path in (tmp_path / "log").rglob("*") if path.is_file())
     for what in ("shrink", "set_time"):
         assert lines_naming(logs, f"fleet.{what}", "worker 0", "worker 1")

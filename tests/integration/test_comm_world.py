@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("meeting")
     keygen(folder / "keys")
     launcher = ["-m", "torchfleet.launch", "--log_dir", str(folder / "log"), "--key_dir", str(folder / "keys")]
-    jobs.command([*launcher, "--server_num", "2", "--worker_num", "2", SCRIPT, str(folder)], 100)
+    jobs.command([*launcher, "--server_num", "2", "--worker_num", "2", SCRIPT, str(folder)], 200)
     return {path.name: json.loads(path.read_text()) for path in folder.iterdir() if path.is_file()}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.fleets import ForkedServer
 from support.messages import lines_naming
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import forked_fleetrun, run_dir
 
 from torchfleet.ps.net.sockets import SocketChannel
@@ -28,7 +29,9 @@ JOB = ("--server_num", "2", "--worker_num", "2", "--durability", "log", "--max_r
 
 
 def result(log_dir: Path, name: str, mode: str, kills: tuple[int, ...]) -> str:
-    """What the job prints at its end, if these servers are killed on the way."""
+    """What the job prints at its end, if these servers are killed on the way. The workers wait for each kill."""
+    gates, folder = [30 + 30 * number for number in range(len(kills))], log_dir / "gates"
+    close_gates(folder, *gates)
     arguments = (
         "--mode",
         mode,
@@ -40,11 +43,14 @@ def result(log_dir: Path, name: str, mode: str, kills: tuple[int, ...]) -> str:
         "25",
         "--save_to",
         str(log_dir / "model"),
+        "--gates",
+        str(folder),
     )
     with forked_fleetrun(log_dir, *JOB, SCRIPT, *arguments, PYTHONPATH=ROOT) as job:
         for number, server in enumerate(kills):
             job.wait_for(f"worker 0 has made step {10 + 30 * number}")
             os.kill(job.pid("SERVER", server), signal.SIGKILL)
+            open_gate(folder, gates[number])
         assert job.wait() == 0, job.output
         assert len(lines_naming(job.output, "[fleetrun]", "SIGKILL")) == len(kills)
         found = re.search(rf"{name}: (\S+)", job.output)

@@ -14,6 +14,7 @@ import torch
 from support import processes
 from support.messages import lines_naming
 from support.paths import SCRIPTS
+from support.scripts.gates import close_gates, open_gate
 
 from torchfleet.launch.roles import free_ports
 
@@ -138,15 +139,18 @@ def test_a_lost_machine_gets_its_copies_back_from_its_neighbour(tmp_path: Path, 
         started[started.index("--log_dir") + 1] = str(folder)
         return processes.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
+    close_gates(tmp_path, 8)
     machines = [start(0), start(1)]
     wait_for_line(tmp_path / "machine1", "step 7")
     machines[1].kill()
+    open_gate(tmp_path, 8)
     machines[1].communicate(timeout=30)
     machines[1] = start(1)
     texts = [machine.communicate(timeout=200)[0] for machine in machines]
     found = Ended(max(machine.returncode for machine in machines), "\n".join(texts), finals(tmp_path, 2))
     assert lines_naming(found.text, "going on from step", "copied in memory")
-    assert all(final["made"][0] in (6, 9, 12) for final in found.finals)
+    # The newest whole copy is older if the thread that copies had no time.
+    assert all(final["made"][0] in (3, 6, 9, 12) for final in found.finals)
     assert_same_end(found, undisturbed(3, 2))
 
 

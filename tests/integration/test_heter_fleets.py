@@ -11,6 +11,7 @@ import pytest
 from support.messages import lines_naming
 from support.paths import SCRIPTS
 from support.scripts import heter_job
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import Started, forked_fleetrun, run_dir
 
 import torchfleet as fleet
@@ -18,7 +19,9 @@ import torchfleet as fleet
 pytestmark = pytest.mark.slow
 
 SCRIPT = str(SCRIPTS / "heter_job.py")
-ROOT = str(Path(__file__).parents[2])
+TESTS = Path(__file__).parents[1]
+PATHS = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+GATE = 15  # the step before which workers wait for a kill
 
 
 def job(folder: Path, counts: str, *arguments: str, options: tuple[str, ...] = ()) -> Started:
@@ -26,7 +29,14 @@ def job(folder: Path, counts: str, *arguments: str, options: tuple[str, ...] = (
     named = zip(("--server_num", "--worker_num", "--heter_worker_num"), counts.split(), strict=True)
     flags = [word for pair in named for word in pair]
     result = ("--result", str(folder / "result.npz"))
-    return forked_fleetrun(folder, *flags, *options, SCRIPT, *arguments, *result, PYTHONPATH=ROOT)
+    return forked_fleetrun(folder, *flags, *options, SCRIPT, *arguments, *result, PYTHONPATH=PATHS)
+
+
+def kill_heter_worker(started: Started, folder: Path) -> None:
+    """After a few steps, and before the gate."""
+    started.wait_for("worker 0 has made step 5")
+    os.kill(started.pid("HETER_WORKER", 0), signal.SIGKILL)
+    open_gate(folder, GATE)
 
 
 def result_of(started: Started, folder: Path) -> dict[str, np.ndarray]:
@@ -57,9 +67,9 @@ def test_one_worker_and_a_heter_worker_equal_one_process(tmp_path: Path) -> None
 
 def test_a_killed_heter_worker_of_two_changes_nothing(tmp_path: Path) -> None:
     """Two workers in sync mode; one process trains on both batches."""
-    with job(tmp_path, "1 2 2", "--steps", "30", "--pause", "0.05") as started:
-        started.wait_for("worker 0 has made step 5")
-        os.kill(started.pid("HETER_WORKER", 0), signal.SIGKILL)
+    close_gates(tmp_path, GATE)
+    with job(tmp_path, "1 2 2", "--steps", "30", "--pause", "0.05", "--gates", str(tmp_path)) as started:
+        kill_heter_worker(started, tmp_path)
         found = result_of(started, tmp_path)
         assert lines_naming(started.output, "heter_worker 0", "SIGKILL", "again")
         logs = [(run_dir(tmp_path) / f"workerlog.{i}").read_text() for i in range(2)]
@@ -70,9 +80,10 @@ def test_a_killed_heter_worker_of_two_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_only_heter_worker_is_replaced_and_async_training_goes_on(tmp_path: Path) -> None:
-    with job(tmp_path, "1 2 1", "--steps", "30", "--pause", "0.02", "--mode", "async") as started:
-        started.wait_for("worker 0 has made step 5")
-        os.kill(started.pid("HETER_WORKER", 0), signal.SIGKILL)
+    close_gates(tmp_path, GATE)
+    options = ("--steps", "30", "--pause", "0.02", "--mode", "async", "--gates", str(tmp_path))
+    with job(tmp_path, "1 2 1", *options) as started:
+        kill_heter_worker(started, tmp_path)
         assert result_of(started, tmp_path)["updates"] == 60
         assert lines_naming(started.output, "heter_worker 0", "SIGKILL", "again")
 
@@ -95,6 +106,6 @@ def test_a_heter_worker_that_does_not_serve_ends_the_job(tmp_path: Path) -> None
         "import time, torchfleet as fleet\nfleet.init()\nif not fleet.is_heter_worker():\n    time.sleep(99)\n"
     )
     flags = ("--server_num", "1", "--worker_num", "1", "--heter_worker_num", "1")
-    with forked_fleetrun(tmp_path, *flags, str(script), PYTHONPATH=ROOT) as started:
+    with forked_fleetrun(tmp_path, *flags, str(script), PYTHONPATH=PATHS) as started:
         assert started.wait() == 1
         assert lines_naming(started.output, "heter_worker 0", "exit status 0")

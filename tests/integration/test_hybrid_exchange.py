@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.messages import lines_naming
 from support.paths import SCRIPTS
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import SOON, START, Started, clean_environment, forked_fleetrun, wait_until
 
 from benchmarks.links import Link, LinkError, link
@@ -76,15 +77,20 @@ def assert_every_round_counts_once(folder: Path, num_workers: int) -> int:
 
 @pytest.mark.parametrize("kept", ["log", "replicas"])
 def test_servers_that_are_killed_make_every_round_once(kept: str, tmp_path: Path) -> None:
-    """A server that keeps a log is started again from it; with replicas the backup goes on."""
+    """A server that keeps a log is started again from it; with replicas the backup goes on. The workers wait for
+    each kill."""
     num_servers = 2 if kept == "log" else 1
+    gates = [5 * (server + 1) + 3 for server in range(num_servers)]
+    close_gates(tmp_path / "gates", *gates)
     launch = ("--server_num", str(num_servers), "--worker_num", "2", "--max_restart", "3")
     store = ("--durability", "log", "--log_store", str(tmp_path / "store")) if kept == "log" else ("--replicas", "2")
-    with started(tmp_path, *launch, *store, options=("--steps", "25", "--pause", "0.02")) as job:
+    options = ("--steps", "25", "--pause", "0.02", "--gates", str(tmp_path / "gates"))
+    with started(tmp_path, *launch, *store, options=options) as job:
         for server in range(num_servers):
             wait_until(lambda: len(steps(tmp_path, 0)) > 5 * (server + 1), START, "steps")  # noqa: B023
             os.kill(job.pid("SERVER", server), signal.SIGKILL)
             wait_until(lambda: len(lines_naming(job.output, "SIGKILL")) > server, SOON, "notice")  # noqa: B023
+            open_gate(tmp_path / "gates", gates[server])
         assert job.wait() == 0, job.output
     assert assert_every_round_counts_once(tmp_path, 2) == 25
 

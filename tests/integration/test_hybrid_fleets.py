@@ -24,7 +24,7 @@ SCRIPT = str(SCRIPTS / "hybrid_job.py")
 NUM_WORKERS = 2
 HYBRID = {"hybrid": True}
 THROUGH_SERVERS = {**HYBRID, "exchange": "servers"}
-LEASE = 2.0  # seconds without a sign of life, after which a worker counts as lost
+LEASE = 15.0  # seconds without a sign of life, after which a worker counts as lost
 
 
 ADAM, SGD = Rule("adam", 0.05, 1e-8, 0.9, 0.999), Rule("sgd", 0.05)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.messages import lines_naming
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import START, Started, forked_fleetrun, run_dir, wait_until
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "durable_job.py")
@@ -17,8 +18,8 @@ JOB = ("--server_num", "1", "--worker_num", "2", "--durability", "log", "--repli
 
 
 def start(log_dir: Path, mode: str, *options: str, steps: int = 90) -> Started:
-    pause = ("--pause", "0.01", "--steps", str(steps))
-    return forked_fleetrun(log_dir, *JOB, *options, SCRIPT, "--mode", mode, *pause, PYTHONPATH=ROOT)
+    script = (SCRIPT, "--mode", mode, "--pause", "0.01", "--steps", str(steps), "--gates", str(log_dir / "gates"))
+    return forked_fleetrun(log_dir, *JOB, *options, *script, PYTHONPATH=ROOT)
 
 
 def in_step(log_dir: Path, num: int) -> None:
@@ -37,12 +38,18 @@ def kill(job: Started, *replicas: int) -> None:
 
 
 def result(log_dir: Path, name: str, mode: str, *kills: tuple[int, ...]) -> str:
-    """What the job prints at its end, if these replicas are killed on the way: those of one tuple at once."""
+    """What the job prints at its end, if these replicas are killed on the way: those of one tuple at once.
+
+    The workers wait for each kill: without that they could be through before the next backup is in step.
+    """
+    gates = [20 + 20 * number for number in range(len(kills))]
+    close_gates(log_dir / "gates", *gates)
     with start(log_dir, mode) as job:
         for number, replicas in enumerate(kills):
             in_step(log_dir, 1 + number)
             job.wait_for(f"worker 0 has made step {10 + 20 * number}")
             kill(job, *replicas)
+            open_gate(log_dir / "gates", gates[number])
         assert job.wait() == 0, job.output
         assert len(lines_naming(job.output, "[fleetrun]", "SIGKILL")) == sum(map(len, kills))
         found = re.search(rf"{name}: (\S+)", job.output)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.messages import lines_naming
 from support.paths import SCRIPTS
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import SOON, START, TINY, Forked, Started, forked_fleetrun, in_log, run_dir, wait_until
 
 from torchfleet.launch.roles import free_ports
@@ -26,9 +27,10 @@ JOB = ("--server_num", "1", "--worker_num", "2")
 
 
 @contextlib.contextmanager
-def sync_job(log_dir: Path, *options: str, steps: int = 60) -> Iterator[Started]:
-    arguments = (SCRIPT, "--mode", "sync", "--steps", str(steps), "--pause", "0.02")
-    variables = {"PYTHONPATH": ROOT, "FLEET_WORKER_TIMEOUT": str(TIMEOUT)}
+def sync_job(log_dir: Path, *options: str, steps: int = 60, timeout: float = TIMEOUT) -> Iterator[Started]:
+    gates = log_dir / "gates"  # closed by a test
+    arguments = (SCRIPT, "--mode", "sync", "--steps", str(steps), "--pause", "0.02", "--gates", str(gates))
+    variables = {"PYTHONPATH": ROOT, "FLEET_WORKER_TIMEOUT": str(timeout)}
     with forked_fleetrun(log_dir, *JOB, *options, *arguments, **variables) as job:
         yield job
 
@@ -41,11 +43,14 @@ def digest(job: Started) -> str:
 
 
 def test_wait_a_killed_worker_is_started_again_and_the_job_equals_the_undisturbed_one(tmp_path: Path) -> None:
-    with sync_job(tmp_path / "plain") as job:
+    with sync_job(tmp_path / "plain", timeout=60.0) as job:  # a worker that is lost would end it
         plain = digest(job)
+    gates = tmp_path / "killed" / "gates"
+    close_gates(gates, 20)
     with sync_job(tmp_path / "killed", "--on_worker_loss", "wait", "--max_restart", "1") as job:
         job.wait_for("worker 0 has made step 10")
         os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+        open_gate(gates, 20)
         assert digest(job) == plain
         assert lines_naming(job.output, "worker 1", "-9")
 
@@ -127,10 +132,11 @@ LAST = str(SCRIPTS / "last_barrier.py")
 
 
 @contextlib.contextmanager
-def last_barrier(log_dir: Path, *options: str) -> Iterator[Started]:
+def last_barrier(log_dir: Path, *options: str, workers: int = 2) -> Iterator[Started]:
+    """Once the first `workers` of them have trained."""
     variables = {"PYTHONPATH": ROOT, "FLEET_WORKER_TIMEOUT": str(TIMEOUT)}
     with forked_fleetrun(log_dir, *JOB, "--max_restart", "5", LAST, *options, **variables) as job:
-        for worker in range(2):
+        for worker in range(workers):
             log = run_dir(log_dir) / f"workerlog.{worker}"
             wait_until(in_log(log, f"worker {worker} has trained"), START, f"worker {worker}")
         yield job
@@ -146,7 +152,7 @@ def test_async_a_worker_killed_near_the_last_barrier_is_started_again_and_the_jo
 
 
 def test_async_a_worker_that_waits_in_vain_is_not_started_again(tmp_path: Path) -> None:
-    with last_barrier(tmp_path, "--sync_timeout", "3") as job:
+    with last_barrier(tmp_path, "--sync_timeout", "3", workers=0) as job:  # it soon ends by itself
         assert job.wait() == 1, job.output
         assert lines_naming(job.output, "worker 0", "exit status 1", "the job ends")
         assert not lines_naming(job.output, "worker 0", "again")

@@ -39,7 +39,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("meeting")
     counts = ("--server_num", "1", "--worker_num", str(request.param))
     with forked_fleetrun(folder / "log", *counts, SCRIPT, str(folder)) as job:
-        assert job.wait(100) == 0, job.output
+        assert job.wait() == 0, job.output
     return [pickle.loads((folder / f"worker-{i}").read_bytes()) for i in range(request.param)] + [
         pickle.loads((folder / "server-0").read_bytes())
     ]

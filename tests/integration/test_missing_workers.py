@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.messages import lines_naming, names, naming
@@ -18,7 +19,7 @@ from torchfleet.launch.roles import free_ports
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 5.0  # FLEET_WORKER_TIMEOUT of these jobs
+TIMEOUT = 15.0  # FLEET_WORKER_TIMEOUT of these jobs; far below SOON
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
 
@@ -110,9 +111,11 @@ def test_a_worker_with_a_wrong_port_says_for_whom_it_waits_and_ends(job: Job) ->
     assert lines_naming(worker.output, where, 6, "FLEET_START_TIMEOUT")
 
 
-def test_a_stopped_async_worker_disturbs_nobody_and_goes_on_when_it_is_continued(job: Job) -> None:
+def test_a_stopped_async_worker_disturbs_nobody_and_goes_on_when_it_is_continued(job: Job, tmp_path: Path) -> None:
     server = job.server()
-    first, second = (job.worker(i, "--mode", "async", "--steps", "200", "--pause", "0.01") for i in range(2))
+    end = tmp_path / "end"
+    first = job.worker(0, "--mode", "async", "--steps", "200", "--pause", "0.01")
+    second = job.worker(1, "--mode", "async", *ENDLESS, "--until", str(end))
     wait_for_training(first, second)
     os.kill(second.process.pid, signal.SIGSTOP)
     try:
@@ -121,5 +124,6 @@ def test_a_stopped_async_worker_disturbs_nobody_and_goes_on_when_it_is_continued
         assert server.process.poll() is None
     finally:
         os.kill(second.process.pid, signal.SIGCONT)
+    end.touch()
     assert second.wait(START) == 0
     assert server.wait(SOON) == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,8 +38,20 @@ class Job:
         wait_until(lambda: self._num_steps() >= before + num, START, "steps")
 
     def wait_for_backup(self, num: int) -> None:
-        """Until a backup was named so often."""
+        """Until a backup was named so often, and there is one now: a busy one may have been given up in between."""
         wait_until(lambda: self._said(" is the backup now") >= num, START, "backup that is in step")
+        self.primary()
+
+    def primary(self) -> int:
+        """The replica that is primary now, as soon as the other one is its backup."""
+        found: list[int] = []
+
+        def is_found() -> bool:
+            found[:] = [replica for replica in range(2) if self._is_primary_with_backup(replica)]
+            return bool(found)
+
+        wait_until(is_found, START, "primary with a backup")
+        return found[0]
 
     def pid(self, replica: int) -> int:
         for process in self.started.running():
@@ -59,6 +73,18 @@ class Job:
         assert found
         return float(found[1]), text
 
+    def _is_primary_with_backup(self, replica: int) -> bool:
+        own, other = self._status(replica), self._status(1 - replica)
+        is_primary = own.get("has_backup") and not own["backup"] and not own["deposed"]
+        if is_primary and other.get("backup") and other["in_step"] and other["term"] == own["term"]:
+            with contextlib.suppress(AssertionError):  # the status of one that was killed is still there
+                return [own["pid"], other["pid"]] == [self.pid(replica), self.pid(1 - replica)]
+        return False
+
+    def _status(self, replica: int) -> dict[str, Any]:
+        path = run_dir(self._log_dir) / f".status.server.0{'.replica1' if replica else ''}"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
     def _num_steps(self) -> int:
         log = run_dir(self._log_dir) / "workerlog.0"
         found = re.findall(r"^step (\d+)$", log.read_text(), re.M) if log.exists() else []
@@ -76,13 +102,14 @@ def test_a_killed_primary_is_replaced_and_nothing_is_lost_or_doubled(tmp_path: P
         job.wait_for_backup(1)
         job.wait_for_steps(20)
         for kill in range(2):  # the second time it is the one that took over
-            os.kill(job.pid(kill), signal.SIGKILL)
+            os.kill(job.pid(job.primary()), signal.SIGKILL)
             job.wait_for_steps(20)
             job.wait_for_backup(2 + kill)
             job.wait_for_steps(20)
         longest, text = job.finish()
         assert " 0 numbers are wrong" in text
-        assert longest < 5, "a step waits for the backup to take over"
+        # This is no measurement: without a take-over the step would fail after rpc_timeout, which is 30 seconds.
+        assert longest < 20, "a step waits for the backup to take over"
 
 
 @pytest.mark.slow
@@ -91,13 +118,14 @@ def test_a_stopped_primary_wakes_up_and_acknowledges_nothing(tmp_path: Path) -> 
     with job.started:
         job.wait_for_backup(1)
         job.wait_for_steps(20)
-        stopped = job.pid(0)
+        first = job.primary()
+        stopped = job.pid(first)
         os.kill(stopped, signal.SIGSTOP)
         job.wait_for_steps(40)  # of the backup, which has taken over
         os.kill(stopped, signal.SIGCONT)
-        wait_until(in_log(job.log(0), "another replica has taken over"), START, "end of the old primary")
+        wait_until(in_log(job.log(first), "another replica has taken over"), START, "end of the old primary")
         job.wait_for_backup(2)
-        os.kill(job.pid(1), signal.SIGKILL)
+        os.kill(job.pid(job.primary()), signal.SIGKILL)
         job.wait_for_steps(20)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
@@ -109,7 +137,7 @@ def test_training_goes_on_without_a_backup_and_a_new_one_is_filled(tmp_path: Pat
     with job.started:
         job.wait_for_backup(1)
         job.wait_for_steps(20)
-        os.kill(job.pid(1), signal.SIGKILL)
+        os.kill(job.pid(1 - job.primary()), signal.SIGKILL)
         job.wait_for_steps(20)
         job.wait_for_backup(2)
         _, text = job.finish()
@@ -122,7 +150,7 @@ def test_seconds_without_a_backup_are_shown_and_counted(tmp_path: Path) -> None:
     with job.started:
         job.wait_for_backup(1)
         job.wait_for_steps(20)
-        stopped = job.pid(1)
+        stopped = job.pid(1 - job.primary())
         # A slow machine may see workers join before the first backup is in step: that is shown and counted, too.
         shown, counted = "server 0 without a backup for", {"(1 time)", "(2 times)"}
         before = job.started.output.count(shown)
@@ -144,7 +172,7 @@ def test_etcd_decides_in_the_place_of_fleetrun(tmp_path: Path) -> None:
         with job.started:
             job.wait_for_backup(1)
             job.wait_for_steps(20)
-            os.kill(job.pid(0), signal.SIGKILL)
+            os.kill(job.pid(job.primary()), signal.SIGKILL)
             job.wait_for_steps(20)
             job.wait_for_backup(2)
             _, text = job.finish()

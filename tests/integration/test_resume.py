@@ -166,7 +166,7 @@ def test_an_interruption_changes_nothing(rule: str, folder: str) -> None:
 def test_two_jobs_of_real_processes_equal_one(tmp_path: Path) -> None:
     def fleetrun(servers: int, *options: str) -> str:
         launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path / "log"), "--server_num", str(servers)]
-        jobs.command([*launcher, "--worker_num", "2", SCRIPT, *options], 90)
+        jobs.command([*launcher, "--worker_num", "2", SCRIPT, *options], 200)
         return "\n".join(path.read_text() for path in (tmp_path / "log").rglob("*") if path.is_file())
 
     half, full = str(tmp_path / "half"), str(tmp_path / "full")

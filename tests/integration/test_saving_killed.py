@@ -144,7 +144,7 @@ def test_a_first_save_that_is_killed_leaves_no_model_and_the_next_one_is_whole(p
 
 def test_killed_processes_leave_the_last_complete_model(tmp_path: Path) -> None:
     script = str(SCRIPTS / "killed_saves.py")
-    output = jobs.command([script, str(tmp_path / "model"), str(NUM_KILLS), "1"], 60)
+    output = jobs.command([script, str(tmp_path / "model"), str(NUM_KILLS), "1"], 200)
     *rounds, end = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(rounds) == NUM_KILLS
     for found in rounds:

@@ -11,6 +11,7 @@ import hashlib
 import time
 
 import torch
+from gates import gate
 
 import torchfleet as fleet
 
@@ -48,6 +49,7 @@ def main() -> None:
         ids = torch.randperm(NUM_IDS, generator=dice)[:BATCH]
         if step < fleet.first_step():  # this worker was started again: its batch has been trained
             continue
+        gate(options.gates, step)
         loss = model.rows(ids).sum() if is_counting else (model(ids) - ids % 2).square().mean()
         loss.backward()
         optimizer.step()
@@ -75,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
     parser.add_argument("--save", type=int, default=0, help="steps between two saves of worker 0")
     parser.add_argument("--save_to", default="")
+    parser.add_argument("--gates", default="", help="the folder of files that hold the workers: see gates.py")
     return parser.parse_args()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gates import gate
 from torch.nn import functional as F
 
 import torchfleet as fleet
@@ -85,6 +86,7 @@ def train() -> None:
     for step in fleet.elastic.steps(options.steps, str(folder), options.copy_steps, {"scheduler": scheduler}):
         made.append(step)
         print(f"step {step}", flush=True)
+        gate(str(options.folder), step)
         x = torch.randn(24, 6, generator=torch.Generator().manual_seed(step)) + random.random() * np.random.rand()
         x = x.to(next(model.parameters()).device)
         y = x[:, :3].argmax(1)

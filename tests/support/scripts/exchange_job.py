@@ -10,6 +10,7 @@ import json
 import time
 
 import torch
+from gates import gate
 
 import torchfleet as fleet
 from torchfleet.api import current_job
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last worker computes longer")
     parser.add_argument("--gradient", type=float, default=1.0)
     parser.add_argument("--by_worker", action="store_true", help="the gradient of worker i is i + 1 times as large")
+    parser.add_argument("--gates", default="", help="the folder of files that hold the workers: see gates.py")
     options = parser.parse_args()
     torch.manual_seed(0)
     fleet.init()
@@ -57,7 +59,8 @@ def main() -> None:
     fleet.init_worker()
     ids = torch.arange(8).view(4, 2)
     before = time.monotonic()
-    for _ in fleet.prefetch([ids] * options.steps):
+    for step, _ in enumerate(fleet.prefetch([ids] * options.steps)):
+        gate(options.gates, step)
         loss = model(ids[:, 0]).mean()
         if fleet.worker_index() == fleet.worker_num() - 1:
             time.sleep(options.slow)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.scripts.gates import gate
 
 import torchfleet as fleet
 
@@ -59,6 +60,7 @@ def train(options: argparse.Namespace) -> dict[str, np.ndarray]:
     fleet.init_worker()
     workers = range(options.combined) if options.combined else [fleet.worker_index()]
     for step in range(options.steps):
+        gate(options.gates, step)
         loss = torch.stack([loss_of(model, batch(worker, step)) for worker in workers]).mean()
         loss.backward()
         optimizer.step()
@@ -90,6 +92,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--combined", type=int, default=0, help="in one process: the batches of this number of workers")
     parser.add_argument("--unguarded", action="store_true", help="no block for heter workers")
     parser.add_argument("--result", help="worker 0 writes its numbers there")
+    parser.add_argument("--gates", default="", help="the folder of files that hold the workers: see gates.py")
     return parser.parse_args(arguments)
 
 

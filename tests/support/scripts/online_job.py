@@ -67,7 +67,7 @@ class Trainer:
         self._options = options
         torch.manual_seed(0)
         self.model = fleet.distributed_model(Model())
-        settings = {"a_sync": options.mode == "async", "sync_timeout": 60.0, "rpc_timeout": 10.0, "rpc_retry_times": 1}
+        settings = {"a_sync": options.mode == "async", "sync_timeout": 60.0}
         adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.optimizer = fleet.distributed_optimizer(adam, fleet.DistributedStrategy(**settings))
 

@@ -52,6 +52,8 @@ def main() -> None:
                 loss = model(batch).square().mean()
                 seen.write("".join(f"{epoch} {number}\n" for number in batch["id"].reshape(-1).tolist()))
                 seen.flush()
+                if options.hold:
+                    hold(options, index, num_seen(seen.name))
                 time.sleep(pause)
                 return loss
 
@@ -67,6 +69,26 @@ def main() -> None:
     fleet.stop_worker()
 
 
+def num_seen(path: str) -> int:
+    return len(Path(path).read_text().splitlines())
+
+
+def hold(options: argparse.Namespace, index: int, num: int) -> None:
+    """A worker stays in the step that brings it to so many samples, until it is told to go on. The others begin, and
+    wait for it."""
+    (worker, needed), held, go_on = options.hold, Path(options.out) / "held", Path(options.out) / "go_on"
+    if index == worker and num >= needed:
+        held.touch()
+        wait_for(go_on)
+    elif index != worker and num >= 4:
+        wait_for(held)
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -78,6 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lease", type=float, default=2.0)
     parser.add_argument("--pauses", type=float, nargs="+", default=[0.0], help="seconds per batch, by worker")
+    parser.add_argument("--hold", type=int, nargs=2, metavar=("WORKER", "NUM"), help="see hold()")
     parser.add_argument("--files", nargs="*", default=[])
     return parser.parse_args()
 
