@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -511,6 +512,25 @@ class TestYaml:
         loaded = DistributedStrategy.load_from_yaml(path)
         assert loaded == strategy
         assert repr(loaded) == repr(strategy)
+
+    def test_a_file_is_replaced_at_once_as_other_ranks_may_be_reading_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "strategy.yaml"
+        DistributedStrategy(rpc_retry_times=4).save_to_yaml(path)
+        before = path.read_bytes()
+        with path.open("rb") as opened_before:
+            DistributedStrategy(rpc_retry_times=5).save_to_yaml(path)
+            assert opened_before.read() == before
+        assert DistributedStrategy.load_from_yaml(path).rpc_retry_times == 5
+        assert [file.name for file in tmp_path.iterdir()] == ["strategy.yaml"], "nothing unfinished is left"
+
+    def test_a_pipe_is_written_to(self) -> None:
+        read, write = os.pipe()
+        try:
+            DistributedStrategy(rpc_retry_times=4).save_to_yaml(f"/dev/fd/{write}")
+            assert b"rpc_retry_times: 4" in os.read(read, 1000)
+        finally:
+            os.close(read)
+            os.close(write)
 
     def test_only_what_differs_from_the_defaults_is_saved(self, tmp_path: Path) -> None:
         DistributedStrategy(rpc_retry_times=4).save_to_yaml(tmp_path / "strategy.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,6 +50,20 @@ def _from_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
     return {str(name): value for name, value in fields.items()}
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file that others may read or write now: they see all of the old one or all of a new one."""
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        path.write_bytes(data)
+        return
+    target = path.resolve()  # a link stays
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class Loader:
@@ -217,8 +232,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                 )
 
     def save_to_yaml(self, path: str | Path) -> None:
-        """Write the settings that differ from the defaults."""
-        Path(path).write_bytes(msgspec.yaml.encode(self.differences()))
+        """Write the settings that differ from the defaults. All ranks of a job may write the same file and read it."""
+        _replace(Path(path), msgspec.yaml.encode(self.differences()))
 
     # On the class: returns a new strategy. On a strategy: sets the fields of the file on it.
     load_from_yaml = Loader(_from_yaml)  # a `.prototxt` is read as Paddle's
