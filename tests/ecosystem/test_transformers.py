@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 SCRIPT = ROOT / "tests" / "support" / "scripts" / "transformers_job.py"
-PATIENCE = 110.0  # seconds of a fleet whose processes all import transformers
+PATIENCE = 200.0  # seconds of a fleet whose processes all import transformers
 
 
 @pytest.fixture(scope="module")

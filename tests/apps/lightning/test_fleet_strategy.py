@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 SCRIPT = ROOT / "tests" / "support" / "scripts" / "lightning_strategy_job.py"
-PATIENCE = 110.0  # seconds of a fleet whose processes all import Lightning
+PATIENCE = 200.0  # seconds of a fleet whose processes all import Lightning
 
 
 @pytest.fixture(scope="module")
