@@ -22,6 +22,7 @@ from torchfleet.api import current_job
 from torchfleet.base.monitor import status
 from torchfleet.base.tracing import profile_folder
 from torchfleet.launch.roles import free_ports
+from torchfleet.ps.net import transport
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state import counters
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -78,6 +79,7 @@ def test_a_watched_step_calls_few_functions_more(tmp_path: Path, monkeypatch: py
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(status, "_PERIOD", _FOREVER)
     monkeypatch.setattr(profile_folder, "LOOK", _FOREVER)
+    monkeypatch.setattr(transport, "TICK", _FOREVER)  # a slow machine has a tick in most steps
     before = calls_of_training(monkeypatch)
     monkeypatch.setenv("FLEET_STATUS_FILE", str(tmp_path / "status"))
     monkeypatch.setenv("FLEET_METRICS_PORT", str(free_ports(1)[0]))
