@@ -49,9 +49,7 @@ def _serve(start: WorkerStart) -> None:
     torch.set_num_threads(settings.threads)
     uvicorn = required("uvicorn", "fleet serve", "serve")
     check_installed("httptools", "fleet serve", "serve")
-    from torchfleet.apps.serve.endpoints.direct_http import (
-        DirectProtocol,  # imports uvicorn, which may not be installed
-    )
+    from torchfleet.apps.serve.endpoints.direct_http import DirectProtocol  # imports uvicorn, an extra
 
     DirectProtocol.request_seconds = settings.timeout_s
     model = ServedModel(settings)
