@@ -17,6 +17,7 @@ import psutil
 import pytest
 from support import processes
 from support.extras import needs
+from support.grids import first_of
 from support.messages import naming
 from support.paths import ROOT
 from support.ranks import Ranks
@@ -82,7 +83,7 @@ class TestLinks:
             assert len({*one.namespaces, *other.namespaces}) == 4
             assert len({*one.devices, *other.devices}) == 4
 
-    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("how", first_of([signal.SIGINT, signal.SIGTERM]))
     def test_nothing_is_left_when_the_benchmark_is_interrupted(self, how: signal.Signals) -> None:
         command = [
             sys.executable,

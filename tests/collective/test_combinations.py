@@ -108,7 +108,7 @@ FP16 = {"amp": True, "amp_configs": {"init_loss_scaling": 128.0}}
 RECOMPUTE = {"recompute": True, "recompute_configs": {"checkpoints": ["0", "1", "2"]}}
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("amp", [AMP, FP16], ids=["bfloat16", "float16"])
 def test_amp_recompute_sharding_equals_amp(trained: Trained, stage: int, amp: dict[str, Any]) -> None:
     """1e-5: the same half precision products, but gradients are summed in another order and Adam divides by √v."""

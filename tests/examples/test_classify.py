@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.grids import first_of
 from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.ranks import Ranks
@@ -49,7 +50,7 @@ def run(ranks: Ranks, *arguments: object, size: int) -> str:
     return str(first["output"])
 
 
-@pytest.mark.parametrize("loss_type", ["arcface", "softmax"])
+@pytest.mark.parametrize("loss_type", first_of(["arcface", "softmax"]))
 def test_ranks_learn_to_tell_classes(ranks: Ranks, loss_type: str) -> None:
     output = run(ranks, "--loss_type", loss_type, size=2)
     assert accuracy(output) > 0.9, output  # one of sixty by chance

@@ -18,6 +18,7 @@ import torch
 from support import jobs
 from support.cases import each_of
 from support.extras import needing
+from support.grids import first_of
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
@@ -190,7 +191,7 @@ def test_new_parts_replace_all_old_ones(tmp_path: Path) -> None:
 # train.py in one process
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", first_of([1, 2]))
 def test_an_epoch_in_one_process_learns(data: Path, printed: str, threads: int) -> None:
     text = printed if threads == 1 else run("train.py", "--data", data, *QUICK, "--threads", threads)
     assert 0.63 < test_aucs(text)[0] < 0.95

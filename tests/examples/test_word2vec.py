@@ -311,6 +311,7 @@ def test_compressed_texts_and_lines_without_end_are_trained_on(tmp_path: Path) -
 # By autograd
 
 
+@pytest.mark.long
 def test_the_torch_engine_learns_in_one_process(texts: Path, work: Path) -> None:
     text = run("train.py", "--text", texts / "little", "--work", work, *BY_TORCH)
     assert last_loss(text) < 0.9 * UNTRAINED
@@ -332,6 +333,7 @@ def test_workers_in_step_make_as_many_steps_and_train_what_one_process_trains(
     np.testing.assert_allclose(sync, alone, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_last_batch_of_one_pair_is_one_worker_s_and_the_other_goes_along(texts: Path, tmp_path: Path) -> None:
     """8,001 pairs or another odd number, cut so that one is left."""
     text, work = tmp_path / "text", tmp_path / "work"

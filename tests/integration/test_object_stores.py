@@ -17,6 +17,7 @@ import torch
 from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
 from support.extras import Late, imported
+from support.grids import first_of
 from support.messages import naming
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
@@ -119,7 +120,7 @@ def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) ->
 REQUESTS = {"put_object .*/save-": 1, "put_object .*/manifest-": 1, "delete": 1, "put_object .*/manifest.json": 1}
 
 
-@pytest.mark.parametrize("kind", ["full", "delta"])
+@pytest.mark.parametrize("kind", first_of(["delta", "full"]))
 def test_a_save_cut_at_a_request_that_changes_something_leaves_a_whole_model(
     part: jobs.Part, folder: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +216,7 @@ def rows_of(model: str, out: str) -> dict[int, list[float]]:
     return dict(zip(table["key"].to_pylist(), table["values"].to_pylist(), strict=True))
 
 
-@pytest.mark.parametrize("form", ["parquet", "text"])
+@pytest.mark.parametrize("form", first_of(["parquet", "text"]))
 def test_a_table_is_exported_there_and_a_failed_export_leaves_the_old_one(
     part: jobs.Part, folder: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def test_the_reader_can_be_looked_at_from_the_command_line(folder: Path) -> None
     assert (fields[0], fields[14], fields[-2]) == ("13", "1", "1")
 
 
-@pytest.mark.parametrize(("mode", "thread"), [("sync", 1), ("async", 3)])
+@pytest.mark.parametrize(("mode", "thread"), [("async", 3), pytest.param("sync", 1, marks=pytest.mark.long)])
 def test_script_2_runs_as_one_process(folder: Path, mode: str, thread: int) -> None:
     arguments = [str(SCRIPTS / "from_files.py"), str(folder), "--mode", mode, "--thread", str(thread)]
     with Forked([sys.executable, *arguments], PATH=PATH) as job:

@@ -7,14 +7,15 @@ import pytest
 from support.faults.history import Op, Violation
 from support.faults.order_checks import check_registers, check_tokens
 from support.faults.planted import BUGS, planted
-from support.faults.schedules import FLEETS, SCRIPTS, WEIGHTS, Plan, run
+from support.faults.schedules import FLEETS, SCRIPTS, Plan, run
 from support.faults.search import hunt
+from support.grids import first_of
 
 pytestmark = pytest.mark.xdist_group("faults")  # kernels are compiled once
 
 
 CASES = [
-    pytest.param(script, fleet, marks=[pytest.mark.long] if fleet == "both" and script in WEIGHTS else [])
+    pytest.param(script, fleet, marks=[pytest.mark.long] if fleet == "both" and script != "tokens" else [])
     for script in sorted(SCRIPTS)
     for fleet in sorted(FLEETS)
 ]
@@ -25,7 +26,7 @@ def test_nothing_that_was_acknowledged_is_lost_or_made_twice(script: str, fleet:
     run(Plan.of(0, script, fleet))
 
 
-@pytest.mark.parametrize("fleet", sorted(FLEETS))
+@pytest.mark.parametrize("fleet", first_of(sorted(FLEETS)))
 def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
     first, again, other = (run(Plan.of(seed, "tokens", fleet)).digest for seed in (5, 5, 6))
     assert first == again
@@ -35,10 +36,10 @@ def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
 FOUND = [
     "sessions: outcomes are not kept",
     "log: replies leave before their entries are safe",
-    "wait: the others go on without a lost worker",
-    "primary: its log does not say which term it is of",
 ]
 FOUND_TOO = [
+    "wait: the others go on without a lost worker",
+    "primary: its log does not say which term it is of",
     "sync: gradients are summed in the order in which they came",
     "primary: replies do not wait for the backup",
     "coordinator: swaps without comparing",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import jobs
 from support.extras import needing
+from support.grids import first_of
 from support.messages import naming
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
@@ -101,7 +102,7 @@ def test_one_argument_trains_to_the_result_of_lightning_and_goes_on_from_its_che
     fleet.stop_worker()
 
 
-@pytest.mark.parametrize("mode", ["async", "hybrid"])
+@pytest.mark.parametrize("mode", first_of(["hybrid", "async"]))
 def test_other_modes_learn_what_lightning_learns(job: Any, tmp_path: Path, mode: str) -> None:
     _, one = plain(job, tmp_path, enable_checkpointing=False)
     _, other = fitted(job, tmp_path, f"fleet_{mode}", enable_checkpointing=False)

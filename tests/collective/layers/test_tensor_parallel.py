@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.grids import first_of
 from support.ranks import Ranks
 from torch import nn
 
@@ -144,7 +145,7 @@ def test_every_rank_has_its_shards_alone(ranks: Ranks) -> None:
     assert sum(found["own"] for found in results) == whole * 2 - cut
 
 
-@pytest.mark.parametrize("extra", ["data", "merged", "clipped", "sharded"])
+@pytest.mark.parametrize("extra", first_of(["sharded", "data", "merged", "clipped"]))
 def test_parallel_layers_compose(ranks: Ranks, extra: str) -> None:
     """2 × 2 ranks: gradients averaged over two batches, gathered over two steps, clipped by the norm of all shards."""
     settings: dict[str, Any] = configs(2)

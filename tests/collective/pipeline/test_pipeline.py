@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import each_of
+from support.grids import first_of
 from support.messages import naming
 from support.ranks import Ranks, export_once
 from torch import nn
@@ -220,7 +221,7 @@ def test_amp_equals_autocast(ranks: Ranks, dtype: str, tolerance: float) -> None
     same(found, alone("chain", precision=dtype), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("extra", ["data", "merged", "sharded"])
+@pytest.mark.parametrize("extra", first_of(["sharded", "data", "merged"]))
 def test_pipelines_side_by_side(ranks: Ranks, extra: str) -> None:
     """2 × 2: two pipelines of two stages, on different batches; gathered over two batches; optimizer's state cut."""
     settings = pipeline() | {"hybrid_configs": {"pp_degree": 2}}

@@ -142,7 +142,9 @@ def configs(mode: str, vpp_degree: int = 2) -> dict[str, Any]:
 MODES = [("Interleaved1F1B", 2), ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)]
 
 
-@pytest.mark.parametrize(("mode", "vpp_degree"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "vpp_degree"), [MODES[0], MODES[3], *(pytest.param(*mode, marks=pytest.mark.long) for mode in MODES[1:3])]
+)
 def test_stages_of_a_rank_equal_one_process(ranks: Ranks, mode: str, vpp_degree: int) -> None:
     """The last stage of the V is on the first rank, and there words and head are one parameter."""
     num = 2 * vpp_degree

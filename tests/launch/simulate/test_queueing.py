@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support.grids import first_of
 from support.messages import naming
 
 from torchfleet.base.errors import RoleError
@@ -16,7 +17,7 @@ from torchfleet.launch.simulate.queueing import Queues, Round, StepModel, predic
 FREE = Link(1e18, 1e-12)  # costs nothing
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
+@pytest.mark.parametrize("load", first_of([0.7, 0.3]))
 def test_waits_at_a_server_are_those_of_an_md1_queue(load: float) -> None:
     """Poisson arrivals, a fixed time of service s: the mean wait before it is s · load / (2 (1 - load))."""
     num = 30_000
