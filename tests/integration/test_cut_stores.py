@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support import jobs
@@ -14,12 +16,15 @@ from support.messages import naming
 from support.one_number import Model, held, set_all
 
 import torchfleet as fleet
-from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.errors import CheckpointError, FleetError, ServerBusy
 from torchfleet.base.storage import Storage
 from torchfleet.observe.commands import command
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.manifest_file import FILE
+from torchfleet.ps.server import long_work
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.worker.client import connection
 
 FOLDER = "cut://store/model"
 
@@ -84,6 +89,34 @@ def test_a_save_cut_at_any_operation_leaves_the_old_model_or_the_new_one(part: j
     saved(part, "full")
     assert held(part, FOLDER) == 1000
     assert len(names()) == 4  # manifest, the numbered one, donefile, one save
+
+
+def test_a_server_that_was_too_busy_for_a_cut_save_does_not_begin_it_after_the_next(
+    part: jobs.Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BUSY_PAUSE", 0.01)
+    set_all(part, 1)
+    saved(part, "full")
+    point = next(i for i, operation in enumerate(saved(part, "delta"), 1) if ".0-" in operation)  # a file of server 0
+    check, asked = long_work.check_queue, []
+
+    def refuse_second(state: State, *request: Any) -> None:
+        if id(state) not in asked:
+            asked.append(id(state))
+            if len(asked) == 2:
+                raise ServerBusy("too many requests over whole tables")
+        check(state, *request)
+
+    set_all(part, 2)
+    monkeypatch.setattr(long_work, "check_queue", refuse_second)
+    assert not cut_at(part, "delta", point)
+    assert len(asked) == 2
+    saved(part, "delta")
+    time.sleep(5 * connection.BUSY_PAUSE)
+    part.worker.client.ping()
+    set_all(part, 3)
+    saved(part, "delta")
+    assert held(part, FOLDER) == 3
 
 
 def test_cuts_one_after_the_other_while_manifests_are_written_lose_nothing(part: jobs.Part) -> None:

@@ -174,6 +174,10 @@ class Connection:
         assert call.reply is not None
         return call.reply
 
+    def give_up(self, call: Call) -> None:
+        """Do not send the call again. The server may have it already, or receive it before any later call."""
+        self._calls.pop(call.number, None)
+
     def _work_until_done(self, call: Call) -> None:
         ping: Call | None = None
         while call.reply is None and call.error is None:

@@ -106,6 +106,11 @@ class Future(Generic[Result]):
             replies.append(connection.wait(call))
         return self._finish(replies)
 
+    def give_up(self) -> None:
+        """Send none of the requests again that are not answered yet."""
+        for connection, call in self._waits:
+            connection.give_up(call)
+
     @classmethod
     def joined(cls, futures: Sequence[Future[Other]], join: Callable[[list[Other]], Result]) -> Future[Result]:
         """Several futures as one; `join` combines their results."""

@@ -244,13 +244,20 @@ class Requests:
         self.close()
 
     def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[Sequence[Array]]:
-        """Run a long command on all servers. A retry of the request is recognized by its token."""
+        """Run a long command on all servers. A retry of the request is recognized by its token. If one server fails,
+        the others do not receive the request after a later one: a save that began after a newer one would end the chain
+        of deltas, and a clock that was set late would go back.
+        """
         packed = pack({**body, "token": token or secrets.randbits(63)})
         arrays = [[packed]] * self.num_servers
         asked: Future[list[Sequence[Array]]] = self._ask(
             command, arrays, timeout=timeout, finish=lambda replies: replies
         )
-        return asked.result()
+        try:
+            return asked.result()
+        except BaseException:
+            asked.give_up()
+            raise
 
     def _ask(
         self,
