@@ -36,6 +36,14 @@ def test_a_log_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (before(log).read_bytes(), log.read_bytes()) == (b"one\n", b"two\n")
 
 
+def test_a_process_that_is_started_again_begins_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "workerlog.0"
+    for text in (b"one\n", b"killed in the midd", b"three\n"):
+        with contextlib.closing(LogFile(log, True, 1000, print)) as file:
+            file.write(text)
+    assert log.read_bytes() == b"one\nkilled in the midd\nthree\n"
+
+
 def test_a_disk_that_takes_no_more_is_told_once_and_stops_nobody(tmp_path: Path) -> None:
     log, told = tmp_path / "workerlog.0", []
     log.symlink_to("/dev/full")

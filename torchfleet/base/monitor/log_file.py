@@ -45,6 +45,8 @@ class LogFile:
             if not append:
                 path.write_bytes(b"")
             self._open()
+            if self._size and last_bytes(path, 1) != b"\n":
+                self.write(b"\n")  # the process before was killed in the middle of a line
         except OSError as error:
             self._tell(str(error))
 
