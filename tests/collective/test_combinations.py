@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import first_of
 from support.ranks import Ranks
 from torch.nn import functional as F
 
@@ -147,7 +148,7 @@ def test_dgc_momentum_small_parameters_travel_whole(trained: Trained) -> None:
     assert_close(trained(2, dgc=True), trained(2), 1e-6)
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "F-then-B"])
+@pytest.mark.parametrize("mode", first_of(["1F1B", "F-then-B"]))
 @pytest.mark.parametrize("amp", [{}, AMP, FP16], ids=["float32", "bfloat16", "float16"])
 def test_pipeline_recompute_amp_equals_one_rank(trained: Trained, mode: str, amp: dict[str, Any]) -> None:
     expected = trained(1, **amp)

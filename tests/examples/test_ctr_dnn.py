@@ -223,6 +223,7 @@ def fleet_steps(folder: Path) -> int:
     return dense.step
 
 
+@pytest.mark.long
 def test_all_readers_give_the_same(few: Path) -> None:
     found = {
         reader: test_aucs(run("train.py", "--data", few, *QUICK, "--no-log_scale", "--reader", reader))

@@ -58,6 +58,7 @@ def test_two_workers_in_sync_mode_train_a_pairwise_loss_over_shared_words_as_tor
     assert_trained_as_by_torch(lambda: Matching(8, num_words=30), loss_of, columns, 2.0, 32, ["words"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_servers_and_two_workers_find_titles_as_well_as_plain_torch(tmp_path: Path) -> None:
     flags = ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]

@@ -116,6 +116,7 @@ def test_six_hours_are_learned_from(six_hours: tuple[Path, str]) -> None:
     assert [rows for _, _, rows in found] == sorted(rows for _, _, rows in found)
 
 
+@pytest.mark.long
 def test_a_second_run_goes_on_exactly(here: Path, six_hours: tuple[Path, str]) -> None:
     first = run("train.py", "--hours", 2, *SMALL)
     second = run("train.py", "--hours", 6, *SMALL)
@@ -126,6 +127,7 @@ def test_a_second_run_goes_on_exactly(here: Path, six_hours: tuple[Path, str]) -
     assert passes(run("train.py", "--hours", 6, *SMALL)) == []
 
 
+@pytest.mark.long
 def test_rows_come_late_and_go(here: Path, six_hours: tuple[Path, str]) -> None:
     policies = ("--count", 2, "--unseen_days", 0.05, "--shrink_hours", 1, "--threshold", -100)
     found = passes(run("train.py", "--hours", 6, *SMALL, *policies))

@@ -43,6 +43,7 @@ def samples(path: str, command: object) -> list[tuple[int, int, tuple[int, ...]]
     return found
 
 
+@pytest.mark.long
 def test_a_pipe_and_the_process_read_the_same(corpus: tuple[str, str]) -> None:
     path, dictionary = corpus
     in_process = samples(path, SkipGramReader(COUNTS))

@@ -120,6 +120,7 @@ def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) ->
 REQUESTS = {"put_object .*/save-": 1, "put_object .*/manifest-": 1, "delete": 1, "put_object .*/manifest.json": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first_of(["delta", "full"]))
 def test_a_save_cut_at_a_request_that_changes_something_leaves_a_whole_model(
     part: jobs.Part, folder: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -177,7 +177,7 @@ def pipeline(**configs: Any) -> dict[str, Any]:
     return {"pipeline_configs": {"accumulate_steps": 4, **configs}}
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "F-then-B"])
+@pytest.mark.parametrize("mode", first_of(["1F1B", "F-then-B"]))
 @pytest.mark.parametrize("kind", ["chain", "norms", "guarded"])
 def test_pipeline_equals_sequential(ranks: Ranks, kind: str, mode: str) -> None:
     found = ranks.run(train, 2, kind=kind, settings=pipeline(schedule_mode=mode))

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 from support.fleets import WAIT
+from support.grids import first_of
 from support.messages import names, naming
 
 from torchfleet.base.errors import FleetError
@@ -45,7 +46,7 @@ def server(*words: object):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("ZeroMQ is faster",)])
+@pytest.mark.parametrize("words", first_of([(), ("ZeroMQ is faster",)]))
 def test_a_full_server_says_so_and_serves_those_who_are_in(words: tuple[str, ...]) -> None:
     """The second time, ZeroMQ always takes the descriptors that the server frees in order to turn newcomers away."""
     with server(100, 100, *words) as (process, endpoint), contextlib.ExitStack() as stack:
