@@ -421,14 +421,13 @@ def changed(spec: TableSpec, **fields: Any) -> TableSpec:
     return msgspec.structs.replace(spec, **fields)
 
 
-def refuses(tables: Tables, folder: str, match: str = "") -> None:
+def refuses(tables: Tables, folder: str, *values: str) -> None:
     """It says what to do, and neither the model there nor the tables have changed."""
     before = held(tables)
     there = held(Tables(tables.specs, 1, folder)) if Path(folder, "manifest.json").exists() else None
     manifest = Path(folder, "manifest.json").read_bytes() if there is not None else None
-    with pytest.raises(CheckpointError, match=match) as refused:
+    with pytest.raises(CheckpointError, match=naming("mode=0", *values)):
         tables.save(folder, "delta")
-    assert "mode=0" in str(refused.value)
     assert held(tables) == before
     if there is not None:
         assert Path(folder, "manifest.json").read_bytes() == manifest
@@ -438,10 +437,10 @@ def refuses(tables: Tables, folder: str, match: str = "") -> None:
 def test_a_delta_needs_a_full_save_in_its_folder(folder: str) -> None:
     traffic, tables = Traffic(2), begin(ALL, 2)
     traffic.run(tables.client, 8)
-    refuses(tables, folder, naming(folder))
+    refuses(tables, folder, folder)
     tables.save(folder)
     traffic.run(tables.client, 3)
-    refuses(tables, folder + "-other", naming(f"{folder}-other"))
+    refuses(tables, folder + "-other", f"{folder}-other")
     tables.save(folder, "delta")  # the refusal has taken nothing from it
     assert_loads(folder, tables)
 
@@ -501,7 +500,7 @@ def test_a_save_for_prediction_is_no_base_and_breaks_no_chain_elsewhere(folder: 
     tables.save(folder)
     traffic.run(tables.client, 3)
     tables.save(other, "inference")
-    refuses(tables, other, naming("save-000001"))
+    refuses(tables, other, "save-000001")
     traffic.run(tables.client, 3)
     tables.save(folder, "delta")
     assert_loads(folder, tables)

@@ -12,6 +12,8 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.messages import lines_naming, names
@@ -27,6 +29,10 @@ from support.scripts.launching import (
     run_dir,
     wait_until,
 )
+
+from torchfleet.launch import supervisor
+from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.roles import JobLayout
 
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
@@ -325,3 +331,44 @@ def test_one_worker_or_the_whole_job_is_started_again_but_not_both(tmp_path: Pat
     with forked_fleetrun(tmp_path, "--max_job_restart", "1", "--max_restart", "1", STAND_IN) as job:
         assert job.wait(SOON) == 2
     assert names(job.output, "--max_job_restart", "--max_restart")
+
+
+class Played:
+    """A process that ends when it is told to."""
+
+    num_restarts, is_waiting = 0, False
+
+    def __init__(self, index: int, folder: Path) -> None:
+        self.task, self.log = Task("worker", index), folder / f"workerlog.{index}"
+        self.returncode: int | None = None
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def last_lines(self, num: int = 20) -> list[str]:
+        return []
+
+    def signal(self, number: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_worker_is_named_whose_end_is_seen_after_that_of_its_peer(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its connections are closed first: a peer may notice that, fail and have ended meanwhile."""
+    workers = [Played(index, tmp_path) for index in range(2)]
+    workers[1 - killed].returncode = 1
+
+    def sleep(seconds: float) -> None:
+        workers[killed].returncode = -signal.SIGKILL
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    places, tasks = ("127.0.0.1:1", "127.0.0.1:2"), [worker.task for worker in workers]
+    layout = JobLayout((), places, (), (0, 1))
+    job = supervisor.JobSupervisor(
+        JobSpec(("train.py",), tmp_path), layout, tasks, tmp_path, start=lambda task, *_: workers[task.index]
+    )
+    assert job.run() == 1
+    assert lines_naming(capsys.readouterr().out, f"worker {killed}", "SIGKILL")

@@ -54,7 +54,7 @@ def kernels_under_test(name: str) -> tuple[Kernels, str]:
     """(kernels, device): Triton's run on a GPU, or without one in its interpreter, if the environment asks for it."""
     if name == "plain":
         return plain_kernels, "cpu"
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs the package triton")
     has_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     if not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")

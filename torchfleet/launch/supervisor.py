@@ -25,6 +25,7 @@ from torchfleet.ps.net.replica_channels import SEPARATOR
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # these end a job
 _PAUSE = 0.1  # seconds between two polls of the processes
 _QUICK = 0.02  # the same for servers with backups: a backup waits for the message that its primary has ended
+_CAUSE = 0.5  # seconds in which the end of a killed process is seen, after another one failed that needed it
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job fails
 _STOPPING = 60.0  # seconds that servers may outlive workers that have all left: they were told to stop
 # The mode whose workers restart together, unless --on_worker_loss says that the others go on or wait.
@@ -85,7 +86,7 @@ class JobSupervisor:
         while not self._signal:
             self._look()
             self._end_followers()
-            failed = self._failed()
+            failed = self._first_failed()
             if failed is not None and not self._go_on_without(failed, watch):
                 self._report_failure(failed, watch)
                 return 1
@@ -98,6 +99,15 @@ class JobSupervisor:
             time.sleep(pause)
         watch.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
+
+    def _first_failed(self) -> RunningTask | None:
+        """Return the process whose failure made others fail, or None. Blocks for _CAUSE seconds if a process failed by
+        itself: connections of a killed process are closed before its end is seen, and its peers may end first."""
+        failed = self._failed()
+        if failed is None or (failed.returncode or 0) <= 0:
+            return failed
+        time.sleep(_CAUSE)
+        return self._failed()
 
     def _failed(self) -> RunningTask | None:
         """Return a failed process, preferably a killed one: the others failed because they needed it."""

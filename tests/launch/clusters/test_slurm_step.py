@@ -207,7 +207,7 @@ def test_a_list_of_too_many_is_refused_before_it_is_made() -> None:
 def scontrol(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment for it: it wants a configuration, and asks no daemon."""
     if shutil.which("scontrol") is None:
-        pytest.skip("scontrol is not installed (apt-get install slurm-client)")
+        pytest.skip("needs the program scontrol (apt-get install slurm-client)")
     path = tmp_path_factory.mktemp("slurm") / "slurm.conf"
     path.write_text("ClusterName=any\nSlurmctldHost=localhost\nNodeName=localhost\n")
     return {**os.environ, "SLURM_CONF": str(path)}
