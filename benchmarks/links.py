@@ -53,7 +53,7 @@ class Link:
         ]
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
         try:
-            outputs = [process.communicate(timeout=seconds + 30)[0] for process in both]
+            outputs = [process.communicate(timeout=seconds + 150)[0] for process in both]
         finally:
             for process in both:
                 process.kill()

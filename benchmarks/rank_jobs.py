@@ -95,7 +95,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)
 
 
 def _free_port() -> int:

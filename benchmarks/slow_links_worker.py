@@ -89,10 +89,10 @@ def sent(device: str) -> int:
 def receive(address: str, port: int) -> float:
     """Mbit/s from the first byte to the last."""
     with socket.create_server((address, port)) as server:
-        server.settimeout(20)
+        server.settimeout(90)
         connection, _ = server.accept()
         with connection:
-            connection.settimeout(20)
+            connection.settimeout(60)
             num, start = len(connection.recv(1 << 16)), time.perf_counter()
             while some := connection.recv(1 << 20):
                 num += len(some)
@@ -100,10 +100,10 @@ def receive(address: str, port: int) -> float:
 
 
 def send(address: str, port: int, seconds: float) -> None:
-    block, patience = bytes(1 << 16), time.monotonic() + 10
+    block, patience = bytes(1 << 16), time.monotonic() + 60
     while True:
         try:
-            connection = socket.create_connection((address, port), timeout=10)
+            connection = socket.create_connection((address, port), timeout=60)
             break
         except OSError:
             if time.monotonic() > patience:

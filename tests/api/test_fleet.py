@@ -316,9 +316,9 @@ def results(output: str) -> tuple[str, str]:
 @pytest.mark.slow
 def test_the_example_gives_the_same_numbers_in_one_process_and_under_fleetrun(tmp_path: Path) -> None:
     script = [EXAMPLE, "--mode", "sync", "--rows", "4000", "--epochs", "1", "--batch_size", "256"]
-    alone = jobs.command(script, 60)
+    alone = jobs.command(script, 200)
     launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--server_num", "1", "--worker_num", "1"]
-    launched = jobs.command([*launcher, *script], 60)
+    launched = jobs.command([*launcher, *script], 200)
     assert results(launched) == results(alone)
     assert results((tmp_path / "latest" / "workerlog.0").read_text()) == results(alone)
-    assert results(jobs.command([*launcher, "--heter_worker_num", "1", *script], 60)) == results(alone)
+    assert results(jobs.command([*launcher, "--heter_worker_num", "1", *script], 200)) == results(alone)

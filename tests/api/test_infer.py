@@ -96,7 +96,7 @@ def test_bags_padding_and_every_kind_of_lookup_come_back(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_it_works_in_a_plain_process(saved: tuple[str, torch.Tensor]) -> None:
-    output = jobs.command([SCRIPT, f"{saved[0]}/small"], 60)
+    output = jobs.command([SCRIPT, f"{saved[0]}/small"], 200)
     bits = bytes.fromhex(next(line for line in output.splitlines() if line.startswith("scores ")).split()[1])
     assert np.array_equal(np.frombuffer(bits, np.float32), saved[1][:16].numpy())
 

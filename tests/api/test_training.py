@@ -463,10 +463,15 @@ def test_what_a_step_raises_ends_all_threads_and_is_raised(tmp_path: Path, mode:
     files, _ = make_files(tmp_path)
     count = iter(range(1000))
     with job(new_model(), fleet_optimizer("sgd", lr=0.02), mode=mode, **QUEUED.get(mode, {})) as part:
+        failed: list[threading.Thread] = []
 
         def step(batch: Any) -> torch.Tensor:
-            if next(count) == 4:
+            number = next(count)
+            if number == 4:
+                failed.append(threading.current_thread())
                 raise OwnError("the fifth")
+            if number > 4:  # of another thread, which goes on when the one that failed has ended
+                jobs.wait_until(lambda: bool(failed) and not failed[0].is_alive(), "the end of the thread that failed")
             return loss_of(part.model(batch), batch)
 
         data = slotted.dataset(kind, files, 2)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,12 @@ def test_processes_of_one_that_has_failed_are_ended_and_its_error_is_told() -> N
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_end_is_ended_after_the_worker_and_its_memory_is_told() -> None:
-    commands = [[sys.executable, "-c", text] for text in ("import time; time.sleep(600)", "print('trained')")]
+def test_a_server_that_does_not_end_is_ended_after_the_worker_and_its_memory_is_told(tmp_path: Path) -> None:
+    """The worker ends when the server's interpreter runs: before, it has next to no memory."""
+    up = str(tmp_path / "up")
+    serving = f"import time; open({up!r}, 'w').close(); time.sleep(600)"
+    working = f"import os, time\nwhile not os.path.exists({up!r}): time.sleep(0.01)\nprint('trained')"
+    commands = [[sys.executable, "-c", text] for text in (serving, working)]
     server, worker = runs.run_all(commands, runs.Contender("played", has_server=True))
     assert worker == "trained\n"
     assert 1 < json.loads(server.partition("RESULT ")[2])["peak_mb"] < 1000

@@ -122,7 +122,7 @@ def test_processes_that_live_on_make_several_passes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_spawned_process_reads_too(tmp_path: Path) -> None:
     batches = fleet.data.FileBatches(write(tmp_path, [6]), batch_size=4, use_var=SLOTS, pipe_command="cat")
-    loader = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="spawn", timeout=60)
+    loader = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="spawn", timeout=250)
     assert ids(loader) == list(range(6))
 
 

@@ -501,7 +501,7 @@ class TestTransport:
             client.push("t", [2], np.array([[1, 2]], np.float32)).result()
             assert client.pull("t", [1, 2]).result().tolist() == [[0, 0], [-1, -2]]
             client.stop_servers()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         socket.close()
 

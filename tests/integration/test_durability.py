@@ -17,6 +17,7 @@ from support.messages import lines_naming
 from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import forked_fleetrun, run_dir
 
+from torchfleet.launch.roles import free_ports
 from torchfleet.ps.net.sockets import SocketChannel
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -73,7 +74,7 @@ def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path:
     """Two clients count up rows while it is killed twice: every answer that they got stands, and no more."""
     options = ("--durability", "log", "--log_store", str(tmp_path))
     spec = TableSpec("rows", dim=2, rule=Rule(lr=1.0), initializer=Initializer("constant", 0.0))
-    server = ForkedServer("tcp://127.0.0.1:0", *options)
+    server = ForkedServer(f"tcp://127.0.0.1:{free_ports(1)[0]}", *options)
     endpoint, num_pushes, keys = server.endpoint, [0, 0], np.arange(50, dtype=np.uint64)
     is_over = threading.Event()
 
@@ -110,7 +111,7 @@ def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path:
 @pytest.mark.slow
 def test_a_killed_fleetrun_is_started_again_with_the_rows_of_its_log(tmp_path: Path) -> None:
     job = (*JOB, "--log_store", str(tmp_path / "store"), SCRIPT, "--mode", "async", "--pause", "0.01", "--steps")
-    with forked_fleetrun(tmp_path / "killed", *job, "400", PYTHONPATH=ROOT) as killed:
+    with forked_fleetrun(tmp_path / "killed", *job, "40000", PYTHONPATH=ROOT) as killed:
         killed.wait_for("worker 0 has made step 30")
         killed.process.kill()
         assert not killed.left(30.0)
@@ -118,7 +119,7 @@ def test_a_killed_fleetrun_is_started_again_with_the_rows_of_its_log(tmp_path: P
         assert again.wait() == 0, again.output
         found = re.search(r"steps counted: (\S+)", again.output)
     assert found
-    assert 2 * 20 < float(found[1]) < 2 * (20 + 400)
+    assert 2 * 20 < float(found[1]) < 2 * (20 + 40_000)
     assert not list((tmp_path / "store").glob("*/segment*"))  # this job has ended
 
 

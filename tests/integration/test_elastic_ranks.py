@@ -15,6 +15,7 @@ from support import processes
 from support.messages import lines_naming
 from support.paths import SCRIPTS
 from support.scripts.gates import close_gates, open_gate
+from support.scripts.launching import SOON, wait_until
 
 from torchfleet.launch.roles import free_ports
 
@@ -142,7 +143,9 @@ def test_a_lost_machine_gets_its_copies_back_from_its_neighbour(tmp_path: Path, 
     close_gates(tmp_path, 8)
     machines = [start(0), start(1)]
     wait_for_line(tmp_path / "machine1", "step 7")
+    status = (tmp_path / "machine1" / "latest").resolve() / ".status.rank.1"
     machines[1].kill()
+    wait_until(lambda: not processes.with_variable("FLEET_STATUS_FILE", str(status)), SOON, "end of its rank")
     open_gate(tmp_path, 8)
     machines[1].communicate(timeout=30)
     machines[1] = start(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -17,9 +16,10 @@ from typing import Any
 import pytest
 from support.extras import Late, needing
 from support.messages import names
-from support.scripts.launching import SOON, Started, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, START, Started, forked_fleetrun, run_dir, wait_until
 from support.scripts.watched import BATCH, STEPS
 
+from torchfleet.launch import roles
 from torchfleet.launch.roles import free_ports
 from torchfleet.observe.watch.history import HistoryReader
 
@@ -27,14 +27,15 @@ pytestmark = needing("tensorboard", "prometheus_client")
 reading = Late("tensorboard.backend.event_processing.event_accumulator")
 
 SCRIPT = str(Path(__file__).parents[1] / "support/scripts/watched.py")
-PATIENCE = 60.0
+PATIENCE = START
 
 
 def free_row(num: int) -> int:
-    """The first of `num` ports in a row that are free, below those that the system gives to connections."""
-    for port in range(10_000 + os.getpid() % 1000 * 20, 32_000, num):
-        if all(_is_free(port + i) for i in range(num)):
-            return port
+    """The first of `num` free ports in a row, which no other job of this user is given meanwhile."""
+    for _ in range(1000):
+        first = free_ports(1)[0]
+        if all(_is_free(first + i) and roles._claim(first + i) for i in range(1, num)):
+            return first
     raise AssertionError("no ports in a row are free")
 
 

@@ -151,8 +151,7 @@ def test_seconds_without_a_backup_are_shown_and_counted(tmp_path: Path) -> None:
         job.wait_for_backup(1)
         job.wait_for_steps(20)
         stopped = job.pid(1 - job.primary())
-        # A slow machine may see workers join before the first backup is in step: that is shown and counted, too.
-        shown, counted = "server 0 without a backup for", {"(1 time)", "(2 times)"}
+        shown = "server 0 without a backup for"
         before = job.started.output.count(shown)
         os.kill(stopped, signal.SIGSTOP)
         try:
@@ -162,7 +161,10 @@ def test_seconds_without_a_backup_are_shown_and_counted(tmp_path: Path) -> None:
         job.wait_for_backup(2)
         job.finish()
         (told,) = lines_naming(job.started.output, "server 0", "was without a backup")
-        assert any(told.endswith(times) for times in counted)
+        found = re.search(r"\((\d+) times?\)$", told)
+        assert found
+        # Once at the start, if workers join before the first backup is in step, and as often as a replica was alone.
+        assert 1 <= int(found[1]) <= 1 + job._said("goes on alone") + job._said("takes over as primary")
 
 
 @pytest.mark.slow

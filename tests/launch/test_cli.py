@@ -504,8 +504,10 @@ class TestModulesAndVersions:
         (tmp_path / "package").mkdir()
         (tmp_path / "package" / "__init__.py").touch()
         (tmp_path / "package" / "train.py").write_text(
-            "import os, sys\nfrom . import __name__ as own\n"
+            "import os, sys, time\nfrom . import __name__ as own\n"
             "print(own, sys.argv[1:], os.environ['FLEET_ROLE'], flush=True)\n"
+            "if os.environ['FLEET_ROLE'] == 'WORKER':\n    open('done', 'w').close()\n"
+            "while not os.path.exists('done'):\n    time.sleep(0.05)\n"  # a server that ends first ends the job
         )
         monkeypatch.chdir(tmp_path)
         arguments = ("--server_num", "1", "--worker_num", "1", "-m", "package.train", "--epochs", "3", "-m")

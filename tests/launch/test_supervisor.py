@@ -6,6 +6,7 @@ processes that the nursery forks are ended by the nursery.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -100,7 +101,9 @@ class TestTraining:
         arguments = ("--max_restart", "1", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
         with forked_fleetrun(tmp_path, *arguments) as job:
             wait_for_training(job, tmp_path, 1)
-            job.wait_for("samples/s", SOON)  # a line of the display: some steps were made
+            job.wait_for("samples/s", SOON)  # a line of the display
+            status = run_dir(tmp_path) / ".status.worker.0"
+            wait_until(lambda: json.loads(status.read_text())["steps"] >= 20, SOON, "steps")
             os.kill(job.pid("WORKER", 0), signal.SIGKILL)
             job.wait_for("-9", SOON)
             wait_until(lambda: len(first_losses(tmp_path / "latest" / "workerlog.0")) == 2, START, "second start")
@@ -114,7 +117,8 @@ class TestTraining:
     def test_ctrl_c_ends_everything(self, tmp_path: Path) -> None:
         with forked_fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
             wait_for_training(job, tmp_path, 2)
-            line = r"\[fleetrun\] \d+ s  [\d,]+ samples/s \(mean [\d,]+\) \| loss \d\.\d+ \| \d+ rows, servers busy"
+            rates = r"[\d,.]+ samples/s \(mean [\d,.]+\)"
+            line = rf"\[fleetrun\] [\d:]+(?: s)?  {rates} \| loss \d\.\d+ \| \d+ rows, servers busy"
             wait_until(lambda: re.search(line, job.output) is not None, SOON, "line of the display")
             os.kill(job.process.pid, signal.SIGINT)
             assert job.wait(SOON) == 130
@@ -218,7 +222,8 @@ class TestStandIns:
         """Workers that say that they leave have told the servers to stop: those may be busy, or their machine."""
         done = tmp_path / "done"
         worker = f"async,leave,touch:{done}" if has_left else f"async,touch:{done}"
-        with forked_fleetrun(tmp_path / "log", STAND_IN, f"until:{done},sleep:7", worker) as job:
+        server = f"until:{done},sleep:7" if has_left else f"until:{done},sleep"  # the latter never ends by itself
+        with forked_fleetrun(tmp_path / "log", STAND_IN, server, worker) as job:
             assert job.wait(SOON) == (0 if has_left else 1)
         assert ("[fleetrun] finished" in job.output) == has_left
         assert ("fleet.stop_worker()" in job.output) != has_left
@@ -341,9 +346,10 @@ class Played:
     def __init__(self, index: int, folder: Path) -> None:
         self.task, self.log = Task("worker", index), folder / f"workerlog.{index}"
         self.returncode: int | None = None
+        self.own_status: dict[str, Any] = {}
 
     def status(self) -> dict[str, Any]:
-        return {}
+        return self.own_status
 
     def last_lines(self, num: int = 20) -> list[str]:
         return []
@@ -351,6 +357,13 @@ class Played:
     def signal(self, number: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+def end_of_job(workers: list[Played], folder: Path) -> int:
+    """The exit status of a job of these workers."""
+    places, tasks = tuple(f"127.0.0.1:{1 + i}" for i in range(len(workers))), [worker.task for worker in workers]
+    job, layout = JobSpec(("train.py",), folder), JobLayout((), places, (), tuple(range(len(workers))))
+    return supervisor.JobSupervisor(job, layout, tasks, folder, start=lambda task, *_: workers[task.index]).run()
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -365,10 +378,17 @@ def test_a_killed_worker_is_named_whose_end_is_seen_after_that_of_its_peer(
         workers[killed].returncode = -signal.SIGKILL
 
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    places, tasks = ("127.0.0.1:1", "127.0.0.1:2"), [worker.task for worker in workers]
-    layout = JobLayout((), places, (), (0, 1))
-    job = supervisor.JobSupervisor(
-        JobSpec(("train.py",), tmp_path), layout, tasks, tmp_path, start=lambda task, *_: workers[task.index]
-    )
-    assert job.run() == 1
+    assert end_of_job(workers, tmp_path) == 1
     assert lines_naming(capsys.readouterr().out, f"worker {killed}", "SIGKILL")
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_worker_that_raised_is_named_before_one_that_waited_for_it(
+    guilty: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = [Played(index, tmp_path) for index in range(2)]
+    for worker in workers:
+        worker.returncode = 1
+    workers[1 - guilty].own_status = {"mode": "sync", "waited_in_vain": True}
+    assert end_of_job(workers, tmp_path) == 1
+    assert lines_naming(capsys.readouterr().out, f"worker {guilty}", "exit status 1")

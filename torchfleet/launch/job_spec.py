@@ -181,6 +181,9 @@ class RunningTask(Protocol):
         """Kill what is left of the process, and remove its files except the log."""
 
 
+CAUSE = 0.5  # seconds in which the end of a killed process is seen, after another one failed that needed it
+
+
 def ending_of(process: RunningTask) -> str:
     """Describe how a process ended: its exit status or its signal."""
     code = process.returncode or 0

@@ -15,7 +15,7 @@ from torchfleet.base.monitor.freshness import advice, summed
 from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
-from torchfleet.launch.job_spec import JobSpec, RunningTask, Start, Task, ending_of, is_late, keeps_log
+from torchfleet.launch.job_spec import CAUSE, JobSpec, RunningTask, Start, Task, ending_of, is_late, keeps_log
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import end_all, start_here
 from torchfleet.launch.roles import JobLayout
@@ -25,11 +25,15 @@ from torchfleet.ps.net.replica_channels import SEPARATOR
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # these end a job
 _PAUSE = 0.1  # seconds between two polls of the processes
 _QUICK = 0.02  # the same for servers with backups: a backup waits for the message that its primary has ended
-_CAUSE = 0.5  # seconds in which the end of a killed process is seen, after another one failed that needed it
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job fails
 _STOPPING = 60.0  # seconds that servers may outlive workers that have all left: they were told to stop
 # The mode whose workers restart together, unless --on_worker_loss says that the others go on or wait.
 _TOGETHER = "hybrid"
+
+
+def _blame(process: RunningTask) -> tuple[int, bool]:
+    """A killed process comes first; one that failed because it waited for another in vain comes last."""
+    return min(process.returncode or 0, 1), bool(process.status().get("waited_in_vain"))
 
 
 class JobSupervisor:
@@ -101,12 +105,12 @@ class JobSupervisor:
         return 128 + self._signal
 
     def _first_failed(self) -> RunningTask | None:
-        """Return the process whose failure made others fail, or None. Blocks for _CAUSE seconds if a process failed by
+        """Return the process whose failure made others fail, or None. Blocks for CAUSE seconds if a process failed by
         itself: connections of a killed process are closed before its end is seen, and its peers may end first."""
         failed = self._failed()
         if failed is None or (failed.returncode or 0) <= 0:
             return failed
-        time.sleep(_CAUSE)
+        time.sleep(CAUSE)
         return self._failed()
 
     def _failed(self) -> RunningTask | None:
@@ -115,7 +119,7 @@ class JobSupervisor:
         ended += [p for p in self._of("server") if p.returncode == 0 and self._partner(p) and self._needing()]
         if not self._needing():  # a replica ended after its partner finished has not failed
             ended = [p for p in ended if not self._has_finished(self._partner(p))]
-        return min(ended, key=lambda process: process.returncode or 0, default=None)
+        return min(ended, key=_blame, default=None)
 
     def _odd_end(self, watch: JobWatch) -> int | None:
         """Return the exit status if a server that workers need has ended, or if servers are left that no worker will

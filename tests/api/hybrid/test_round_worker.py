@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from support import jobs
 from support.jobs import Batch, Net, Part
 
+from torchfleet.api.hybrid import server_average
 from torchfleet.base.errors import WorkerMissing
 from torchfleet.base.role.role_info import GO_ON
 from torchfleet.ps.server.server import Server
@@ -249,14 +250,19 @@ def test_a_worker_whose_batches_end_leaves_and_the_others_go_on() -> None:
     jobs.assert_equal_values(results[1][1], wanted, 1e-5)
 
 
-def test_with_balance_a_slow_worker_gets_smaller_batches_and_networks_stay_alike() -> None:
-    """Worker 1 takes four milliseconds for a sample: no core is busy enough for worker 0 to take as long."""
+def test_with_balance_a_slow_worker_gets_smaller_batches_and_networks_stay_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worker 1 takes five times as long for a sample, by clocks of their own."""
+    own = threading.local()
+    clock = SimpleNamespace(perf_counter=lambda: getattr(own, "now", 0.0))
+    monkeypatch.setattr(server_average, "time", clock)
 
     def body(part: Part) -> tuple[list[int], dict[str, torch.Tensor]]:
         sizes = []
         for batch in part.prefetch(jobs.click_batches(part.index, 12, 20)):
             loss = jobs.click_loss(part.model, batch)
-            time.sleep(0.004 * len(batch["y"]) * part.index)
+            own.now = clock.perf_counter() + (0.001 + 0.004 * part.index) * len(batch["y"])
             loss.backward()
             part.optimizer.step()
             part.optimizer.zero_grad()

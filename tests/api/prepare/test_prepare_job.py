@@ -67,7 +67,7 @@ def test_one_server_and_two_workers_equal_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_in_one_process_stops_its_worker_at_the_end(tmp_path: Path) -> None:
     saved = str(tmp_path / "model")
-    output = jobs.command([SCRIPT, "--batch_size", "16", "--model", saved], 60)
+    output = jobs.command([SCRIPT, "--batch_size", "16", "--model", saved], 200)
     assert lines_naming(output, "sync", 15, 210)
     torch.testing.assert_close(fleet.load_inference_model(saved, Model())(IDS), predicted_by_torch())
 

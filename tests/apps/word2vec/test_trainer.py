@@ -573,6 +573,16 @@ def test_progress_is_told_while_training_and_at_the_end(tmp_path: Path, monkeypa
         SkipGramOptions(),
         tell=lambda progress: told.append((progress.words, progress.seconds, progress.words_per_s)),
     )
+    done = rows.step_done
+
+    def step_done() -> None:
+        """Go on after the tenth and the twentieth step when the thread that tells has told."""
+        done()
+        num = len(told)
+        if rows.num_steps in (10, 20):
+            jobs.wait_until(lambda: len(told) > num, "progress is told")
+
+    monkeypatch.setattr(rows, "step_done", step_done)
     progress = trainer.train(corpus, corpus.files, 15, constant(0.02), threads=1)
     assert len(told) >= 3
     assert [words for words, *_ in told] == sorted(words for words, *_ in told)

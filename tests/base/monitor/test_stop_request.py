@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import processes
 from support.paths import SCRIPTS
+from support.scripts.gates import close_gates, open_gate
 from support.scripts.launching import SOON, Forked
 
 from torchfleet.base.monitor.stop_request import REQUEUE
@@ -20,9 +21,12 @@ SCRIPT = str(SCRIPTS / "asked_to_stop.py")
 @pytest.mark.slow
 def test_asked_to_end_it_saves_and_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     alone = processes.run([sys.executable, SCRIPT, str(tmp_path / "other")], timeout=200, check=True).stdout
-    with Forked([sys.executable, SCRIPT, str(tmp_path / "model"), "--pause", "0.05"]) as job:
+    gates = tmp_path / "gates"
+    close_gates(gates, 1)
+    with Forked([sys.executable, SCRIPT, str(tmp_path / "model"), "--gates", str(gates)]) as job:
         job.wait_for("training from step 0")
         job.process.send_signal(signal.SIGUSR1)
+        open_gate(gates, 1)
         assert job.wait(SOON) == REQUEUE
     again = processes.run([sys.executable, SCRIPT, str(tmp_path / "model")], timeout=200, check=True).stdout
     number = re.search(r"training from step (\d+)", again)

@@ -54,6 +54,7 @@ def kind_of(span: object) -> str:
 
 
 def test_training_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_LAST", 60.0)
     with receiver() as received:
         received.hold.clear()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.endpoint)
@@ -82,6 +83,7 @@ def test_spans_that_reach_nobody_are_counted_and_told(monkeypatch: pytest.Monkey
 
 
 def test_spans_for_which_the_queue_has_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_LAST", 60.0)
     with receiver() as received:
         received.hold.clear()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.endpoint)

@@ -79,15 +79,17 @@ def failing(folder: str) -> dict[str, Any]:
     training = Training()
     training.steps(0, 1)
     training.job.save(folder, {"good": 1})
-    really_write, texts = save_writing.write_made_file, []
+    really_write, texts, has_failed = save_writing.write_made_file, [], threading.Event()
     if training.rank == 1:
 
         def full(*_: Any) -> None:
+            has_failed.set()
             raise OSError("no space left on device")
 
         save_writing.write_made_file = full
     training.job.save(folder, {"good": 2}, asynchronous=True)
     training.steps(1, 2)
+    assert training.rank != 1 or has_failed.wait(60)  # the thread that writes may begin later than the step ends
     save_writing.write_made_file = really_write
     with pytest.raises(CheckpointError) as error:
         training.job.save(folder, {"good": 3}, asynchronous=True)

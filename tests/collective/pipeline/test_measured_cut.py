@@ -170,6 +170,8 @@ def refused(case: str) -> dict[str, Any]:
         fleet.distributed_model(model, dry_batch=None if case == "none" else wrong)
     except (ModelError, StrategyError) as error:
         return {"text": str(error)}
+    finally:
+        fleet.barrier_worker()  # a rank that left early would take the other's connections with it
     return {"text": ""}
 
 

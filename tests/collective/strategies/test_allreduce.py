@@ -95,6 +95,7 @@ def train_when_a_rank_is_gone() -> dict[str, Any]:
     fields = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2, "sync_timeout": 60.0}
     job = job_of(**fields)
     model = job.distribute_model(mlp())
+    dist.barrier()  # until then others make their groups, and one that is gone would fail them there
     if job.world.rank == 3:
         return {"error": ""}
     with pytest.raises(RuntimeError) as caught:

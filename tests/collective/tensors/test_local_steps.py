@@ -151,6 +151,7 @@ def elsewhere() -> dict[str, Any]:
     parameter.grad = torch.empty_like(parameter)
     LocalSteps(optimizer).step()
     moments: Any = optimizer.state[parameter]["exp_avg"]
+    dist.barrier()  # nothing is exchanged above: a rank that left early would take the other's connections with it
     return {"kind": type(moments).__name__, "device": str(moments.to_local().device), "shape": tuple(moments.shape)}
 
 

@@ -405,8 +405,11 @@ class TestTwoMachines:
         assert (tmp_path / "1" / "latest" / "workerlog.1").exists()
 
     def test_a_rank_that_fails_on_one_ends_the_job_on_both(self, tmp_path: Path) -> None:
-        port, actions = free_ports(1)[0], (PLAY, "0@exit:5", "sleep")
+        go = tmp_path / "go"
+        port, actions = free_ports(1)[0], (PLAY, f"0@wait:{go}", "0@exit:5", "sleep")
         with machine(tmp_path, 0, port, *actions) as first, machine(tmp_path, 1, port, *actions) as second:
+            wait_until(in_log(tmp_path / "1" / "latest" / "workerlog.1", "sleep"), START, "rank 1")
+            go.touch()
             assert (first.wait(), second.wait()) == (1, 1)
         assert lines_naming(first.output, "rank 0", "status 5")
         assert lines_naming(second.output, "machine 0", "rank 0", "status 5")

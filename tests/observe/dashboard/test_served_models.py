@@ -46,7 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def serving() -> Iterator[Metrics]:
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metrics]:
+    monkeypatch.setattr("torchfleet.observe.dashboard.served_models._TIMEOUT", 60.0)  # a thread of this process answers
     made = Metrics()
     thread = threading.Thread(target=made.serve_forever, args=(0.01,))
     thread.start()

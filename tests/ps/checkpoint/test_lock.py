@@ -34,7 +34,7 @@ def test_two_jobs_that_save_into_one_folder_at_once_leave_a_whole_model(tmp_path
 
             def save(part: jobs.Part, start: threading.Barrier = start, errors: list = errors) -> None:
                 try:
-                    start.wait(10)
+                    start.wait(60)
                     part.worker.save(folder, "full")
                 except BaseException as error:
                     errors.append(error)
@@ -43,7 +43,7 @@ def test_two_jobs_that_save_into_one_folder_at_once_leave_a_whole_model(tmp_path
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(120)
             assert not errors
             assert held(first, folder) in (number, 100 + number)
             manifest = read_manifest(Storage(folder))

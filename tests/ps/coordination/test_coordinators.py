@@ -78,7 +78,7 @@ def _race(connect: Callable[[], Coordinator], view: View) -> list[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return winners
 
 

@@ -135,7 +135,8 @@ class TestUnreadReplies:
     ) -> None:
         monkeypatch.setattr(server._listener._unread, "refusal", lambda peer, num=0: "too much of it")
         with (
-            Client.connect([server.endpoint], patience=Patience(4.0, 1)) as hasty,
+            # Sent at 0, 0.25, 0.75 and 1.75 s, and next at 3.75 s: the end comes in a pause, after the last refusal.
+            Client.connect([server.endpoint], patience=Patience(3.5, 0)) as hasty,
             pytest.raises(ServerBusy, match="PING"),
         ):
             hasty.ping()

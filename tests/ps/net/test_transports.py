@@ -203,7 +203,7 @@ def test_changes_of_several_clients_at_once_all_count(fleet: Fleet, client: Clie
         return oracle
 
     with ThreadPoolExecutor(num_workers) as pool:
-        oracles = list(pool.map(work, range(num_workers), timeout=30))
+        oracles = list(pool.map(work, range(num_workers), timeout=WAIT))
     expected = FIRST + sum(oracle.pull(range(200)) for oracle in oracles)
     assert np.array_equal(client.pull(spec.name, range(200)).result(), expected)
     assert (client.pull_dense(block.name).result() == -RATE * num_workers * num_pushes).all()

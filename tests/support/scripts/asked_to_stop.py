@@ -4,16 +4,16 @@ again."""
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
+from gates import gate
 
 import torchfleet as fleet
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
+parser.add_argument("--gates", default="", help="a folder of gates")
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -26,6 +26,7 @@ fleet.init_server(options.folder if saved else None)
 fleet.init_worker(options.folder if saved else None)
 first = saved["step"] if saved else 0
 for step in range(first, options.steps):
+    gate(options.gates, step)
     loss = (model(torch.arange(8) + step % 5) - step).square().mean()
     loss.backward()
     optimizer.step()
@@ -33,6 +34,5 @@ for step in range(first, options.steps):
     fleet.stop_if_asked(options.folder, extra={"step": step + 1})  # the first call takes over the signal
     if step == first:
         print(f"training from step {step}", flush=True)
-    time.sleep(options.pause)
 print(f"loss {loss.item().hex()}")
 fleet.stop_worker()

@@ -77,7 +77,7 @@ class Started:
     def wait(self, timeout: float = START) -> int:
         """The exit status, once all output has been read."""
         status = self.process.wait(timeout)
-        self._reader.join(10)
+        self._reader.join(SOON)
         return status
 
     def wait_for(self, text: str, timeout: float = START) -> None:

@@ -147,11 +147,12 @@ class Attendance:
 
     def _held_up_in(self) -> int:
         """The step in which this rank has been held up for longer than _PATIENCE; 0 if none."""
+        num_steps = self._num_steps  # first: a step that ends meanwhile must not count as one that was begun
         since, progress, now = self._since, self._progress, time.monotonic()
         if since is not None and now - since > _PATIENCE:
-            return self._num_steps + 1
+            return num_steps + 1
         is_computing = progress is not None and now - self._ended > _PATIENCE and progress.is_computing
-        return self._num_steps if is_computing else 0
+        return num_steps if is_computing else 0
 
     def _is_one_silent(self) -> bool:
         """Whether the next rank has stopped sending heartbeats: every rank watches one other."""

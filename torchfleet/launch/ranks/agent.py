@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from torchfleet.base.monitor.json_lines import readable
 from torchfleet.base.monitor.stop_request import REQUEUE
-from torchfleet.launch.job_spec import JobSpec, Task, ending_of
+from torchfleet.launch.job_spec import CAUSE, JobSpec, Task, ending_of
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.ranks.rank_logs import RankLogs, log_of, status_file_of
@@ -98,6 +98,9 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        known = [rank.returncode or 0 for rank in self._ranks]
+        if max(known) > 0 and min(known) == 0:  # a killed rank closes its connections before its end is seen
+            time.sleep(CAUSE)
         codes = [rank.returncode for rank in self._ranks]
         failed = [rank for rank, code in zip(self._ranks, codes, strict=True) if code not in (None, 0)]
         if failed and self._replace(failed):

@@ -32,7 +32,7 @@ from torchfleet.collective.elastic.attempts import Attempts
 from torchfleet.launch.ranks.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
 _LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more machines after MIN have joined
-_PARTING = 3.0  # seconds that the machine with the store waits for the others to read how the job ended
+_PARTING = 10.0  # seconds that the machine with the store waits for the others to read how the job ended
 _PERIOD = 0.1  # seconds between two polls of the store
 
 

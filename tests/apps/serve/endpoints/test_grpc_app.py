@@ -166,7 +166,7 @@ def test_http_counts_the_calls_of_grpc(asked: Asked) -> None:
 def test_calls_under_way_are_answered_before_the_server_ends_and_cancelled_ones_are_counted(tmp_path: Path) -> None:
     save_clicks(tmp_path / "clicks")
     (port,) = free_ports(1)
-    waiting = "--grpc_port", str(port), "--batch_wait_ms", "20000", "--timeout_s", str(SECONDS)
+    waiting = "--grpc_port", str(port), "--batch_wait_ms", "60000", "--timeout_s", str(SECONDS)
     with serving(tmp_path / "clicks", *waiting) as served:
         client = Asked(port, served)
         request = client.m.ModelInferRequest(model_name="clicks", **inputs_of(clicks_batch(2), is_raw=True))

@@ -57,6 +57,8 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr("torchfleet.apps.serve.versions.follow_process.subprocess.Popen", processes.Popen)
+    for module in ("followed_shards", "sharded_model"):  # a server may not run for seconds
+        monkeypatch.setattr(f"torchfleet.apps.serve.shards.{module}.TIMEOUT", 60.0)
     with one_worker(Net(), fleet_optimizer("adam", lr=0.1)) as part:
         made = Job(tmp_path / "model", part)
         yield made

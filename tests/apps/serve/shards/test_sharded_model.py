@@ -21,6 +21,7 @@ from torchfleet.apps.serve.shards import shard_replica
 from torchfleet.apps.serve.shards.shard_replica import PROBE_PAUSE
 from torchfleet.apps.serve.shards.sharded_model import ShardedModel, endpoints_of
 from torchfleet.base.errors import CheckpointError, FleetError, ServerUnreachable
+from torchfleet.launch.roles import free_ports
 
 pytestmark = pytest.mark.slow  # it starts processes
 
@@ -42,7 +43,8 @@ class Served:
             self.state = {name: value.clone() for name, value in part.model.named_parameters() if value.numel()}
         self.columns = [[self.start(i) for i in range(NUM_SHARDS)] for _ in range(2)]
 
-    def start(self, shard: int, endpoint: str = "tcp://127.0.0.1:0") -> ForkedServer:
+    def start(self, shard: int, endpoint: str = "") -> ForkedServer:
+        endpoint = endpoint or f"tcp://127.0.0.1:{free_ports(1)[0]}"  # claimed: it may be started again there
         return ForkedServer(endpoint, "--read_only", self.folder, "--shard", f"{shard}/{NUM_SHARDS}")
 
     def endpoints(self, column: int) -> list[str]:
@@ -93,7 +95,7 @@ def test_keys_may_repeat_and_those_without_a_row_read_as_zeros(served: Served, m
 
 
 def test_a_cache_answers_the_second_time(served: Served) -> None:
-    model = ShardedModel(served.folder, served.endpoints(0), cache_bytes=1 << 20)
+    model = ShardedModel(served.folder, served.endpoints(0), cache_bytes=1 << 20, timeout=TIMEOUT)
     try:
         served.check(model)
         num_reads = model.metrics()["shard_reads"]

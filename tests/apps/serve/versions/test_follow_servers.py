@@ -18,6 +18,7 @@ from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.apps.serve.versions.version_description import read_current
 from torchfleet.apps.serve.versions.version_store import read_status
+from torchfleet.launch.roles import free_ports
 from torchfleet.ps.net.keys import KeyFolder, keygen
 from torchfleet.ps.server.saves import changed_rows
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -43,7 +44,8 @@ class Training:
     ) -> None:
         """`keys`: of servers and worker; `key_dir`: those that the follower has."""
         self._keys, self._start = keys, start
-        self.servers = [start("tcp://127.0.0.1:0", *([keys] if keys else [])) for _ in range(2)]
+        places = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]  # claimed: they may be started again there
+        self.servers = [start(place, *([keys] if keys else [])) for place in places]
         self.endpoints = [server.endpoint for server in self.servers]
         self.worker = self.connected()
         self.chain = Chain(str(folder / "model"), SPECS)

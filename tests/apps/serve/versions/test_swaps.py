@@ -104,12 +104,12 @@ def test_a_killed_writer_is_started_again_and_answers_go_on(job: Job) -> None:
     wait_until(lambda: job.answer == 2.0)
     before, first = job.model.current().number, job.model.status().pid
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: not follow_process.has_writer(job.work))
+    wait_until(lambda: not follow_process.has_writer(job.work) or job.model.status().pid not in (0, first))
     assert job.answer == 2.0
     job.save()
     wait_until(lambda: job.answer == 3.0)
     assert job.model.current().number > before
-    assert job.model.status().pid != first
+    wait_until(lambda: job.model.status().pid not in (0, first))  # a version is there before the status that follows it
 
 
 @pytest.mark.slow

@@ -99,6 +99,14 @@ def scraped(port: int) -> str:
         return str(answer.read(), "utf-8")
 
 
+class MuteServer(ServerProcess):
+    """One whose process never says that it is ready."""
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return subprocess.Popen(sleep, stdout=subprocess.PIPE, text=True)
+
+
 class TestStart:
     def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
         needs("prometheus_client")
@@ -147,7 +155,7 @@ class TestStart:
     def test_starting_one_that_takes_too_long_raises_and_leaves_no_process(self) -> None:
         before = {child.pid for child in psutil.Process().children()}
         with pytest.raises(FleetError, match=naming("0.01")):
-            ServerProcess(timeout=0.01)
+            MuteServer(timeout=0.01)
         assert {child.pid for child in psutil.Process().children()} <= before  # some may be gone meanwhile
 
     def test_a_bare_server_imports_no_torch(self) -> None:
@@ -205,7 +213,7 @@ class TestEnd:
             assert server.wait(WAIT) == 0
 
     def test_closing_it_ends_it_and_closing_again_does_no_harm(self, server: ServerProcess) -> None:
-        server.close()
+        server.close(WAIT)
         assert server.returncode == 0
         server.close()
 
@@ -224,6 +232,7 @@ def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureF
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
         client.join({**JOINED, "waiting": 0.7})
         time.sleep(2.1)  # two periods, of which the second is quiet from end to end
+        wait_until(lambda: client.stats()[0]["busy"] is not None, "a period is over")  # it may not have run meanwhile
         idle = client.stats()[0]["busy"]
         deadline, busy = time.monotonic() + WAIT, idle
         while busy <= idle and time.monotonic() < deadline:

@@ -66,15 +66,23 @@ def served(folder: Path) -> Iterator[tuple[HeldUp, FileCoordinator]]:
             thread.join(SOON)
 
 
-@pytest.mark.slow
-def test_a_primary_whose_loop_is_held_up_stays_primary(tmp_path: Path) -> None:
-    with served(tmp_path) as (server, coordinator):
+def stays_primary(folder: Path) -> bool:
+    """Whether it is primary still when its loop has been held up for several times SILENCE."""
+    folder.mkdir()
+    with served(folder) as (server, coordinator):
         wait_until(lambda: bool((view := coordinator.read(0)) and view.backup), SOON, "backup")
         before = coordinator.read(0)
         server.pause = 4 * SILENCE
         wait_until(lambda: not server.pause, SOON, "long request")
         time.sleep(4 * SILENCE)
-        assert coordinator.read(0) == before
+        return coordinator.read(0) == before
+
+
+@pytest.mark.slow
+def test_a_primary_whose_loop_is_held_up_stays_primary(tmp_path: Path) -> None:
+    """A machine may keep the thread from a core for longer than SILENCE, but not four times; without the thread the
+    primary is replaced each time."""
+    assert any(stays_primary(tmp_path / str(number)) for number in range(4))
 
 
 class Counting:
@@ -113,10 +121,9 @@ def test_nothing_is_said_for_a_loop_that_hangs(monkeypatch: pytest.MonkeyPatch) 
     channel = Counting()
     signs = SignsOfLife(lambda: channel, lambda now: [b""], 0, 1, time.monotonic())
     try:
-        wait_until(lambda: channel.num > 3, SOON, "signs of life")
+        wait_until(lambda: signs.turn(time.monotonic()) or channel.num > 3, SOON, "signs of life")
         wait_until(lambda: is_silent(channel), SOON, "silence")
         before = channel.num
-        signs.turn(time.monotonic())
-        wait_until(lambda: channel.num > before, SOON, "signs of life again")
+        wait_until(lambda: signs.turn(time.monotonic()) or channel.num > before, SOON, "signs of life again")
     finally:
         signs.close(wait=True)

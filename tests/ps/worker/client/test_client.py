@@ -17,6 +17,7 @@ from support.messages import naming
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import FleetError, ServerRestarted, ServerUnreachable, TableError
+from torchfleet.launch.roles import free_ports
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
@@ -319,11 +320,12 @@ class TestDeadServers:
 
     @pytest.mark.slow
     def test_a_server_that_came_back_empty_is_reported_as_restarted(self) -> None:
-        with ForkedServer() as first, closing(Client.connect([first.endpoint], patience=Patience(30.0, 4))) as client:
+        place = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # claimed: no other process gets it between the two
+        with ForkedServer(place) as first, closing(Client.connect([place], patience=Patience(30.0, 4))) as client:
             client.create_table(ROWS)
             client.push("rows", [1], ones(1, 2)).result()
             first.kill()
-            with ForkedServer(first.endpoint) as second:
+            with ForkedServer(place) as second:
                 assert second.endpoint == first.endpoint
                 with pytest.raises(ServerRestarted, match=naming("server 0", first.endpoint)):
                     client.pull("rows", [1]).result()

@@ -754,7 +754,7 @@ def test_a_killed_server_is_reported() -> None:
 def test_a_server_that_is_gone_is_told_by_whatever_is_called_first(what: str) -> None:
     servers = jobs.SocketServers(Tables, jobs.sgd, 1, 1)
     servers.start()
-    settings = jobs.strategy("geo", rpc_timeout=2.0, k_steps=1)
+    settings = jobs.strategy("geo", rpc_timeout=TIMEOUT, k_steps=1)
     part = jobs.make_part(Tables, jobs.sgd, settings, servers.info(0, 1))
     part.worker = WorkerRole(part.job)
     with contextlib.closing(part.worker.client):
@@ -769,7 +769,7 @@ def test_a_server_that_is_gone_is_told_by_whatever_is_called_first(what: str) ->
 def test_a_server_that_is_gone_before_the_whole_tables_is_made_is_told() -> None:
     servers = jobs.SocketServers(Tables, jobs.sgd, 1, 1)
     servers.start()
-    settings = jobs.strategy("geo", rpc_timeout=2.0, k_steps=1)
+    settings = jobs.strategy("geo", rpc_timeout=TIMEOUT, k_steps=1)
     part = jobs.make_part(Tables, jobs.sgd, settings, servers.info(0, 1))
     part.worker = WorkerRole(part.job)
     with contextlib.closing(part.worker.client):

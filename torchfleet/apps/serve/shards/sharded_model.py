@@ -178,6 +178,7 @@ def open_sharded(settings: ServeSettings, held: ServedSave | None = None) -> Sha
         endpoints_of("--backups", settings.backups) if settings.backups else (),
         cache_bytes,
         KeyFolder(key_dir) if key_dir else None,
+        timeout=TIMEOUT,
         held=held,
     )
 
