@@ -268,7 +268,7 @@ class TestDryRun:
         ]
         assert len({env["FLEET_SERVER_ENDPOINTS"] for env in found}) == 1
         assert not log_dir.exists()
-        assert psutil.Process().children(recursive=True) == before
+        assert set(psutil.Process().children(recursive=True)) <= set(before)  # some of earlier tests may end meanwhile
 
     def test_options_behind_the_script_are_the_scripts(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
         assert status_of("--worker_num", "1", "--dry_run", script, "--worker_num", "7", "-x", "--help") == 0

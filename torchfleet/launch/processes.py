@@ -22,6 +22,7 @@ from torchfleet.launch.server_nursery import TIE_TO_PARENT, ServerNursery, Spawn
 
 _LINE = 1 << 16  # bytes of output per read
 _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
+_READING = 10.0  # seconds to read the rest of the output of a group that has ended: the disk may be slow
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
@@ -146,7 +147,7 @@ class Process:
         self.signal(signal.SIGKILL)
         self._process.wait()
         if self._reader:
-            self._reader.join(timeout=2)
+            self._reader.join(_READING)
 
     @property
     def returncode(self) -> int | None:

@@ -38,6 +38,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(status, "time", made)
+    monkeypatch.setattr(status, "_PATIENCE", 60.0)  # a thread may not run for seconds
     return made
 
 

@@ -21,6 +21,7 @@ from torchfleet.base.tracing.span_recorder import Recorder, Request
 from torchfleet.base.tracing.step_spans import BACKWARD, FORWARD, LOSS, UPDATE, StepSpans
 from torchfleet.ps.net.transport import InProcess
 from torchfleet.ps.net.wire import Command, Message, Reply, decode, decode_reply, encode, encode_reply
+from torchfleet.ps.server import server_tracing
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
@@ -56,8 +57,11 @@ def test_times_of_a_reply_come_back() -> None:
     assert (reply.taken, reply.answered, reply.call, reply.incarnation) == (1 << 62, (1 << 62) + 5, 6, 9)
 
 
-def test_requests_and_what_a_server_does_for_them_are_linked_and_clocks_compared(recorder: Recorder) -> None:
+def test_requests_and_what_a_server_does_for_them_are_linked_and_clocks_compared(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server's clock is three seconds ahead: that is what is measured, to half a round trip."""
+    monkeypatch.setattr(server_tracing, "_HELD_NS", 60 * SECOND)  # a process that did not run has held no reply
     server = Server()
     server.traced.recorder = theirs = Recorder(clock=lambda: time.time_ns() + 3 * SECOND)
     with Client([InProcess(server).connect()]) as client:

@@ -13,6 +13,7 @@ import pytest
 from support.cases import each_of
 from support.messages import names
 
+from torchfleet.launch.roles import free_ports
 from torchfleet.observe.commands import command
 from torchfleet.observe.doctor.finding import NOTE, SLOWS, STOPS, Finding, ordered, will_hurt
 from torchfleet.observe.doctor.link import LinkFacts
@@ -115,10 +116,10 @@ def test_rows_are_counted_as_servers_hold_them() -> None:
 
 
 def test_a_port_in_use_is_found() -> None:
+    (port,) = free_ports(1)  # claimed, and none that the system gives to connections
     with socket.socket() as taken:
-        taken.bind(("", 0))
+        taken.bind(("", port))
         taken.listen()
-        port = taken.getsockname()[1]
         (found,) = check_ports([port])
     assert f"port {port}" in found.what
     assert not list(check_ports([port]))

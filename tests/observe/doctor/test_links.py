@@ -62,7 +62,9 @@ def test_a_link_is_measured_with_and_without_keys(with_keys: bool, tmp_path: Pat
             Link(place, None if with_keys else str(tmp_path))
     assert found.is_encrypted == with_keys
     assert 0 < found.p50_ms <= found.p99_ms
-    assert min(found.to_bytes_s, found.from_bytes_s) > 1e6
+    assert (
+        min(found.to_bytes_s, found.from_bytes_s) > 1e4
+    )  # of a megabyte at the least; a thread may not run for seconds
     assert abs(found.clock_ahead_ms) <= found.clock_error_ms + 0.01  # it is our own clock
     assert found.facts == {"software": {"torchfleet": "9"}}
 

@@ -71,6 +71,7 @@ def test_an_answer_that_comes_late_is_given_to_the_same_call(monkeypatch: pytest
             coordinator.replace(0, None, FIRST)
     with pytest.raises(CoordinatorUnreachable):
         coordinator.read(0)
+    wait_until(lambda: store.num_asked > 0, SOON, "request")  # its thread may not have run yet
     assert store.num_asked == 1, "one request is under way at a time"
     store.let.set()
     request = coordinator._request
@@ -111,12 +112,16 @@ def test_why_a_coordinator_does_not_answer_is_said_when_it_changes(
     assert len(lines) == 3
 
 
-def test_forged_terms_do_not_stop_a_primary_whose_etcd_swallows_requests(etcd: PlayedEtcd) -> None:
+def test_forged_terms_do_not_stop_a_primary_whose_etcd_swallows_requests(
+    etcd: PlayedEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker may send any term. The primary looks who is primary, and must not wait for the answer each time."""
     server = Server(MAX_TABLE_BYTES)
     coordinator = BackgroundCoordinator(make_coordinator(f"etcd://{etcd.place}/run"), print)
-    replica = Replica(server, Identity(0, 0, 0, 5), coordinator, lambda to: None)  # type: ignore[arg-type, return-value]
-    wait_until(lambda: replica.tick(time.monotonic()) == [] and replica.is_primary, SOON, "primary")
+    with monkeypatch.context() as patch:
+        patch.setattr(etcd_gateway, "_TIMEOUT", SOON)  # a request that was given up here would be counted below
+        replica = Replica(server, Identity(0, 0, 0, 5), coordinator, lambda to: None)  # type: ignore[arg-type, return-value]
+        wait_until(lambda: replica.tick(time.monotonic()) == [] and replica.is_primary, SOON, "primary")
     etcd.fault = "silent"
     forged = encode(Message(Command.PING, Role.FIRST_WORKER, term=1000))
     before = len(etcd.asked)

@@ -22,7 +22,7 @@ FORMATS = ("text", "json")
 MOST = 1 << 16  # bytes of a line; a longer one is split into several objects
 _PIECE = 1 << 16  # bytes read from a pipe at a time
 _LOOK = 200  # milliseconds between two checks whether a pipe was closed
-_PATIENCE = 2.0  # seconds to read the rest of a pipe after it was closed
+_PATIENCE = 10.0  # seconds to read the rest of a pipe after it was closed
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape these control characters; terminals execute them
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode

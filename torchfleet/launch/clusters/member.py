@@ -142,7 +142,7 @@ class Child:
     def finish(self) -> None:
         """Call after the script has ended. Blocks until all of its output is written."""
         if self._copying is not None:
-            self._copying.join(timeout=2)
+            self._copying.join(timeout=10)
 
     def _copy(self, role: str, index: int) -> None:
         assert self._process.stdout

@@ -318,9 +318,9 @@ def test_the_search_takes_time_in_proportion_to_the_text(name: str, word: str) -
     texts = [(word * (num // len(word) + 1))[:num] for num in (1 << 13, 1 << 17)]
     took = []
     for text in texts:
-        begin = time.process_time()
+        begin = time.thread_time()
         assert secret_sign(name, text) is None
-        took.append(time.process_time() - begin)
+        took.append(time.thread_time() - begin)
     assert took[1] < 64 * max(took[0], 0.004)
 
 

@@ -366,6 +366,38 @@ def test_dense_parameters_that_others_changed_come_in_beside_training(independen
         wait_until(refreshed, "the other worker's update has come in, without a flush")
 
 
+def test_values_that_the_independent_thread_pulled_before_a_flush_do_not_replace_those_of_the_flush(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread is held up twice with what it has pulled: before the flush, and in its next look, after all checks."""
+    pulled, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    with one_worker(Linear(), mode="async", independent_recv_thread=True, min_send_grad_num_before_recv=1) as part:
+        communicator: Any = part.worker.communicator
+        pull_dense, trains = communicator._pull_dense, threading.current_thread()
+
+        def held_up(client: Any) -> Any:
+            values = pull_dense(client)
+            if threading.current_thread() is not trains:
+                pulled.release()
+                assert go_on.acquire(timeout=jobs.SECONDS)
+            return values
+
+        monkeypatch.setattr(communicator, "_pull_dense", held_up)
+        step(part)
+        assert pulled.acquire(timeout=jobs.SECONDS)
+        other = part.worker._connect()
+        other.push_dense("dense.0", torch.full((4,), 100.0).numpy()).result()
+        other.close()
+        part.flush()
+        newest = part.model.w.detach().clone()
+        communicator._receive_now.set()
+        go_on.release()
+        assert pulled.acquire(timeout=jobs.SECONDS)
+        part.model()
+        assert torch.equal(part.model.w, newest)
+        go_on.release(3)  # with those of the end
+
+
 def test_the_independent_thread_asks_only_after_so_many_sends() -> None:
     servers = Servers()
     configs = {"independent_recv_thread": True, "min_send_grad_num_before_recv": 4}

@@ -49,7 +49,7 @@ class Async(Communicator):
         self._receive_now = threading.Event()
         self._lock = threading.Lock()
         self._fresh = Dense()  # values that the receiver thread has pulled
-        self._num_sent = self._num_merged = 0
+        self._num_sent = self._num_merged = self._num_flushes = 0
         loops = [self._send_loop] * configs.thread_pool_size
         if configs.independent_recv_thread:
             loops.append(self._receive_loop)
@@ -117,6 +117,7 @@ class Async(Communicator):
         values = self._pull_dense(self._client)
         with self._lock:
             self._fresh = Dense()
+            self._num_flushes += 1
         self._write(values)
 
     def _has_open(self, last: int) -> bool:
@@ -159,9 +160,11 @@ class Async(Communicator):
         while not self._ending.is_set():
             if self._receive_now.wait(0.1) and not self._ending.is_set():
                 self._receive_now.clear()
+                num = self._num_flushes
                 values = self._pull_dense(client)
                 with self._lock:
-                    self._fresh = values
+                    if num == self._num_flushes:  # else a flush has pulled meanwhile, and these may be older
+                        self._fresh = values
 
     def _take(self) -> list[tuple[int, Gradients]]:
         """The next gradients, and more of them if they arrive within `send_wait_times` polls."""
