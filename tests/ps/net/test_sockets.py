@@ -142,6 +142,17 @@ class TestUnreadReplies:
             hasty.ping()
 
 
+def test_a_socket_that_seems_readable_without_a_message_ends_neither_side(
+    server: ServerThread, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ said so once, in a worker, and then had no message."""
+    monkeypatch.setattr(sockets, "is_readable", lambda socket: True)
+    with contextlib.closing(SocketChannel(server.endpoint)) as silent:
+        assert silent.receive(0.0) is None
+    client.ping()
+    assert client.pull("t", range(9)).result().shape == (9, 256)
+
+
 def test_neither_side_sends_heartbeats(server: ServerThread) -> None:
     """A server aborts in libzmq if one is to be answered on a connection that ended while its requests filled the
     queue, as after a link that was down. The system looks for peers that are gone."""

@@ -128,8 +128,8 @@ class Listener:
         """
         if self._waiting:
             return self._waiting.popleft()
-        if is_readable(self._socket):
-            return self._frames()
+        if is_readable(self._socket) and (request := self._frames()) is not None:
+            return request
         self._doorkeeper.rest()
         if rest():
             timeout_ms = 0
@@ -145,12 +145,15 @@ class Listener:
             return
         last = self._waiting[-1] if self._waiting else last
         while len(self._waiting) < MOST_WAITING and len(last) <= MAX_ENTRY + 2 and is_readable(self._socket):
-            last = self._frames()
+            request = self._frames()
+            if request is None:
+                return
+            last = request
             self._waiting.append(last)
             self.look_ahead.note([frame.buffer for frame in last[1:]])
 
-    def _frames(self) -> list[zmq.Frame]:
-        """The request that waits, of which at most one frame more is received than allowed. There must be one."""
+    def _frames(self) -> list[zmq.Frame] | None:
+        """The request that waits, of which at most one frame more is received than allowed. None if there is none."""
         return received(self._socket, MAX_ENTRY + 3)
 
     def _tell(self, handler: Handler) -> None:
@@ -206,7 +209,8 @@ class SocketChannel:
             return None
         if not is_readable(self._socket):
             return None
-        return [frame.buffer for frame in received(self._socket)]
+        frames = received(self._socket)
+        return None if frames is None else [frame.buffer for frame in frames]
 
     def reconnect(self) -> None:
         self._socket.close(linger=0)
@@ -238,13 +242,18 @@ class SocketChannel:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Costs a seventh of a `recv` that raises zmq.Again."""
+    """Whether a message seems to wait. Costs a seventh of a `recv` that raises zmq.Again. ZeroMQ may be wrong about it:
+    `received` then finds none.
+    """
     return bool(int(socket.get(_EVENTS)) & _READABLE)
 
 
-def received(socket: zmq.Socket[bytes], most: int = sys.maxsize) -> list[zmq.Frame]:
-    """The first frames of the message that waits, at most `most`, without copying. There must be a message."""
-    frame = socket.recv(_NOW, copy=False)
+def received(socket: zmq.Socket[bytes], most: int = sys.maxsize) -> list[zmq.Frame] | None:
+    """The first frames of the message that waits, at most `most`, without copying. None if no message waits."""
+    try:
+        frame = socket.recv(_NOW, copy=False)
+    except zmq.Again:
+        return None
     frames = [frame]
     while frame.more and len(frames) < most:
         frame = socket.recv(copy=False)
