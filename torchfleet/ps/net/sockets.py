@@ -153,7 +153,7 @@ class Listener:
             self.look_ahead.note([frame.buffer for frame in last[1:]])
 
     def _frames(self) -> list[zmq.Frame] | None:
-        """The request that waits, of which at most one frame more is received than allowed. None if there is none."""
+        """The request that waits, or None. Of one with too many frames, only one more than allowed is received."""
         return received(self._socket, MAX_ENTRY + 3)
 
     def _tell(self, handler: Handler) -> None:
