@@ -170,7 +170,9 @@ class WholeTables(Communicator):
                 with self._copy.alone(self._patience):
                     self._send(client, *self._how())
                     self._copy.received[:] = self._take_in(client)
-                self._finish(wanted, num_exchanges=1)
+                with self._changed:  # a thread that sees it counted finds it finished
+                    self._num_exchanges += 1
+                    self._finish(wanted)
 
     def _next(self) -> int | None:
         """Wait for the next exchange to make and return its number; None at the end."""
@@ -187,9 +189,8 @@ class WholeTables(Communicator):
             self._wants_every_row = self._wants_whole = False
             return whole, 1 if every_row else self._hot
 
-    def _finish(self, number: int, num_exchanges: int = 0) -> None:
+    def _finish(self, number: int) -> None:
         with self._changed:
-            self._num_exchanges += num_exchanges  # under the lock: a thread that reads it finds this exchange finished
             self._num_done = number
             self._changed.notify_all()
 
