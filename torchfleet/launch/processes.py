@@ -22,7 +22,9 @@ from torchfleet.launch.server_nursery import TIE_TO_PARENT, ServerNursery, Spawn
 
 _LINE = 1 << 16  # bytes of output per read
 _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
-_READING = 10.0  # seconds to read the rest of the output of a group that has ended: the disk may be slow
+# Seconds after SIGKILL in which the rest of the output is read: the disk may be slow, and a descendant that left the
+# process group may keep the output open.
+_READING = 10.0
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
@@ -84,6 +86,7 @@ class Process:
     """A started task with its log and its status file."""
 
     num_restarts = 0
+    _killed: float | None = None  # when SIGKILL was first sent
     _status: Any = None  # the last status, and the file that it was read from
     _version: tuple[int, int, int] | None = None
     is_waiting = False  # a local process never waits for resources
@@ -111,6 +114,7 @@ class Process:
 
     def _start(self, append: bool) -> None:
         self.status_file.unlink(missing_ok=True)
+        self._killed = None
         around = {name: value for name, value in os.environ.items() if name not in ROLES}
         environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
@@ -143,11 +147,12 @@ class Process:
         self._start(append=True)
 
     def kill(self) -> None:
-        """Kill the process group. Blocks until the whole group has ended."""
+        """Kill the process group. Blocks until the process has ended and its output is read: at most until _READING
+        seconds after the first SIGKILL."""
         self.signal(signal.SIGKILL)
         self._process.wait()
-        if self._reader:
-            self._reader.join(_READING)
+        if self._reader and self._killed is not None:
+            self._reader.join(max(0.0, self._killed + _READING - time.monotonic()))
 
     @property
     def returncode(self) -> int | None:
@@ -178,6 +183,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group: a worker's own children end with it."""
+        if number == signal.SIGKILL and self._killed is None:
+            self._killed = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -209,13 +216,15 @@ def start_here(job: JobSpec, log_dir: Path, nursery: ServerNursery | None = None
 
 
 def end_all(processes: Sequence[RunningTask]) -> None:
-    """Send SIGTERM to all, and SIGKILL to those still running after _GRACE. No process is left when this returns."""
+    """Send SIGTERM to all, and SIGKILL to what is left after _GRACE. The process groups have ended when this returns."""
     for process in processes:
         if process.returncode is None:
             process.signal(signal.SIGTERM)
     deadline = time.monotonic() + _GRACE
     while any(process.returncode is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for process in processes:  # all before the first is closed: the time to read their output passes for all at once
+        process.signal(signal.SIGKILL)
     for process in processes:
         process.close()
 
