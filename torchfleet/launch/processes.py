@@ -216,7 +216,7 @@ def start_here(job: JobSpec, log_dir: Path, nursery: ServerNursery | None = None
 
 
 def end_all(processes: Sequence[RunningTask]) -> None:
-    """Send SIGTERM to all, and SIGKILL to what is left after _GRACE. The process groups have ended when this returns."""
+    """Send SIGTERM to all, and SIGKILL to what is left after _GRACE. No process of the groups is left afterwards."""
     for process in processes:
         if process.returncode is None:
             process.signal(signal.SIGTERM)
