@@ -1,7 +1,7 @@
-"""Optimizers for fleet.distributed_optimizer, and without parameters for one table: SparseEmbedding(optimizer=...).
+"""Optimizers for fleet.distributed_optimizer, or, without parameters, for one table: SparseEmbedding(optimizer=...).
 
-RowWiseAdagrad, FTRL and Lion are those that torch does not have; the others are torch's own classes, whose parameters
-may be left out. `optim.pyi` lists the names. docs/rows.md says which to choose.
+torch does not have RowWiseAdagrad, FTRL and Lion; the others are torch's own classes, whose parameters may be left
+out. `optim.pyi` lists the names. docs/rows.md says which to choose.
 """
 
 from __future__ import annotations

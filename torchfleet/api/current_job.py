@@ -35,8 +35,8 @@ current = CurrentJob()
 
 
 def any_job(missing: str = NO_JOB) -> Job:
-    """This process's job, of either kind. Raises an error with `missing`, which says what to call first, or says that
-    the job was stopped."""
+    """This process's job, of either kind. Without a job, raises FleetError: with `missing`, which says what to call
+    first, or because the job was stopped."""
     if current.job is None:
         raise FleetError(STOPPED if current.has_stopped else missing)
     return current.job

@@ -34,14 +34,14 @@ def steps(
     copy_steps: int = 10,
     keep: Mapping[str, Kept] | None = None,
 ) -> Iterator[int]:
-    """The steps that are left of `num_steps`: 0, 1, ... at first; after a rank was replaced, those from the last copy
+    """The remaining steps of `num_steps`: 0, 1, ... at first; after a rank was replaced, the steps from the last copy
     on. All ranks iterate together, after distributed_model and distributed_optimizer.
 
     After every `copy_steps` steps (0: never) each rank copies its parameters, optimizer state and random numbers into
-    the memory of its launcher, and another machine keeps a second copy, if there are several. Under a launcher that
-    starts no rank again no copies are kept, and a line says so. `keep`: objects whose
-    state_dict, which JSON must be able to hold, is copied too, as a scheduler's. `dirname`: the folder of saves that
-    have {"step": number of steps made} in their `extra`; the last one is loaded if no copy is complete.
+    the memory of its launcher, and another machine keeps a second copy, if there are several. If the launcher does not
+    replace ranks, no copies are kept, and rank 0 prints a notice. `keep`: objects, such as a scheduler, whose
+    state_dict is copied too; it must be storable as JSON. `dirname`: the folder of saves that
+    have {"step": number of steps made} in their `extra`; the last save is loaded if no copy is complete.
     """
     from torchfleet.collective.collective_job import CollectiveJob
 

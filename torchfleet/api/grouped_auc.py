@@ -55,9 +55,9 @@ class GAUC:
             self._parts.append(Samples(ids.astype(np.int64), values.copy(), positive.astype(np.bool_)))
 
     def compute(self, all_workers: bool = False) -> float:
-        """Over this worker's samples, or over those of all workers, who must all call it. 0.5 without a pair.
+        """The mean for this worker's samples, or for those of all workers, who must all call it. 0.5 without a pair.
 
-        Samples of a group that several workers have are sent to all of them: a split by users sends none.
+        Only samples of groups that several workers have are sent, to all workers: nothing if workers share no group.
         """
         with self._lock:
             own = _joined(self._parts)

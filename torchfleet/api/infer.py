@@ -87,7 +87,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
 
 
 def load_rows(storage: Storage, manifest: Manifest, name: str, dim: int, size: int) -> SparseTable:
-    """A read-only in-memory table with the rows of any kind of table. `size`: of ids from 0 on; 0 for any ids."""
+    """A read-only in-memory table with the rows of any kind of table. `size`: ids are below it; 0: any ids."""
     spec = TableSpec(name, default_kind(is_dense=False, has_size=bool(size)), dim, size, Rule(lr=0.0))
     kept = manifest.table(name).spec().format  # prediction takes no more memory for values than training did
     spec = msgspec.structs.replace(spec, format=msgspec.structs.replace(kept, wire=""))

@@ -56,7 +56,7 @@ def init(role_maker: RoleMaker | None = None, is_collective: bool = False, strat
 
 
 def _check_same(given: dict[str, Any]) -> None:
-    """Raise FleetError if a model was distributed by other arguments."""
+    """Raise FleetError if a model was distributed after a call with other arguments."""
     if current.job is None or current.job.model is None:
         return
     for name, value in given.items():
@@ -124,7 +124,7 @@ def init_worker(dirname: str | None = None, var_names: list[str] | None = None) 
 
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
-    """Used by DistributedInfer: after training, or as a separate job, whose servers serve here."""
+    """Called by DistributedInfer, after training or in a separate job, whose servers serve here."""
     get_job().begin_prediction(model, dirname, var_names)
 
 
@@ -143,8 +143,8 @@ def stop_worker() -> None:
     """Send queued gradients and leave the servers. The servers end when the last worker has stopped.
 
     If worker 0 has saved since its last step, it waits here until the other workers have stopped, too, and saves again
-    to the same folders if they have changed the model since: docs/checkpoints.md. Worker 0 prints the staleness of the
-    rows over all workers.
+    to the same folders if they have changed the model since: docs/checkpoints.md. Worker 0 prints a summary with the
+    staleness of network and rows over all workers.
     """
     job = any_job(NO_WORKER)
     for dirname in job.complete_saves():

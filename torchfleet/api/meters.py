@@ -16,7 +16,7 @@ from torchfleet.api.metrics import sum as sum_over_workers
 from torchfleet.api.util import as_array
 from torchfleet.base.errors import FleetError
 
-_SMALLEST = float(np.finfo(np.float64).eps)  # probabilities are kept that far from 0 and 1
+_SMALLEST = float(np.finfo(np.float64).eps)  # probabilities are clipped to this distance from 0 and 1
 
 
 class Meter:
@@ -74,8 +74,8 @@ class _RankingMeter(Meter):
 class HitRate(_RankingMeter):
     """HR@k: the share of lists with a relevant candidate among the `k` of highest score.
 
-    Candidates of equal score are in random order, and a list counts as its probability of a hit: a model that gives all
-    the same score is not rewarded for the order of the candidates.
+    Candidates of equal score are in random order, and each list counts with its probability of a hit: a model that
+    gives all candidates the same score is not rewarded for their order.
     """
 
     def _values(self, scores: Counts, gains: Counts) -> Counts:
@@ -88,8 +88,8 @@ class HitRate(_RankingMeter):
 
 
 class NDCG(_RankingMeter):
-    """NDCG@k: the gains of the `k` candidates of highest score, each divided by log2(1 + place), beside the most that
-    these gains could give.
+    """NDCG@k: the sum of gain / log2(1 + place) over the `k` candidates of highest score, relative to this sum in the
+    best order.
 
     Candidates of equal score share the mean of their gains, as in sklearn.metrics.ndcg_score.
     """
@@ -155,13 +155,13 @@ class Calibration(Meter):
         values, positive = scores_and_labels("Calibration", scores, labels)
         likely = torch.sigmoid(torch.from_numpy(values)).numpy() if self._from_logits else values
         bins = (_checked_probabilities("Calibration", likely) * self._num_bins).astype(np.int64)
-        bins = np.minimum(bins, self._num_bins - 1)  # 1.0 is in the last
+        bins = np.minimum(bins, self._num_bins - 1)  # 1.0 belongs to the last bin
         columns = (likely, positive, np.ones(len(likely)))
         self._add(np.concatenate([np.bincount(bins, column, self._num_bins) for column in columns]))
         return self.compute().ratio
 
     def compute(self, all_workers: bool = False) -> Calibrated:
-        """Over this worker's samples, or over those of all workers, who must all call it."""
+        """The result for this worker's samples, or for those of all workers, who must all call it."""
         predicted, positive, num = self._totals(all_workers).reshape(3, -1)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = float(predicted.sum() / positive.sum()) if positive.any() else float("nan")
@@ -213,7 +213,7 @@ def _are_positions(given: Counts, num: int) -> bool:
 def _share_without(
     num: npt.NDArray[np.int64], num_relevant: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64]
 ) -> Counts:
-    """The probability that `drawn` of `num` things, `num_relevant` of them relevant, are all irrelevant."""
+    """The probability that `drawn` of `num` candidates, `num_relevant` of them relevant, are all irrelevant."""
     others = num - num_relevant
     counts = [torch.from_numpy(np.asarray(n, np.float64)) for n in (others, others - drawn, num, num - drawn)]
     all_others, left_others, every, left = (torch.lgamma(n.clamp(min=0) + 1).numpy() for n in counts)

@@ -115,7 +115,9 @@ class AUC:
         return area(*total)
 
     def compute(self) -> tuple[float, float, list[Counts]]:
-        """(auc, batch_auc, [batch_stat_pos, batch_stat_neg, stat_pos, stat_neg]), the batch's over the last updates."""
+        """(auc, batch_auc, [batch_stat_pos, batch_stat_neg, stat_pos, stat_neg]); batch: over the last `slide_steps`
+        updates.
+        """
         with self._lock:
             slide = np.sum(list(self._slides), axis=0) if self._slides else np.zeros_like(self._counts)
             total = self._counts.copy()
@@ -136,7 +138,7 @@ class AUC:
 
 
 def area(positive: Counts, negative: Counts) -> float:
-    """The area under the curve of two histograms; samples of one bin are ties and count half. 0.5 without pairs."""
+    """The area under the ROC curve of two histograms. Pairs in one bin are ties and count half. 0.5 without pairs."""
     above = np.concatenate([np.cumsum(positive[::-1])[::-1][1:], [0.0]])
     pairs = positive.sum() * negative.sum()
     return float((negative * (above + positive / 2)).sum() / pairs) if pairs else 0.5
@@ -150,7 +152,7 @@ def _ratio(name: str, numerator: Any, total: Any) -> float:
 
 
 def _reduced(name: str, value: Any) -> Any:
-    """Combine `value` over all workers. Keeps its type."""
+    """Combine `value` over all workers. A tensor gives a tensor, an array or list an array, a number a float."""
     total = reduced("fleet.metrics", as_numbers(f"fleet.metrics.{name}", value), name, "worker")
     if isinstance(value, torch.Tensor):
         return torch.from_numpy(total).to(value.dtype if value.is_floating_point() else torch.float64)

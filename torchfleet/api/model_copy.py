@@ -18,7 +18,7 @@ _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 def copied(model: torch.nn.Module, replaced: dict[int, Any]) -> torch.nn.Module:
-    """A copy of the model without torchfleet's hooks. `replaced`: by the id of an object, what stands for it."""
+    """A copy of the model without torchfleet's hooks. `replaced`: by the id of an object, its replacement."""
     made: torch.nn.Module = copy.deepcopy(model, replaced)
     for part in made.modules():
         _drop_hooks(part)

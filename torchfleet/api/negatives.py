@@ -1,7 +1,7 @@
-"""fleet.data.negatives: items that a sample has not, for models that learn to tell its own item from others.
+"""fleet.data.negatives: items that do not belong to a sample, for models that learn to tell its own item from others.
 
 `Uniform` and `Popularity` draw items; `in_batch` takes the items of the other samples, of all workers if asked to. The
-scores of negatives that are not drawn uniformly are corrected by the logarithm of how likely they are drawn (logQ).
+scores of negatives that are not drawn uniformly are corrected by the logarithm of their probability (logQ).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchfleet.base.errors import DataError
 from torchfleet.ps.worker.batch.string_ids import are_strings, hash_strings
 
 Ids = npt.NDArray[np.int64]
-_MOST_ROUNDS = 1000  # of drawing again what was excluded
+_MOST_ROUNDS = 1000  # of drawing again in the place of excluded items
 
 
 class Drawn(NamedTuple):
@@ -34,7 +34,7 @@ class Popularity:
     """Draws items with probabilities that grow with how often they occur: `count ** power`.
 
     `ids` and `counts`: the items, which may be strings, and how often each occurs. `power` 1 draws them as they occur,
-    0 uniformly; 0.75 is word2vec's. With `seed` a worker draws the same in every run, and each worker something else.
+    0 uniformly; 0.75 is word2vec's. With `seed`, each worker draws a sequence of its own, the same in every run.
     """
 
     def __init__(self, ids: Any, counts: Any, power: float = 0.75, seed: int | None = None) -> None:
@@ -49,7 +49,7 @@ class Popularity:
         self.ids: Ids = found[order]
         weights = weights[order] ** power
         self._log_q = np.log(weights / weights.sum())
-        self._log_unseen = -math.log(weights.sum())  # as of an item that occurs once
+        self._log_unseen = -math.log(weights.sum())  # that of an item with the count 1
         self._ends = np.cumsum(weights) / weights.sum()
         self._ends[-1] = 1.0  # rounding must leave no gap behind the last
         worker = process_role.worker_index() if process_role.is_set_up() else 0
@@ -59,7 +59,7 @@ class Popularity:
     def of(
         cls, occurrences: Any, power: float = 0.75, seed: int | None = None, across_workers: bool = False
     ) -> Popularity:
-        """Count how often each id occurs among these, or among those of all workers, who must all call it."""
+        """Count how often each id occurs in `occurrences`, or in those of all workers, who must all call it."""
         ids, counts = np.unique(_ids(occurrences), return_counts=True)
         if across_workers:
             every = np.concatenate(gathered("negatives", np.stack([ids, counts], 1).astype(np.int64)))
@@ -87,7 +87,7 @@ class Popularity:
         )
 
     def log_q(self, ids: Any) -> torch.Tensor:
-        """The logarithm of the probability of each id; that of an item which occurs once, if it has no count."""
+        """The logarithm of the probability of each id. An id without a count is taken for an item that occurs once."""
         wanted = as_array(ids) if not are_strings(ids) else hash_strings(ids)
         at = np.minimum(np.searchsorted(self.ids, wanted), len(self.ids) - 1)
         found = np.where(self.ids[at] == wanted, self._log_q[at], self._log_unseen)
@@ -106,7 +106,7 @@ class Uniform(Popularity):
 
 
 class InBatch(NamedTuple):
-    """`loss = torch.nn.functional.cross_entropy(*in_batch(...))`."""
+    """The result of `in_batch`: `loss = torch.nn.functional.cross_entropy(*in_batch(...))`."""
 
     logits: torch.Tensor  # (samples, candidates); -inf where a candidate is the sample's own item again
     targets: torch.Tensor  # (samples,): the place of each sample's own item
@@ -122,11 +122,11 @@ def in_batch(
 ) -> InBatch:
     """Scores of each sample's user vector with the item vectors of all samples, its own among them.
 
-    `users`, `items`: (samples, dim). `ids`: of the items; the same item in another sample is no negative. `log_q`: the
-    logarithm of how likely an item is in a batch, as Popularity.log_q with power=1 says: it is taken off the scores, so
-    that the softmax over a batch estimates that over all items. `across_workers`: the candidates are the items of all
-    workers' samples, and gradients go back to them, so that the mean of the workers' losses is that of one process with
-    all samples; all workers must call it, and backward, equally often. It sends the items through the servers.
+    `users`, `items`: (samples, dim). `ids`: of the items; the same item in another sample is not a negative. `log_q`:
+    by item, the logarithm of its probability in a batch, from Popularity.log_q with power=1. It is subtracted from the
+    scores: the softmax over a batch then estimates the softmax over all items. `across_workers`: the candidates are the
+    items of all workers' samples, and gradients flow back to them: the mean of the workers' losses is the loss of one
+    process with all samples. All workers must call it, and backward, equally often. Items travel through the servers.
     """
     own = torch.from_numpy(_ids(ids)).to(users.device)
     if users.shape != items.shape or users.dim() != 2 or len(own) != len(users):

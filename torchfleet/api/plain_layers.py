@@ -16,8 +16,8 @@ from torchfleet.ps.worker.batch.string_ids import with_hashed
 
 
 class SlotLayer(torch.nn.Module):
-    """Maps ids of any shape to their rows; with offsets, a slot (values, offsets) or a list of slots, to one row per
-    bag.
+    """Maps ids of any shape to their rows. With offsets, for a slot (values, offsets) or for a list of slots, pools
+    them to one row per bag.
     """
 
     def __init__(self, weight: torch.nn.Parameter, padding_idx: int | None, pooling: str) -> None:

@@ -1,4 +1,4 @@
-"""A pass: the rows of all its batches are brought to the worker's cache before training, and written back after it."""
+"""A pass: the rows of all its batches are in the worker's caches before training, and written back after it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ids = Callable[[Any], Mapping[str, torch.Tensor]]
 
 
 def begin_pass(dataset: Iterable[Any], ids: Ids | None = None) -> dict[str, int]:
-    """Bring the rows of all batches of `dataset` into the caches of this worker (SparseEmbedding(cache=...)).
+    """Load the rows of all batches of `dataset` into the caches of this worker (SparseEmbedding(cache=...)).
 
     The dataset is iterated once here, and again by the training that follows. `ids`: a function from a batch to the
-    ids that the model looks up in it, by the name of the table; left out, they are those that `prefetch` would foresee,
-    which it knows once a batch was trained. Rows that do not fit come when their batch does. Returns the rows in each
-    cache: docs/gpu_cache.md.
+    ids that the model looks up in it, by the name of the table; by default, the ids that `prefetch` would foresee,
+    which are known once a batch was trained. Rows that do not fit are loaded with their batch. Returns the number of
+    rows in each cache: docs/gpu_cache.md.
     """
     engine = get_worker().engine
     if not engine.caches:

@@ -13,7 +13,7 @@ from torchfleet.ps.worker.modes.whole_tables import WholeTables
 
 
 def settle() -> None:
-    """Wait until every gradient that was handed over so far has been applied."""
+    """Wait until the gradients of all steps so far have been applied."""
     get_worker().communicator.settle()
 
 

@@ -23,10 +23,10 @@ def to_plain(model: torch.nn.Module) -> torch.nn.Module:
     module.
 
     A former torch.nn.Embedding or EmbeddingBag, or a subclass of it, becomes one again, with dense gradients. A
-    SparseEmbedding with a declared size becomes a layer with all of its rows. One without becomes a layer over the ids
-    that have a row; its `ids` gives the index of each. Ids without a row read as zeros, as in prediction. Shared tables
-    stay shared. Any worker may call it. It pulls the rows in slices; a table that does not fit into memory raises an
-    error first.
+    SparseEmbedding with a declared size becomes a layer with all of its rows. One without a size becomes a layer over
+    the ids that have a row; its `ids` gives the index of each. Ids without a row read as zeros, as in prediction.
+    Shared tables stay shared. Any worker may call it. It pulls the rows in slices. If a table does not fit into memory,
+    it raises an error before it pulls it.
     """
     if process_role.is_collective():
         raise FleetError("fleet.to_plain is for models with rows on servers; a collective model has its own in .module")

@@ -231,7 +231,9 @@ def _run_pass(
     report: Report,
     leave_thread: Callable[[], None],
 ) -> Result:
-    """Run a pass. One thread: the calling one. Several: the first error in any of them ends all, and is raised here."""
+    """Run a pass in the calling thread, or in several threads: then the first error ends all of them, and is raised
+    here.
+    """
     if not isinstance(dataset, Dataset):
         raise FleetError(
             f"expected a fleet.InMemoryDataset or fleet.QueueDataset, found {type(dataset).__name__}; for a DataLoader "

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 def split_files(files: Sequence[str]) -> list[str]:
-    """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    """This worker's files: each file goes to exactly one worker, and counts differ by at most one."""
     from torchfleet.data.dataset import file_shard
 
     return file_shard(files, *data_shard())
@@ -36,7 +36,7 @@ def split_files(files: Sequence[str]) -> list[str]:
 def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     """Iterate over the loader's batches. If the mode allows it, pull rows of the next batch while this one computes.
 
-    In collective training it ends on all ranks together, when the first rank has no batch left, so that no rank hangs.
+    In collective training it ends on all ranks together, as soon as one rank has no batch left, so that no rank hangs.
     A loader that fleet.prepare returned prefetches already: it is iterated as it is.
     """
     job = any_job(NO_WORKER)
@@ -76,7 +76,7 @@ def train_from_dataset(
 
     Every `print_period` steps (0: never) a line shows step, samples per second and the entries of the dict that
     `fetch_list` names (default: all that are single numbers), under the labels of `fetch_info` if it is given, one for
-    each name. `fetch_handler` gets values from a thread of its own:
+    each name. `fetch_handler` is called periodically from its own thread, with the latest values:
     FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
     """
     from torchfleet.api.training import Report, as_step, train

@@ -28,8 +28,8 @@ def get_file_shard(files: Sequence[str]) -> list[str]:
 
 
 def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
-    """The elementwise sum, maximum or minimum over `comm_world`. `input`: a number, an array or a tensor, as is the
-    result.
+    """The elementwise sum, maximum or minimum over `comm_world`. `input` is a number, an array or a tensor, and the
+    result is of the same kind.
     """
     _check_world(comm_world)
     if mode not in _MODES:
@@ -100,7 +100,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
 
 
 def _check_plain(value: Any) -> None:
-    """Accept only values that arrive unchanged; a tuple would arrive as a list."""
+    """Raise TypeError for values that cannot be sent. Others arrive unchanged, but tuples arrive as lists."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(key)

@@ -1,4 +1,4 @@
-"""Arrays and tensors of all workers, gathered by each of them, in pieces that the servers take."""
+"""Gathers arrays and tensors of all workers on every worker, in pieces small enough for the servers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torchfleet.api import process_role
 from torchfleet.base.errors import FleetError
 
-_PIECE = 1 << 22  # bytes that a worker sends at a time: servers take up to four times as many
+_PIECE = 1 << 22  # bytes that a worker sends at a time: servers accept up to four times as many
 
 
 def gathered(name: str, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Every worker's array, in their order. They may differ in their first dimension. All workers must call it."""
+    """The arrays of all workers, in worker order. Their first dimensions may differ. All workers must call it."""
     flat = np.ascontiguousarray(array).reshape(-1)
     num = _PIECE // flat.dtype.itemsize
     brought = process_role.gather(name, (-(-len(flat) // num)).to_bytes(8, "little"))

@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Classifier(torch.nn.Module):
-    """A backbone that computes features and a last layer sharded by classes. Without labels: (classes, scores)."""
+    """A backbone that computes features, and a last layer sharded by classes. Without labels: (classes, scores)."""
 
     def __init__(self, backbone: torch.nn.Module, head: MarginSoftmax) -> None:
         super().__init__()
@@ -48,7 +48,9 @@ class Classifier(torch.nn.Module):
 
 
 class Entry(Settings):
-    """Settings (set_class_num, ...: settings.py), then train(), test() and predict(), which all ranks call together."""
+    """Settings (set_class_num, ...: classify_settings.py), then train(), test() and predict(), which all ranks call
+    together.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class Entry(Settings):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The class and score of each input of this rank, which may have none. All ranks call it together."""
+        """The class and score of each input of this rank's batch, which may be empty. All ranks call it together."""
         self._begin()
         self._model.eval()
         classes, scores = self._model(_to(inputs, self._device))

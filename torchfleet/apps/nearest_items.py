@@ -1,7 +1,7 @@
 """An index of nearest items: made from a saved table or from any vectors, searched in a plain process.
 
-A folder with `index.json`, `ids.npy` (int64) and `vectors.npy` (float32, one row per id), and for the kinds that other
-libraries search, `faiss.index` or `hnswlib.index`. The exact kind compares a query with every item.
+An index is a folder with `index.json`, `ids.npy` (int64) and `vectors.npy` (float32, one row per id), and for the kinds
+that other libraries search, `faiss.index` or `hnswlib.index`. The exact kind compares a query with every item.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Search = Callable[[Vectors, int], tuple[npt.NDArray[Any], npt.NDArray[Any]]]  # 
 KINDS: tuple[Kind, ...] = ("exact", "faiss", "hnswlib")
 METRICS: tuple[Metric, ...] = ("ip", "cosine", "l2")
 _CHUNK = 1 << 16  # items that a query is compared with at a time
-_LINKS, _BREADTH = 32, 200  # of the graphs of the other kinds: neighbours of an item, candidates while it is built
+_LINKS, _BREADTH = 32, 200  # graphs of faiss and hnswlib: neighbours of an item, candidates in building and searching
 
 
 class IndexFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """index.json. `table`: the table that the vectors are from, or "" if they are the caller's."""
+    """The contents of index.json. `table`: the table that the vectors are from, or "" if the caller gave them."""
 
     kind: Kind
     metric: Metric
@@ -51,9 +51,9 @@ class IndexFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Found(NamedTuple):
-    """Per query, ids and scores, the nearest first. If there are too few items, the last have id -1 and score -inf.
+    """Per query, ids and scores, the nearest first. If there are too few items, the last places have id -1, score -inf.
 
-    A score is the inner product, the cosine, or minus the squared distance: more is nearer.
+    A score is the inner product, the cosine, or minus the squared distance: a higher score is nearer.
     """
 
     ids: Ids
@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def index_of_table(model: str, table: str, folder: str, kind: Kind = "exact", metric: Metric = "cosine") -> int:
-    """Make an index of all rows of a saved table, which must fit into memory; returns how many."""
+    """Make an index of all rows of a saved table, which must fit into memory; returns the number of rows."""
     storage = Storage(model)
     manifest = read_manifest(storage)
     dim = manifest.table(table).dim
@@ -77,10 +77,10 @@ def index_of_table(model: str, table: str, folder: str, kind: Kind = "exact", me
 def build_index(
     folder: str, ids: Any, vectors: Any, kind: Kind = "exact", metric: Metric = "cosine", table: str = ""
 ) -> int:
-    """Make an index of items in a new folder on this machine; returns how many.
+    """Make an index of items in a new folder on this machine; returns the number of items.
 
     `ids` may be strings; `vectors`: (items, dim). `kind`: "exact", "faiss" or "hnswlib". `metric`: "cosine", "ip" (the
-    inner product) or "l2". `table`: a name to keep with it. The folder appears when it is complete.
+    inner product) or "l2". `table`: a name to keep in index.json. The folder appears when it is complete.
     """
     if kind not in KINDS or metric not in METRICS:
         raise FleetError(f"index: kind is one of {KINDS} and metric one of {METRICS}, found {kind!r} and {metric!r}")
@@ -114,7 +114,7 @@ def build_index(
 
 
 class NearestItems:
-    """An index that is open. Vectors stay in its file, and are read through the page cache."""
+    """An open index. Its vectors stay in their file, and are read through the page cache."""
 
     def __init__(self, folder: str) -> None:
         place = Path(folder)
@@ -180,8 +180,8 @@ class NearestItems:
 
 
 def load_index(folder: str) -> NearestItems:
-    """Open the index that `fleet export --index` or `fleet.build_index` made in `folder`. Other libraries read their
-    own files in it: open only indexes of your own.
+    """Open the index that `fleet export --index` or `fleet.build_index` made in `folder`. faiss and hnswlib parse
+    their own files in it: open only indexes that you made.
     """
     return NearestItems(folder)
 
@@ -237,7 +237,7 @@ _READERS: dict[str, Callable[[str, IndexFile], Search]] = {"faiss": _read_faiss,
 
 
 def _prepared(rows: Vectors, metric: Metric) -> Vectors:
-    """For cosines, of length 1; zeros stay zeros."""
+    """For cosines, the rows scaled to length 1, where rows of zeros stay as they are; otherwise, `rows` itself."""
     if metric != "cosine":
         return rows
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)

@@ -1,14 +1,14 @@
-"""Checkpoints of Hugging Face, straight into models that are cut over ranks, and back.
+"""Loads Hugging Face checkpoints directly into models that are split over ranks, and saves such models.
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained("llama"))     # shapes, and no memory
-    model = fleet.distributed_model(model)                                 # cut by tensor_parallel, sharded by sharding
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained("llama"))   # only shapes, no memory
+    model = fleet.distributed_model(model)                               # split by tensor_parallel, sharded by sharding
     fleet.transformers.load_pretrained(model, "llama")
     ...
     fleet.transformers.save_pretrained(model, "tuned")
 
-Every rank reads the pieces of tensors that it holds from the safetensors files, and nothing else. A folder is local, or
-one that all ranks reach.
+Every rank reads only the pieces of tensors that it holds from the safetensors files. A folder is local, or one that all
+ranks can reach.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.collective_model import CollectiveModel
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PARTS = ".fleet"  # the ranks' pieces, until they are one file
+_PARTS = ".fleet"  # holds the ranks' pieces until they are joined into one file
 
 
 class _Index(msgspec.Struct):
@@ -43,10 +43,10 @@ class _Index(msgspec.Struct):
 
 @torch.no_grad()
 def load_pretrained(model: torch.nn.Module, dirname: str) -> None:
-    """Fill parameters and buffers of what fleet.distributed_model returned from a folder that save_pretrained made.
+    """Load parameters and buffers from a folder that save_pretrained made. fleet.distributed_model returned `model`.
 
     Call it on every rank, before fleet.distributed_optimizer. Raises CheckpointError for a tensor that is missing or
-    has another shape; tensors that the model has not are left out.
+    has another shape; tensors that the model does not have are ignored.
     """
     own = _distributed(model, "load_pretrained")
     if own.clear is not None:
@@ -91,7 +91,7 @@ def _distributed(model: torch.nn.Module, user: str) -> CollectiveModel:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name of a tensor → the file that has it."""
+    """For each tensor's name, the file that contains it."""
     index = folder / _INDEX
     try:
         if index.exists():
@@ -107,7 +107,9 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _wanted(module: torch.nn.Module, files: Mapping[str, Path], dirname: str) -> Iterator[tuple[str, HeldPiece]]:
-    """(name in the files, this rank's piece) of every tensor of the model. A tied one has any of its names there."""
+    """(name in the files, this rank's piece) of every tensor of the model. Files have a tied tensor under one of its
+    names. Raises CheckpointError for a tensor that the files lack.
+    """
     others: dict[str, list[str]] = {}
     for alias, first in tied(module).items():
         others.setdefault(first, []).append(alias)

@@ -74,7 +74,7 @@ class FleetTrainerMixin:
         return wrapped, self._distribute(optimizer)
 
     def _read_class(self, kind: type[torch.nn.Module], args: TrainingArguments) -> None:
-        """Restore what the Trainer reads from the model's class, which was the wrapper's class."""
+        """Set again what the Trainer read from the wrapper's class: now it comes from the class of the user's model."""
         if args.label_names is None:
             self.label_names = find_labels(kind)
         self.can_return_loss = can_return_loss(kind)
@@ -214,8 +214,9 @@ def _folder_of(checkpoint: str) -> str:
 
 
 def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
-    """Raise StrategyError for features that both TrainingArguments and the strategies would apply, and for those that
-    the Trainer's loop does not support. The error names both settings and a solution. `strategies`: the enabled ones.
+    """Raise StrategyError for features that both TrainingArguments and the strategies would apply, and for features
+    that the Trainer's loop does not support. The error names the settings and a solution. `strategies`: the enabled
+    strategies.
     """
     for name in ("bf16", "fp16"):
         if getattr(args, name, False):
@@ -258,7 +259,7 @@ def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
 
 
 def _sharing(strategies: Collection[str]) -> str:
-    """The strategy by which ranks train on the same samples; "" if there is none."""
+    """The enabled strategy under which ranks train on the same samples, or ""."""
     return next((name for name in _SHARING if name in strategies), "")
 
 
@@ -270,7 +271,7 @@ def _no_evaluation(name: str) -> str:
 
 
 def _shared(loader: Any) -> Any:
-    """A loader of accelerate, which cuts batches over all ranks, with batches cut over those that have others."""
+    """Make accelerate's loader, which divides batches among all ranks, give ranks that share samples the same batches."""
     index, number = fleet.data_shard()
     if number == fleet.worker_num():
         return loader

@@ -1,4 +1,4 @@
-"""An optimizer that replaces the user's: it shares its param groups, state and hooks, and has its own `step`."""
+"""An optimizer that replaces the user's. It shares the user's param groups, state and hooks, and has its own `step`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdoptedOptimizer(WithPaddleNames, torch.optim.Optimizer):
         # All but `step`: an existing scheduler has wrapped the user's step, and this class defines its own.
         self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(user, hooks, OrderedDict())  # this class calls them now, and the user's must not
+            setattr(user, hooks, OrderedDict())  # this class calls the hooks now, so the user's optimizer must not
         self._patch_step_function()  # torch does this for its own classes on construction, so that hooks are called
         self._user = user
         self.after_step: Callable[[], None] = lambda: None  # called at the end of every step

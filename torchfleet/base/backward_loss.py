@@ -1,4 +1,4 @@
-"""The loss of a training loop that reports none: the number on which it calls backward()."""
+"""Finds the loss of a training loop that reports none: the scalar on which the loop calls backward()."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-_MARK = "_fleet_unscaled"  # on a tensor that a GradScaler has scaled: what it was before
+_MARK = "_fleet_unscaled"  # attribute of a tensor that a GradScaler has scaled: the unscaled tensor
 _noted = threading.local()  # by thread: the last loss, as a tensor, which may still be computed on a GPU
 _lock = threading.Lock()
-_originals: dict[tuple[Any, str], Callable[..., Any]] = {}  # while there is a watch: what torch has in their place
+_originals: dict[tuple[Any, str], Callable[..., Any]] = {}  # while a watch is open: torch's own functions
 _watches: set[int] = set()
 
 
 class LossWatch:
-    """Notes the losses of this process, from now until `close`. Threads have their own."""
+    """Notes the losses of this process, for each thread separately, from now until `close`."""
 
     def __init__(self) -> None:
         with _lock:
@@ -48,7 +48,7 @@ def _replace(owner: Any, name: str, around: Callable[[Callable[..., Any]], Calla
 
 
 def _noting(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.autograd.backward, which Tensor.backward calls."""
+    """Wrap torch.autograd.backward, which Tensor.backward calls: note the loss if there is a single scalar."""
 
     def noting(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if grad_tensors is None and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
@@ -59,7 +59,7 @@ def _noting(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marking(scale: Callable[..., Any]) -> Callable[..., Any]:
-    """GradScaler.scale: its result remembers the loss as it was."""
+    """Wrap GradScaler.scale: the scaled tensor keeps the unscaled loss."""
 
     def marking(scaler: GradScaler, outputs: Any) -> Any:
         scaled = scale(scaler, outputs)

@@ -23,7 +23,7 @@ def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
 def memory_left(root: Path = _ROOT, own: Path = _OWN, machine: Path = _MACHINE) -> int | None:
     """Bytes that this process can still allocate, limited by the machine and by its cgroups; None if unknown.
 
-    The page cache counts as free.
+    Page cache that the kernel can reclaim counts as free.
     """
     left = [1024 * number for name, number in _numbers(machine) if name == "MemAvailable:"]
     for file, used, cached in (

@@ -1,4 +1,4 @@
-"""Marks on the modules of a model: where `fleet.device_guard` puts them.
+"""Marks on the modules of a model, set by `fleet.device_guard`: the device or pipeline stage of a module.
 
 A mark is a plain attribute of the module. Pipelines read the stage (collective/pipeline/stages.py), jobs with heter
 workers read the device (ps/worker/heter/blocks.py).
@@ -19,7 +19,7 @@ GPU, CPU = "gpu", "cpu"
 _STAGE, _DEVICE = "_fleet_stage", "_fleet_device"
 _FORMAT = re.compile(r"(gpu|cpu)|(gpu|cpu|stage):(\d{1,9})")
 _guards: list[device_guard] = []  # the open guards, the innermost last
-_handles: list[Any] = []  # of torch's hooks, while a guard is open
+_handles: list[Any] = []  # handles of torch's hooks, while a guard is open
 
 Marked = TypeVar("Marked", bound=torch.nn.Module)
 
@@ -27,12 +27,12 @@ Marked = TypeVar("Marked", bound=torch.nn.Module)
 class device_guard:
     """Put modules on a device, or into a stage of a pipeline.
 
-    `with fleet.device_guard("gpu"):` marks the modules that are constructed, or assigned to another, in the context;
+    `with fleet.device_guard("gpu"):` marks the modules that are constructed, or assigned to another module, in it;
     `fleet.device_guard("gpu")(module)` marks one module and returns it. Of nested guards, the innermost counts.
 
-    In a job with heter workers (docs/heter.md), they compute what is marked "gpu". In other jobs with servers, a worker
-    puts it on its GPU, if it has one. In a pipeline, "gpu:1", "cpu:1" and "stage:1" are all stage 1, "gpu" and "cpu"
-    are stage 0, and a module outside of all guards belongs to the stage of the module before it.
+    In a job with heter workers (docs/heter.md), these compute the modules marked "gpu". In other jobs with servers, a
+    worker puts those modules on its GPU, if it has one. In a pipeline, "gpu:1", "cpu:1" and "stage:1" are all stage 1,
+    "gpu" and "cpu" are stage 0, and a module outside of all guards belongs to the stage of the module before it.
     """
 
     def __init__(self, device: str) -> None:
@@ -70,7 +70,7 @@ class device_guard:
             _handles.pop().remove()
 
     def mark(self, module: torch.nn.Module) -> None:
-        """Mark the module, unless an inner guard has."""
+        """Mark the module, unless an inner guard has marked it."""
         if _STAGE not in vars(module):
             self(module)
 
@@ -91,6 +91,6 @@ def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | Non
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Mark a module that gets its first parameter: it is constructed in the guard. One that has more is older."""
+    """Mark a module that gets its first parameter and has no children: it is being constructed."""
     if not any(known is not None for known in module._parameters.values()) and not module._modules:
         _guards[-1].mark(module)

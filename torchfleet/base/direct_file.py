@@ -22,9 +22,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # not all systems have it
 
 
 class DirectFile:
-    """A new file, which must not exist. Owned by one thread; a context that closes it.
+    """A new file, which must not exist yet. A single thread uses it. As a context manager, it closes the file.
 
-    Where the file system does not write past its cache, it writes as usual.
+    If the file system does not support direct writes, the file is written through the page cache.
     """
 
     def __init__(self, place: str) -> None:
@@ -34,7 +34,7 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            with contextlib.suppress(FileNotFoundError):  # Linux refuses the flag after it has made the file
+            with contextlib.suppress(FileNotFoundError):  # Linux refuses the flag after it has created the file
                 os.remove(place)
             self._file = os.open(place, flags, 0o666)
         self._staged = np.frombuffer(mmap.mmap(-1, STAGED), np.uint8)  # begins at a page
@@ -49,9 +49,9 @@ class DirectFile:
         os.close(self._file)
 
     def write(self, data: Any) -> int:
-        """Append bytes; returns how many of them it took, at least one."""
+        """Append the first bytes of `data`. Returns how many, at least one; the caller passes the rest next."""
         num = min(len(data), STAGED - self._num_staged)
-        # by numpy, which copies without Python's lock
+        # numpy copies without holding Python's lock
         self._staged[self._num_staged : self._num_staged + num] = np.frombuffer(data, np.uint8, num)
         self._num_staged += num
         if self._num_staged == STAGED:
@@ -77,6 +77,6 @@ class DirectFile:
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
                 if error.errno != errno.EINVAL or not flags & _DIRECT:
                     raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)  # it demands more than _ALIGNED
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)  # demands a larger alignment
         self._num_written += done
         self._num_staged = 0

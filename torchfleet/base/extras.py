@@ -10,7 +10,7 @@ from torchfleet.base.errors import MissingPackage
 
 
 def required(module: str, user: str, extra: str, more: str = "") -> Any:
-    """Import and return a module. Raises MissingPackage, which tells `user` what to install and ends with `more`."""
+    """Import and return a module. Raises MissingPackage; its text says that `user` needs it, and ends with `more`."""
     try:
         return import_module(module)
     except ImportError as error:

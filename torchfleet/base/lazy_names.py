@@ -32,7 +32,7 @@ def attach(
         found = import_module(places[name])
         if places[name] == f"{module}.{name}":
             value: Any = found
-        else:  # a module of another folder is no attribute of it until it is imported
+        else:  # a submodule is not an attribute of its package until it is imported
             value = getattr(found, name) if hasattr(found, name) else import_module(f"{places[name]}.{name}")
         setattr(sys.modules[module], name, value)
         return value
@@ -68,11 +68,10 @@ def missing(module: str, name: str, public: Sequence[str], instead: Mapping[str,
 
 
 def names_of(stub: Path) -> dict[str, str]:
-    """Map each name that `stub` imports to its module: the one that defines it, or itself for `from package import
-    module`.
+    """Map each name that `stub` imports to the module that defines it, and a submodule of torchfleet to itself.
 
-    A stub imports with absolute names, `from torchfleet.api.saves import save as save`, and sub-modules from
-    torchfleet.
+    A stub has only absolute imports: `from torchfleet.api.saves import save as save`, and for submodules
+    `from torchfleet import data as data`.
     """
     statements = [node for node in ast.parse(stub.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
     return {

@@ -1,4 +1,4 @@
-"""Temporary folders of this user that do not outlast their process by more than the next start.
+"""Temporary folders of this user. A folder that a killed process has left is removed when the next one is made.
 
 torchfleet-UID/          in the folder of temporary files; mode 0700, checked before use
     KIND-XXXXXXXX/       locked as long as the process that made it lives; then removed when the next one is made
@@ -38,7 +38,7 @@ class OwnFolder:
 
 @contextlib.contextmanager
 def own_folder(kind: str) -> Iterator[Path]:
-    """Yield a folder that only this user can enter. It is removed at the end, or by the next process that makes one."""
+    """Yield a folder that only this user can enter. It is removed at the end, or later if this process is killed."""
     folder = OwnFolder(kind)
     try:
         yield folder.path
@@ -62,8 +62,8 @@ def is_alive(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked_parent() -> Iterator[Path]:
-    """This user's folder, locked, so that no process takes a new folder in it for a dead one. Blocks until the lock is
-    free."""
+    """This user's folder, locked, so that no other process removes a new folder in it before that is locked. Blocks
+    until the lock is free."""
     parent = user_folder()
     make_own(parent)
     lock = os.open(parent, os.O_RDONLY)

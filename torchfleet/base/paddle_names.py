@@ -181,7 +181,7 @@ def with_paddle_arguments(
     absent: Mapping[str, Absent],
 ) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]:
     """A decorator: arguments of Paddle's function of the same name are accepted at Paddle's defaults. Other values, and
-    a call that does not fit, raise an error with our way.
+    a call that does not fit, raise an error that says what to use instead.
     """
 
     def decorate(function: Callable[Given, Returned]) -> Callable[Given, Returned]:

@@ -1,8 +1,8 @@
 """Types for msgspec, described before threads share them.
 
 msgspec describes a Struct when it is first decoded, and shows the description to other threads while it is being made:
-a second thread that decodes the same type then reads pointers that are not set, and the process ends by a segmentation
-fault. Every decode of the package therefore names its type by `prepared`.
+a second thread that decodes the same type then reads pointers that are not set, and the process ends with a
+segmentation fault. Every decoder of the package therefore gets its type from `prepared`.
 """
 
 from __future__ import annotations

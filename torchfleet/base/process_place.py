@@ -1,4 +1,4 @@
-"""Where this process runs, as it tells other processes in messages."""
+"""Where this process runs, as it says in messages to other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_place() -> ProcessPlace:
 
 
 def give_place(place: ProcessPlace) -> None:
-    """Make this process tell another place. In a simulation, real pids of different lengths would give messages
+    """Make `own_place` return this place instead. In a simulation, real pids of different lengths would give messages
     different lengths, and so different times, in every run."""
     global _given
     _given = place

@@ -129,7 +129,7 @@ class _Profile:
             self.torch.start_trace()
 
     def end(self) -> None:
-        """Write the recorded spans."""
+        """End the profile, and write the recorded spans if it has begun."""
         self.is_over = True
         tracer, self.tracer = self.tracer, None
         if tracer is None:
@@ -204,7 +204,7 @@ class StepTracing:
             return
         try:
             self._advance(self._profile)
-        except (OSError, FleetError, RuntimeError) as error:  # of torch: the script uses its own profiler
+        except (OSError, FleetError, RuntimeError) as error:  # Runtime: the script uses torch's profiler too
             self._tell(error)
             self._profile.is_over = True
         if self._profile.is_over:

@@ -20,7 +20,7 @@ Buffer = Any  # bytes, or an array's memory
 
 _MAX_WRITE = 1 << 24  # bytes per system call
 _LARGE = 1 << 23  # bytes of a local file that is written past the page cache
-# Stores that show an upload only when it is complete. They have no rename: theirs copies and deletes.
+# Stores that show an upload only when it is complete. They have no rename: fsspec's copies and deletes.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
 
@@ -50,7 +50,7 @@ class Storage:
         self.write_made(name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
 
     def write_made(self, name: str, buffers: Iterable[Buffer], num_bytes: int) -> None:
-        """Write a file from buffers, `num_bytes` in all, each of which is made when it is its turn."""
+        """Write a file of `num_bytes` bytes from buffers that are made one at a time, just before each is written."""
         with self.writing(name, is_large=num_bytes >= _LARGE) as file:
             for buffer in buffers:
                 view = memoryview(buffer)
@@ -130,7 +130,7 @@ class Storage:
                 return file.read()
 
     def read_buffer(self, name: str) -> memoryview:
-        """As `read`, in memory that may be written to: torch takes arrays over it without a copy."""
+        """As `read`, but into writable memory, over which torch can make tensors without a copy."""
         with self._reading(name):
             if not self.is_local:
                 return memoryview(bytearray(self._read_there(name)))
@@ -289,7 +289,7 @@ def _new_file(place: str, make: Callable[[str], Any]) -> Any:
 
 
 def split_place(path: str) -> tuple[str, str]:
-    """The folder and the name of a file. `path` may be any that fsspec opens."""
+    """The folder and the name of a file. `path` may be any path or URL that fsspec opens."""
     protocol, mark, rest = path.rpartition("://")
     folder, slash, name = rest.rpartition("/")
     if not name:

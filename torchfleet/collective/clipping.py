@@ -43,7 +43,7 @@ def total_norm(parameters: Iterable[torch.nn.Parameter], world: World, is_exchan
 
 @torch.no_grad()
 def scale_down(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiply gradients whose norm over all of them is `norm`, in place, so that it is at most `max_norm`."""
+    """Scale gradients in place, so that their total norm, which is `norm`, becomes at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for (device, dtype), alike in _grouped(gradients, [(gradient.device, gradient.dtype) for gradient in gradients]):

@@ -1,4 +1,4 @@
-"""A rank's side of a collective job, as fleet.py's functions use it: steps, reports, saves, meetings, the end."""
+"""One rank's side of a collective job, which the functions of api/ call: steps, reports, saves, meetings, the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CollectiveJob(ModelAndOptimizer):
         port = open_metrics_port("rank", info.worker_index)
         self._status = StatusFile(info.status_file, self._status_now, port)
         self._losses = LossWatch() if self._status.is_read else None
-        self._loss: dict[str, torch.Tensor] = {}  # of the last step; a number only when it is written
+        self._loss: dict[str, torch.Tensor] = {}  # of the last step; copied to the host when it is written
         atexit.register(_write_last, weakref.ref(self), os.getpid())
         self._pace, self.epochs = TrainingPace(), Epochs(lambda: self.optimizer.num_steps if self.optimizer else 0)
         if settings is not None:
@@ -236,7 +236,8 @@ class CollectiveJob(ModelAndOptimizer):
         saved: Callable[[], int],
         load: Callable[[], Any],
     ) -> Iterator[int]:
-        """The steps that are left, after loading what is newest. The contract: fleet.elastic.steps."""
+        """The steps that are left. Before the first one, the newest complete copy or else the last save is loaded. The
+        contract: fleet.elastic.steps."""
         from torchfleet.collective.elastic.elastic_steps import ElasticSteps, check_copies
         from torchfleet.collective.elastic.memory_copies import RankState
 
@@ -252,7 +253,7 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.model, self.optimizer
 
-    # The methods that fleet.py calls on every kind of job (torchfleet/api/job/protocol.py), in addition to those above
+    # More of the methods that the functions of api/ call on every kind of job (torchfleet/api/job/protocol.py)
 
     @property
     def mode(self) -> str:
@@ -288,7 +289,7 @@ def _tables_of(dirname: str, number: int) -> str:
 
 
 def _remove_other_tables(dirname: str, number: int, rank: int) -> None:
-    """Remove the tables of earlier saves, on rank 0; those of a save beside training go with the next save."""
+    """On rank 0, remove the tables of all other saves. Not called after a save beside training: older tables stay."""
     storage = Storage(dirname)
     for name in storage.folders() if rank == 0 else ():
         if re.fullmatch(r"tables-[0-9]{6,18}", name) and name != f"tables-{number:06}":
@@ -296,6 +297,6 @@ def _remove_other_tables(dirname: str, number: int, rank: int) -> None:
 
 
 def _write_last(job: weakref.ref[CollectiveJob], pid: int) -> None:
-    """At the exit of this process, but not of processes forked from it, which have nothing to report."""
+    """Write the last report at exit, in this process only: processes forked from it have nothing to report."""
     if os.getpid() == pid and (found := job()) is not None:
         found.write_last()

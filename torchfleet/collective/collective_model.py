@@ -18,10 +18,11 @@ from torchfleet.collective.tensors.outputs import tensors
 
 
 class CollectiveModel(torch.nn.Module):
-    """The model, run by all ranks together. `module` is the user's own, and names of parameters and states are its
-    names.
+    """The model, run by all ranks together. `module` is the user's own model; parameters and states keep the names that
+    they have there.
 
-    `train_batch` and `eval_batch` work under every strategy. Under `pipeline` a model that is called returns its loss.
+    `train_batch` and `eval_batch` work under every strategy. Under `pipeline`, a model that is called must
+    return its loss.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class CollectiveModel(torch.nn.Module):
         self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
         self.clear: Callable[[bool], None] | None = None  # the optimizer's zero_grad, once there is one
         self._share_buffers = share_buffers
-        self._is_trained = False  # since the buffers were last equal on all ranks
+        self._is_trained = False  # whether it was trained since the buffers were last equal on all ranks
         self.forward = self._own_forward()  # type: ignore[method-assign]
         self.train(self.module.training)
 
     def _own_forward(self) -> Callable[..., Any]:
         """`forward` with the signature of the user's: trainers inspect it to learn the model's arguments.
 
-        torch.compile compiles what it calls, and not itself: for the counts in it, it would compile anew in every step,
-        also in one that a CUDA graph captures.
+        torch.compile skips this function and compiles what it calls: the counters in this function would cause a
+        recompilation in every step, also in a step that a CUDA graph captures.
         """
         own = torch.compiler.disable(type(self).forward, recursive=False)  # type: ignore[no-untyped-call]
         return update_wrapper(partial(own, self), self.module.forward)
@@ -80,7 +81,7 @@ class CollectiveModel(torch.nn.Module):
         return outputs
 
     def _run(self, runner: Runner, inputs: CallArguments) -> torch.Tensor:
-        """A call of a model whose layers are on several ranks: its loss, the same on all of them.
+        """Call a model whose layers are on several ranks; returns its loss, the same on all of them.
 
         With gradients, backward of all micro-batches runs here too; `loss.backward()` then has nothing left to do.
         """
@@ -153,7 +154,7 @@ class CollectiveModel(torch.nn.Module):
         self._share_buffers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's zero_grad: does nothing while gradients are accumulated over several batches."""
+        """Like the optimizer's zero_grad: does nothing while gradients are accumulated over several batches."""
         if self.clear is None:
             super().zero_grad(set_to_none)
         else:

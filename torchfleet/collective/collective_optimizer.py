@@ -83,7 +83,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self.after_step()
 
     def _row_factor(self) -> float:
-        """By what the gradients of rows are multiplied. Tells the strategies if scaled ones have overflown."""
+        """The factor for the gradients of rows. Tells the strategies if scaled gradients of rows have overflowed."""
         if self._rows is None:
             return 1.0
         scales = [strategy.row_scale() for strategy in self._strategies]
@@ -91,7 +91,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
             for strategy in self._strategies:
                 strategy.note_overflow()
         factors = [strategy.gradient_factor() for strategy in self._strategies]
-        # of a strategy that scales the loss, the factor of other gradients may be 1: they are divided in backward
+        # The factor of a strategy that scales the loss may be 1, because backward has divided the other gradients.
         return math.prod(factor if scale == 1.0 else 1.0 / scale for factor, scale in zip(factors, scales, strict=True))
 
     def _is_due(self) -> bool:
@@ -101,10 +101,10 @@ class CollectiveOptimizer(AdoptedOptimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the next step to a total norm; returns the norm before clipping, also as `grad_norm`.
 
-        All ranks call it together, between backward and `step`. The norm is that of the gradients of all ranks if no
-        rank has all of them, and under localsgd that of this rank alone. `.grad` is scaled within the step, when it is
-        complete under every strategy. While gradients are accumulated nothing is clipped: returns the norm of the last
-        update, NaN before the first one.
+        All ranks call it together, between backward and `step`. If no rank has all gradients, the norm is that of the
+        gradients of all ranks; under localsgd it is that of this rank's own. `.grad` is scaled within the step, when it
+        is complete under every strategy. While gradients are accumulated, nothing is clipped: returns the norm of the
+        last update, NaN before the first one.
         """
         if not max_norm > 0:
             raise FleetError(f"clip_grad_norm_: max_norm must be positive, found {max_norm}")

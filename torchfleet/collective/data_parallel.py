@@ -121,8 +121,8 @@ def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]
     """The sizes of the buckets for gradients of these sizes, in the order of exchange.
 
     A bucket is full when it reaches its size: _FIRST_BYTES for the first, `largest` for the others. The last bucket has
-    the final gradients, as many as reach `last`. What is left before it goes with the bucket before, if it is less than
-    _FIRST_BYTES: an exchange of few bytes takes as long as one of many.
+    the final gradients, as few as reach `last`. If less than _FIRST_BYTES is left over before the last bucket, it joins
+    the preceding bucket: an exchange of few bytes takes as long as one of many.
     """
     num_before, num = len(gradients), 0
     while num_before and num < last:

@@ -1,7 +1,7 @@
 """Tables on devices in a collective job: which embeddings have one, and their updates within the optimizer's step.
 
 The weight of such an embedding is empty, belongs to each rank alone and has no gradient, so that strategies and the
-user's optimizer pass it by. Rows are updated right after the optimizer has stepped the network, with the rule and the
+user's optimizer skip it. Rows are updated right after the optimizer has stepped the network, with the rule and the
 learning rate of the param group that the embedding is in.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchfleet.base.errors import ModelError
 from torchfleet.collective.world import Gathering, World
 
-if TYPE_CHECKING:  # most collective jobs have no tables, and need no kernels of theirs
+if TYPE_CHECKING:  # most collective jobs have no tables, and do not need their kernels
     from torchfleet.ps.gpu.table_saves import TableSaves
     from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
     from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, LookupTable
@@ -82,8 +82,8 @@ class DeviceRows:
         return all(saves.table.device.type == "cuda" for saves in self._saves.values())
 
     def saving_beside(self, dirname: str) -> Callable[[Gathering], int]:
-        """`save`, for a thread beside training, which gives the ranks' own connections of that thread. To be called by
-        the thread that trains: its stream is the one on which rows are copied.
+        """Return a function that does `save` in a thread beside training; the thread passes its own connections among
+        the ranks. The training thread calls this: rows are copied on its CUDA stream.
         """
         from torchfleet.collective.checkpoint.table_saves import save_tables
 
@@ -97,8 +97,8 @@ class DeviceRows:
         return save
 
     def load(self, dirname: str, with_network: bool) -> dict[str, Any]:
-        """Load the tables from such a save, or one of servers; `with_network`: and the network's values. Returns the
-        `extra` of the save.
+        """Load the tables from a folder that `save` or servers wrote; `with_network`: also the network's values.
+        Returns the `extra` of the save.
         """
         from torchfleet.collective.checkpoint.table_saves import load_together
 

@@ -1,8 +1,8 @@
-"""Memory and initial values for a model that was sharded while it had none.
+"""Memory and initial values for a model that was sharded before it had any.
 
     with torch.device("meta"):
         model = Net()                              # shapes, and no memory
-    model = fleet.distributed_model(model)         # cut; then this rank's own part is made, on its device
+    model = fleet.distributed_model(model)         # sharded; then this rank's own part is made, on its device
 
 Modules draw their own values, with `reset_parameters` (or `_reset_parameters`) and with `_init_weights(module)` of the
 innermost enclosing module that defines it, innermost modules first. Before each module, the random state is seeded with
@@ -75,7 +75,7 @@ class Filling:
         model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # tells FSDP2 of its new parameters
 
     def _allocate_parts(self, model: torch.nn.Module) -> None:
-        """Allocate all parts before whole modules: parts that were allocated between them would fragment the heap."""
+        """Allocate all parts before whole modules: parts allocated between whole modules would fragment the heap."""
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta and hasattr(tensor, "placements"):
                 home = self._home if isinstance(tensor, torch.nn.Parameter) else self._device

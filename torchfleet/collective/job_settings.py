@@ -19,7 +19,8 @@ def use_execution(settings: DistributedStrategy) -> None:
 
 
 class JobSettings:
-    """The ranks meet once the strategy is known, or when they are first needed; the strategy is then the default.
+    """Holds the strategy and the ranks of a job. The ranks meet as soon as the strategy is known, or else when they are
+    first needed, under the default strategy.
 
     A strategy that is given later, with the optimizer as in Paddle, is accepted if everything that was made under the
     default can be rebuilt.
@@ -32,7 +33,8 @@ class JobSettings:
         self._world: World | None = None
 
     def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """Set the strategy, from init, distributed_model or distributed_optimizer; another later one is an error."""
+        """Set the strategy, which `user` got: init, distributed_model or distributed_optimizer. Raises StrategyError if
+        the user gave a different strategy before."""
         if settings is None or settings == self._settings:
             return
         if self._settings is not None and not self._is_assumed:

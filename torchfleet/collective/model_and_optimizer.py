@@ -46,7 +46,7 @@ class ModelAndOptimizer(JobSettings):
         return ""
 
     def _settings_changed(self, user: str) -> None:
-        """Rebuild the model, as in Paddle a strategy may come with the optimizer; the parameters must stay the same."""
+        """Rebuild the model: as in Paddle, a strategy may come with the optimizer. Its parameters must be kept."""
         model, self.model = self.model, None
         if model is None:
             return
@@ -221,7 +221,7 @@ def _short(value: Any) -> Any:
 
 
 def _own_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own model, also from the wrapper of a previous job, as when a notebook's cell is run again."""
+    """The user's own model, unwrapped if a previous job has wrapped it, as when a notebook's cell is run again."""
     if not isinstance(model, CollectiveModel):
         return model
     changed = [s.field for s in model.strategies if type(s).convert is not Strategy.convert and not s.can_convert_again]

@@ -1,6 +1,6 @@
 """Patterns of module names: `encoder.layer.*.attention`.
 
-`*` stands for one component of a module's name, or a fragment of one, `**` for any number of components, none included.
+`*` stands for one component of a module's name, or a fragment of one, `**` for zero or more components.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchfleet.base.errors import ModelError
 
 
 def matching(pattern: str, names: Iterable[str], where: str) -> list[str]:
-    """The names that the pattern matches, in order. Raises ModelError, beginning with `where`, if there are none."""
+    """The names that the pattern matches, in order. Raises ModelError, beginning with `where`, if no name matches."""
     every, regex = list(names), _regex(pattern)
     found = [name for name in every if regex.fullmatch("." + name)]
     if not found:

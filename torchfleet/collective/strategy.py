@@ -27,7 +27,7 @@ class Runner(Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why the model cannot be called; "": it can, if it returns its loss."""
+        """Why the model cannot be called; "" if it can be called, which requires that it returns its loss."""
 
     @property
     def is_last(self) -> bool:
@@ -47,10 +47,10 @@ class Runner(Protocol):
         """The loss that the model returns for one batch where `is_last`, None elsewhere."""
 
     def own_loss(self, output: Any, target: Any) -> torch.Tensor:
-        """The loss in what the model has returned."""
+        """The loss among the outputs that the model returned."""
 
     def shared(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """The loss of where `is_last`, on every rank. All ranks of the pipeline call it together."""
+        """The loss of the rank where `is_last`, on every rank. All ranks of the pipeline call it together."""
 
 
 class JobView(NamedTuple):
@@ -61,7 +61,7 @@ class JobView(NamedTuple):
     is_sharded: bool  # ranks hold different parameters: gradients may overflow on one rank and not on another
     runner: Runner | None
     has_own_backward: bool  # a strategy runs the model's backward passes itself, and calls `begin_backward`
-    begin_backward: Callable[[], None]  # calls that of all strategies
+    begin_backward: Callable[[], None]  # calls `begin_backward` of all strategies
 
 
 class Strategy:
@@ -78,9 +78,9 @@ class Strategy:
     owns_gradients = False  # exchanges gradients itself; the job then has no DistributedDataParallel
     registers_hook = False  # `attach` registers a communication hook: one rank has DistributedDataParallel too
     accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which each rank owns
-    has_own_backward = False  # runs the model's backward passes itself; `begin_backward` of all is then called
-    replaces_parameters = False  # `convert` replaces them by DTensors: they are sharded before they have values
-    can_convert_again = False  # `convert` of another job's model, which a strategy of this kind has converted, is right
+    has_own_backward = False  # runs the model's backward passes; `begin_backward` of all strategies is then called
+    replaces_parameters = False  # `convert` replaces parameters by DTensors: they are sharded before they have values
+    can_convert_again = False  # `convert` accepts a model that it has converted in an earlier job
     keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
     wants_loss = False  # `note_loss` is called for every batch
     trains_alone = False  # gradients differ from rank to rank at the step: each rank clips by its own norm
@@ -144,7 +144,7 @@ class Strategy:
         return True
 
     def begin_backward(self) -> None:
-        """Called before the backward passes of a runner's batch, and before one that a strategy runs itself.
+        """Called before the backward passes of a runner's batch, and before a backward pass that a strategy runs.
 
         Not called otherwise. Gradients that exist before it come from terms of the loss that bypass the model's
         outputs.
@@ -158,11 +158,11 @@ class Strategy:
         """Called after the backward passes of a runner's batch, when gradients are complete."""
 
     def is_due(self) -> bool:
-        """Whether the next optimizer.step() steps, or accumulates further."""
+        """Whether the next optimizer.step() makes a step; False: it only accumulates further."""
         return True
 
     def note_accumulated(self) -> None:
-        """Called in optimizer.step() if it accumulated further, and made no step."""
+        """Called in optimizer.step() if it only accumulated further."""
 
     def gradient_factor(self) -> float:
         """The factor by which `before_step` will multiply the gradients."""
@@ -188,7 +188,7 @@ class Strategy:
     # Checkpoints
 
     def before_save(self) -> None:
-        """Called before a save: parameters, and what `state` returns, must then be equal on all ranks."""
+        """Called before a save: on return, parameters and what `state` returns must be equal on all ranks."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that are equal on all ranks: counters, scales."""

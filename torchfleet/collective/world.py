@@ -21,7 +21,7 @@ AXES = ("data", "pipe", "sharding", "model")  # the last varies fastest: neighbo
 
 
 class Place(NamedTuple):
-    """A rank's index among those that share layers, and its device."""
+    """A rank's index among the ranks that share layers, and its device."""
 
     rank: int
     device: torch.device
@@ -103,8 +103,8 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid as a DeviceMesh of those AXES that have several ranks, and of "sharding" if it is on: for any other,
-        torch would make a group of one rank, with its threads. All ranks access it together the first time.
+        """The grid as a DeviceMesh of those AXES that have several ranks, and of "sharding" if it is on: for any other
+        axis torch would make a group of one rank, with its threads. All ranks access it together the first time.
         """
         if self._mesh is None:
             axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or (axis == "sharding" and self._is_sharded))
@@ -146,7 +146,7 @@ class World:
         return PrefixStore(token, type(inner)(inner.host, inner.port, None, False, inner.timeout))
 
     def axis(self, name: str) -> Axis:
-        """One of AXES."""
+        """This rank's place along the axis `name`, one of AXES. All ranks call it together the first time."""
         size = self.degrees[name]
         if size == 1:
             return Axis(0, 1, None)
@@ -179,7 +179,7 @@ class World:
 
     @property
     def context(self) -> Axis:
-        """This rank's place among the replicas with the same samples, of whose sequences each has a part.
+        """This rank's place among the replicas that read the same samples, each with a part of every sequence.
 
         All ranks access it together the first time.
         """
@@ -245,7 +245,7 @@ def _gather(data: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
-    """The number of ranks along each of AXES. An error if the product is not the number of ranks."""
+    """The number of ranks along each of AXES. Raises StrategyError if their product is not the number of ranks."""
     hybrid = strategy.hybrid_configs
     model = hybrid["mp_degree"]
     if strategy.tensor_parallel:
@@ -280,7 +280,7 @@ def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
 
 
 def degree_of_context(strategy: DistributedStrategy, of_axes: dict[str, int]) -> int:
-    """The number of ranks that share a sequence: a part of those along the data and sharding axes, or all of them."""
+    """The number of ranks that share a sequence: some or all of the ranks along the data and sharding axes."""
     if not strategy.context_parallel:
         return 1
     number = of_axes["data"] * of_axes["sharding"]
@@ -300,7 +300,7 @@ def _agreed(name: str, own: int, other_name: str, other: int) -> int:
 
 
 def _take_device(info: RoleInfo) -> torch.device:
-    """The device of this rank, which becomes torch's present one."""
+    """The device of this rank; a GPU becomes torch's current device."""
     device = device_of(info)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -52,7 +52,7 @@ class ColumnReader:
                     raise DataError(f"{where}: expected a column '{name}' for slot '{slot.name}', found {there}")
 
     def _check_memory(self, batch: Any, where: str, first_row: int) -> None:
-        """Raise DataError for a column whose buffers are too short or whose offsets or indices lead out of them."""
+        """Raise DataError for a column whose buffers are too short, or whose offsets or indices point outside them."""
         for name in self.names:
             try:
                 column = batch.column(name)
@@ -68,8 +68,8 @@ class ColumnReader:
     def samples(self, batch: Any, where: str, first_row: int = 0) -> ColumnSamples:
         """The samples of a record batch. `where` and `first_row` are for errors.
 
-        Raises DataError if a column is not what Arrow says it must be: lengths, offsets and indices are checked before
-        any value is read, as values out of their memory would be read otherwise.
+        Raises DataError if a column is not a valid Arrow array: lengths, offsets and indices are checked before any
+        value is read, because invalid ones would lead to reads outside of Arrow's memory.
         """
         self.check_names(_names_in(batch, where), where)
         self._check_memory(batch, where, first_row)
@@ -235,7 +235,7 @@ def _decoded(array: Any) -> Any:
 class _Memory:
     """Arrow's memory in numpy's interface.
 
-    It is not marked as read-only, which torch would warn about in every batch; docs/data.md says that batches must not
+    It is not marked as read-only, because torch would then warn in every batch. docs/data.md says that batches must not
     be written to."""
 
     def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:

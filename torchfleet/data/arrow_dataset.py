@@ -115,7 +115,7 @@ def _record_batches(stream: Iterator[Any], name: str) -> Iterator[Any]:
 def _without_arrow_errors(stream: Iterator[Any], name: str) -> Iterator[Any]:
     """The stream, with errors of Arrow, such as those of a reader of a damaged IPC stream, as DataError.
 
-    Arrow raises OSError for places outside of a file.
+    Arrow raises OSError for offsets outside of a file.
     """
     num = 0
     try:

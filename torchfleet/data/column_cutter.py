@@ -28,7 +28,7 @@ class ColumnCutter:
         self._num_waiting = self._num = 0
 
     def add(self, samples: ColumnSamples, *tickets: Ticket) -> None:
-        """Add samples of these files."""
+        """Add samples. `tickets`: of the files that they come from."""
         if not samples.num:
             return
         if not self._window:

@@ -106,7 +106,7 @@ class Dataset(WithPaddleNames, ABC):
         self._set("pipe_command", pipe_command)
 
     def _set(self, name: str, value: Any) -> None:
-        """Call `init` with the arguments so far, once the slots are among them: the others are checked with them."""
+        """Set one argument. Calls `init`, which checks all arguments so far, once the slots are among them."""
         given = {**self._given, name: value}
         if "use_var" in given:
             self.init(**given)
@@ -137,7 +137,7 @@ class Dataset(WithPaddleNames, ABC):
 
     @property
     def read_options(self) -> ReadOptions | None:
-        """The settings of `init`; None of data that does not come from files."""
+        """The settings of `init`; None for data that does not come from files."""
         return self._options
 
     @property
@@ -256,7 +256,7 @@ def checked(name: str, value: Any) -> int:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise DataError unless `seed` is None or a whole number. Paddle's shuffles take `fleet` in its place."""
+    """Raise DataError unless `seed` is None or a whole number from 0. In Paddle's shuffles, `fleet` is in its place."""
     if seed is not None and (type(seed) is not int or seed < 0):
         raise DataError(f"seed must be a whole number from 0, or None for any; found {seed!r:.80}")
 

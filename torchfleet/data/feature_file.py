@@ -38,7 +38,7 @@ _MASK = (1 << 31) - 1
 
 
 class Cross(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A feature of several others: one of `size` ids for each combination of theirs."""
+    """A feature made of several others: each combination of their ids gets one of `size` ids."""
 
     name: str
     of: list[str]
@@ -52,7 +52,7 @@ class Cross(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def ids(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Ids of the combinations, of the shape of the parts."""
+        """The ids of the combinations, with the shape of the parts."""
         mixed: torch.Tensor | None = None
         for name in self.of:
             own = parts[name].long()
@@ -97,7 +97,7 @@ class FeatureFile(
 
     def tensors(self, columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """By feature: the ids or numbers of raw columns (arrays of numpy or pyarrow, or lists; strings, floats or whole
-        numbers), as `fleet serve` makes them of a request. Columns without a feature are left out.
+        numbers), converted as `fleet serve` converts a request. Columns without a feature are left out.
         """
         missing = [feature.name for feature in self.features if feature.name not in columns and feature.default is None]
         if missing:
@@ -106,14 +106,14 @@ class FeatureFile(
         return {feature.name: _tensor(feature, columns.get(feature.name), num) for feature in self.features}
 
     def crossed(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By cross: its ids, from those of its features. To be called by the model's forward: a saved network has it
-        then, and requests do not give crosses.
+        """By cross: its ids, from the ids of its features. Call it in the model's forward: the saved network then
+        includes it, and requests do not give crosses.
         """
         return {cross.name: cross.ids(ids) for cross in self.crosses}
 
 
 def read_features(path: str | Path) -> FeatureFile:
-    """Read a file of features: TOML (Python 3.11 or newer) or JSON, by the end of its name. Raises DataError."""
+    """Read a file of features: JSON if its name ends in .json, else TOML (Python 3.11 or newer). Raises DataError."""
     path = Path(path)
     try:
         body = path.read_bytes()
@@ -145,7 +145,7 @@ def _tensor(feature: Feature, column: Any, num: int) -> torch.Tensor:
 
 
 def _scrambled(ids: torch.Tensor) -> torch.Tensor:
-    """A mix of the bits of each number, not negative."""
+    """The bits of each number, mixed; never negative."""
     mixed = ids * _MULTIPLIER
     high = torch.bitwise_and(torch.bitwise_right_shift(mixed, 32), _MASK)
     return torch.bitwise_xor(high, torch.bitwise_and(mixed, _MASK))

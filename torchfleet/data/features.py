@@ -1,6 +1,6 @@
 """The inputs of a model as programs outside of training give them: numbers, strings to be hashed, or lines of text.
 
-Strings are hashed, missing values are filled and lines are parsed by the code that training reads its files with.
+Strings are hashed, missing values are filled and lines are parsed by the same code as files in training.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """One input of a model, per sample: an array of `shape`, or any number of values if `shape` is None.
 
     A string for an int64 feature becomes `fleet.hash_string(string, hash_seed)`, modulo `hash_size` unless that is 0.
-    With a `vocabulary` it becomes its place there, from 1 on, and 0 if it is not there. With `buckets`, numbers in
-    ascending order, a float becomes the number of them that it reaches. Whole numbers are ids as they are.
-    `default` has the values of a sample that does not give the feature; None: it must be given.
+    With a `vocabulary` it becomes its position in it, from 1 on, or 0 if it is not in it. With `buckets`, numbers in
+    ascending order, a float becomes the number of buckets that it reaches. Whole numbers are used as ids unchanged.
+    `default` has the values for a sample without the feature; None: every sample must have it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def num_values(self) -> int:
-        """Values of a sample; of a ragged feature 0."""
+        """The number of values in a sample; 0 for a ragged feature."""
         return math.prod(self.shape) if self.shape is not None else 0
 
     def _check_ways(self) -> None:
@@ -70,7 +70,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def num_ids(self) -> int | None:
-        """How many ids it can have, from 0 on; None: any 64-bit number."""
+        """The number of possible ids, which begin at 0; None: any 64-bit number."""
         if self.vocabulary or self.buckets:
             return 1 + len(self.vocabulary) + len(self.buckets)
         return self.hash_size or None
@@ -116,7 +116,7 @@ class SlotField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class SampleText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Lines of text that training read without a program of the user's: their format and their slots."""
+    """The format and the slots of lines of text that training reads without a program of the user's."""
 
     kind: Literal["criteo", "slots"]
     slots: list[SlotField]
@@ -124,7 +124,7 @@ class SampleText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     log_scale: bool = False
 
     def options(self) -> ReadOptions:
-        """As the dataset had them."""
+        """The read options of the dataset."""
         slots = [Slot(slot.name, slot.dtype, slot.dim) for slot in self.slots]
         form = CriteoFormat(self.hash_size, self.log_scale) if self.kind == "criteo" else None
         return ReadOptions(slots, data_format=form)
@@ -151,7 +151,7 @@ class TextSamples:
 
 
 def text_of(options: ReadOptions | None) -> SampleText | None:
-    """What to save of a dataset's settings; None if its lines go through a program, or are no text."""
+    """What to save of a dataset's settings; None if its lines go through a program, or if it does not read text."""
     if options is None or options.pipe_command is not None:
         return None
     slots = [SlotField(slot.name, slot.dtype, slot.dim) for slot in options.use_var]
@@ -162,7 +162,7 @@ def text_of(options: ReadOptions | None) -> SampleText | None:
 
 
 def as_in_text(feature: Feature, described: SampleText) -> Feature:
-    """The feature with the hash and the default that lines of text give it: those of an empty field."""
+    """The feature with the hash of its field in lines of text, and the values of an empty field as its default."""
     if described.kind != "criteo" or feature.name not in {slot.name for slot in described.slots}:
         return feature
     empty = TextSamples(described).batch([b"0" + b"\t" * (13 + NUM_SPARSE)])[feature.name]

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from torchfleet.base.background import BackgroundThreads
 
 Item = TypeVar("Item")
-_LOOK = 1.0  # seconds; a safety net, as every change wakes the waiting threads
+_LOOK = 1.0  # seconds; only a safety net, because every change wakes the waiting threads
 
 _open: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
 
@@ -24,7 +24,7 @@ class Closed(Exception):
 
 
 class Feed(Generic[Item]):
-    """Iterate over it from any number of threads; every item goes to one of them. Close it when done."""
+    """Any number of threads may iterate over it; every item goes to one of them. Close it when done."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Feed(Generic[Item]):
         return len(self._items)
 
     def close(self) -> None:
-        """Stop the threads, even before their end."""
+        """Stop the producing threads, even if they have more items, and wait for their end."""
         with self._changed:
             self._is_closed = True
             self._end_makers()
@@ -107,6 +107,6 @@ class Feed(Generic[Item]):
 
 @atexit.register
 def _close_all() -> None:
-    """Stop all threads at exit: one inside a kernel while the interpreter shuts down would crash the process."""
+    """Stop all threads at exit: a thread inside a kernel while the interpreter shuts down would crash the process."""
     for feed in list(_open):
         feed.close()

@@ -195,7 +195,7 @@ class Reading(Generic[Samples]):
             if path:
                 self._read(reader, path, cutter)
                 continue
-            # Other workers have the last files, and may wait for ours to be done: do not keep rows for a fuller batch.
+            # Other workers have the last files, and may wait until ours are done: do not keep rows for a fuller batch.
             self._end(cutter)
             if self.closing.wait(_POLL):  # training has ended: other workers may never finish their files
                 return

@@ -86,8 +86,8 @@ class QueueDataset(Dataset):
     def num_samples(self) -> int | None:
         """The number of samples of a pass on this worker, from the previous pass.
 
-        In the first pass it is an estimate from the bytes of its files. None before one file was read to the end, and
-        for files that are shared with other workers."""
+        In the first pass it is an estimate from the sizes of the files in bytes. None before one file was read to the
+        end, and for files that are shared with other workers."""
         found = self._num_samples
         if found is None and self._account is not None and self._dynamic is None:
             if self._sizes is None:
@@ -125,7 +125,7 @@ def _estimate(sizes: Mapping[str, int], num_samples: Mapping[str, int]) -> int |
 
 
 class ColumnsOf:
-    """A reader of Parquet whose samples stay columns, and become batches without rows in between."""
+    """A reader of Parquet whose samples stay columns, and become batches without a conversion to rows."""
 
     def __init__(self, reader: ParquetReader, batch_size: int) -> None:
         self.source, self._reader, self._batch_size = reader.source, reader, batch_size

@@ -63,7 +63,7 @@ def _dealt(ray: Any, dataset: Any, workers: WorkerGroup, is_equal: bool) -> tupl
 
 
 class _Shares:
-    """An actor that keeps the shares until every worker has its own."""
+    """An actor that keeps the shares, and gives each worker its own."""
 
     def __init__(self, shares: list[Any]) -> None:
         self._shares = shares

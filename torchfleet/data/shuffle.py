@@ -28,8 +28,8 @@ _MAX_SEED = 1 << 63
 def exchange_samples(store: Store, workers: WorkerGroup, seed: int | None, on_begin: Callable[[], None]) -> Store:
     """A store with this worker's share of all samples; `order` depends only on the seed, not on the order of arrival.
 
-    `store` is emptied along the way, so that memory holds the samples once. `on_begin` is called before the first is
-    sent.
+    `store` is emptied along the way, so that memory holds the samples once. `on_begin` is called before the first
+    sample is sent.
     """
     numbers, common, topic = _agree(store, workers, seed)
     index, num = workers.index, workers.num
@@ -120,7 +120,7 @@ def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) ->
     if total < 10**9:
         return int(rng.hypergeometric(good, bad, draws))
     mean = draws * good / total
-    width = 12 * (mean * bad / total * (total - draws) / (total - 1)) ** 0.5 + 50  # what lies beyond never happens
+    width = 12 * (mean * bad / total * (total - draws) / (total - 1)) ** 0.5 + 50  # values beyond are negligible
     low = max(0, draws - bad, int(mean - width))
     high = min(good, draws, int(mean + width))
     k = np.arange(low, high, dtype=np.float64)

@@ -51,8 +51,8 @@ class Ragged(NamedTuple):
         return [self.values[start:stop] for start, stop in pairwise(bounds)]
 
     def padded(self, length: int, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the last `length` values of each sample, filled up with `padding` behind them; where there is a value), both
-        of shape (samples, length). For models of sequences: the second is their mask.
+        """(values, mask), both of shape (samples, length), for models of sequences: the last `length` values of each
+        sample, followed by `padding` if there are fewer; and True where there is a value.
         """
         if length < 1:
             raise DataError(f"Ragged.padded: expected a length of at least 1, found {length}")

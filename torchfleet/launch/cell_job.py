@@ -28,10 +28,10 @@ def run(
 ) -> list[Any]:
     """Call a function in every process of a job on this machine. Blocks until the job has ended.
 
-    Servers call the function too, just as every role runs a training script: it calls fleet.init and fleet.is_server,
-    or fleet.prepare. Returns the values that the workers returned, in worker order. A value may be None, a number, a
-    string, a list, a tuple, a dictionary, a tensor or a numpy array. A worker that is still initialized when the
-    function returns is stopped.
+    Servers call the function too, just as every role runs a training script: the function calls fleet.init and
+    fleet.is_server, or fleet.prepare. Returns the values that the workers returned, in worker order. A value may be
+    None, a number, a string, a list, a tuple, a dictionary, a tensor or a numpy array. A worker that is still
+    initialized when the function returns is stopped.
 
     If the function fails in a process, the job ends and this raises FleetError with that process's traceback. An
     interrupt ends all processes. The cell shows the output of worker 0 and the launcher's lines. Logs: log/latest.
@@ -56,7 +56,7 @@ def run(
         )
     check(given)
     with contextlib.ExitStack() as stack:
-        num_servers = worker_num if server_num == "auto" else server_num  # "auto" never starts more
+        num_servers = worker_num if server_num == "auto" else server_num  # "auto" starts no more servers than workers
         call = sealed_call(function, args, kwargs or {})
         stack.callback(os.close, call)
         files = stack.enter_context(result_files(worker_num + max(1, num_servers)))

@@ -1,7 +1,7 @@
 """`python -m torchfleet.launch.cell_process`: calls the function that fleet.notebook.run passed to this process.
 
-Arguments: the descriptor of the inherited file with the call, then the descriptors of the files for the results of
-workers and of servers.
+Arguments: the descriptor of the inherited file with the call, then two comma-separated lists of descriptors: the files
+for the results of the workers, and those for the results of the servers.
 """
 
 from __future__ import annotations

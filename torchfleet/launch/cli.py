@@ -147,7 +147,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _tell_of_options_behind(arguments: Sequence[str]) -> None:
-    """Say that a number of processes behind the script is an option of the script: the user may have meant fleetrun."""
+    """Warn if an option such as --worker_num stands behind the script: the script gets it, but the user may have meant
+    fleetrun.
+    """
     for name in _COUNTS:
         if any(argument.partition("=")[0] == name for argument in arguments):
             text = (

@@ -48,7 +48,7 @@ class JobSpec:
     trace_every: int = 0  # every N-th step is traced; 0: FLEET_TRACE_EVERY decides
     max_log_bytes: int = DEFAULT_BYTES  # of one log file; a process has at most two
     watching: Watching = field(default_factory=Watching)
-    server_command: tuple[str, ...] = ()  # of servers that do without the script; empty: they run it
+    server_command: tuple[str, ...] = ()  # of servers that do not need the script; empty: servers run it
     descriptors: tuple[int, ...] = ()  # open files of the launcher that every process on this machine inherits
 
     def command_of(self, role: str) -> tuple[str, ...]:
@@ -57,8 +57,8 @@ class JobSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell servers and workers where keys or sockets are, or that they run without, and
-        how much they report."""
+        """Return the variables that tell servers and workers where keys or sockets are, or that they run without
+        keys, and how much they report."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
@@ -181,7 +181,7 @@ class RunningTask(Protocol):
         """Kill what is left of the process, and remove its files except the log."""
 
 
-CAUSE = 0.5  # seconds in which the end of a killed process is seen, after another one failed that needed it
+CAUSE = 0.5  # seconds until the end of a killed process is seen: processes that need it may be seen to fail first
 
 
 def ending_of(process: RunningTask) -> str:

@@ -38,7 +38,7 @@ class JobWatch:
         try:
             if watching.tensorboard is not None:
                 self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
-            if watching.dashboard is not None:  # after the record, whose last lines it sends
+            if watching.dashboard is not None:  # after the record: the dashboard sends its last lines
                 self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
         except BaseException:
             self.close()

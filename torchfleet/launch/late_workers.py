@@ -16,9 +16,9 @@ from torchfleet.launch.roles import JobLayout, given_threads
 from torchfleet.launch.server_nursery import ServerNursery
 from torchfleet.launch.supervisor import JobSupervisor
 
-_PERIOD = 0.5  # seconds between two looks at the cores
-_DONE = 1.0  # seconds without a lasting worker after which none joins: a lasting one may be starting again
-_FIRST_PAUSE = 5.0  # seconds before a killed worker joins again; twice as many after every further time
+_PERIOD = 0.5  # seconds between two checks of the free cores
+_DONE = 1.0  # seconds without a running first worker after which none joins: a first one may be restarting
+_FIRST_PAUSE = 5.0  # seconds before a killed worker joins again; doubled every further time
 _LONGEST_PAUSE = 300.0
 
 
@@ -89,7 +89,9 @@ class LateWorker:
         self._process, self.is_waiting = self._begin(append), False
 
     def leave(self, is_told: bool) -> None:
-        """End the process, if it has not ended, and wait for cores again. `is_told`: it was not killed by others."""
+        """End the process, if it has not ended, and wait for cores again. `is_told`: LateWorkers ends it;
+        otherwise it was killed.
+        """
         self.close()
         self._process, self.is_waiting = None, True
         self.not_before = time.monotonic() + self._pause
@@ -107,7 +109,7 @@ class LateWorkers:
     """
 
     def __init__(self, job: JobSpec, servers: Sequence[str], log_dir: Path, begin: Start | None = None) -> None:
-        """`begin`: starts a process; None: as start_here."""
+        """`begin`: starts a process (default: start_here)."""
         self._job, self._servers, self._log_dir = job, servers, log_dir
         self._begin = begin or start_here(job, log_dir)
         self._whole: list[RunningTask] = []  # servers, and workers that run from the beginning
@@ -126,7 +128,7 @@ class LateWorkers:
         return self._late[-1]
 
     def look(self) -> None:
-        """Let workers join or leave. Does nothing most of the time; blocks while servers are told that one has left."""
+        """Let workers join or leave. Most calls do nothing. Blocks while it tells servers that a worker has left."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -152,7 +154,7 @@ class LateWorkers:
     def _fit(self, num_cores: int, now: float) -> None:
         """Let one worker join or leave if the cores of this machine allow or require it.
 
-        None joins while a server has ended: the job is about to end, or the server starts again and takes its core.
+        No worker joins while a server has ended: the job is about to end, or the server restarts and takes its core.
         """
         running = [worker for worker in self._late if worker.is_running]
         others = sum(1 if p.task.role == "server" else _threads(p.task) for p in self._whole if p.returncode is None)

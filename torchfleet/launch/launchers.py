@@ -1,4 +1,4 @@
-"""The launchers of fleetrun. A new one is a class with these four methods and an entry in LAUNCHERS."""
+"""The launchers of fleetrun. A new launcher is a class with the methods of Launcher and an entry in LAUNCHERS."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> l
 
 
 def _claim(port: int) -> bool:
-    """Whether no other process of this user has claimed the port within the last _CLAIMED seconds."""
+    """Claim the port for _CLAIMED seconds. Returns False if a process of this user has claimed it already."""
     claim = Path(tempfile.gettempdir()) / f"torchfleet-ports-{os.getuid()}" / str(port)
     with contextlib.suppress(OSError, SecurityError):  # if claims cannot be written, any free port is used
         claim.parent.mkdir(mode=0o700, exist_ok=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
-    """Do as `python TARGET ARGUMENTS` does, or with -m for a module: its sys.argv, and its folder, or for a module the
-    working directory, first in sys.path.
+    """Run `target` as `python TARGET ARGUMENTS` does, or as `python -m` does: with the same sys.argv, and with the
+    script's folder, or for a module the working directory, first in sys.path.
     """
     sys.argv = [target, *arguments]
     if is_module:

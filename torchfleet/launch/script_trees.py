@@ -1,6 +1,6 @@
-"""The syntax trees of a script and of the modules of its folder: who calls what, and what runs after a statement.
+"""The syntax trees of a script and of the modules that it imports: where a function is called, and what runs after it.
 
-Nothing is executed. Where a tree does not tell, the answer is the careful one.
+Nothing is executed. Where the trees do not tell, the answer is the one with which servers run the script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _BLOCKS = ("body", "orelse", "handlers", "finalbody")
 
 
 class NeedsScript(Exception):
-    """Why servers run the script. The text is empty if its source does not even show that they serve."""
+    """Servers must run the script, for the reason in the text. The text is empty if the source cannot be read or does
+    not even show that servers serve.
+    """
 
 
 class ScriptTree:
@@ -94,8 +96,8 @@ class ScriptTree:
 
 
 def read_trees(folder: Path, script: str, is_module: bool) -> list[ScriptTree]:
-    """The script in `folder`, and all that it imports from sources that are not installed. Raises NeedsScript if
-    something cannot be read."""
+    """Return the trees of the script in `folder` and of all sources that it imports and that are not installed. Raises
+    NeedsScript if one of them cannot be read."""
     roots = {folder: Sources(folder, "")}
     trees: dict[Path, ScriptTree] = {}
     try:
@@ -119,8 +121,8 @@ def read_trees(folder: Path, script: str, is_module: bool) -> list[ScriptTree]:
 
 
 def _root_of(name: str, folder: Path) -> Path | None:
-    """The folder from which a module of this name is imported, if it is neither installed nor in the script's folder,
-    where it has been read."""
+    """The folder from which a module of this name is imported. None if it is installed, or if it is in the script's
+    folder, where it has been read already."""
     if name in (OWN, *sys.stdlib_module_names) or (folder / name).is_dir() or (folder / f"{name}.py").is_file():
         return None
     try:
@@ -165,7 +167,7 @@ def is_last(
 
 
 def ends_with(trees: Sequence[ScriptTree], function: ast.FunctionDef, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether the process ends when this function has returned: all that mentions its name calls it at the end."""
+    """Whether the process ends when this function has returned: every mention of its name is a call at the end."""
     if id(function) in seen or function.decorator_list:
         return False
     mentions = [(tree, node) for tree in trees for node in tree.mentions(function)]

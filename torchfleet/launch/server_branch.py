@@ -23,7 +23,7 @@ from torchfleet.launch.script_trees import (
     read_trees,
 )
 
-_OURS = {f"{OWN}.lightning.FleetStrategy", f"{OWN}.transformers.FleetTrainer"}  # as fleet.prepare: servers serve there
+_OURS = {f"{OWN}.lightning.FleetStrategy", f"{OWN}.transformers.FleetTrainer"}  # like fleet.prepare: servers run in it
 _OF_SERVERS = {"is_server", "init_server", "run_server", "server_index", "UserDefinedRoleMaker", "DistributedInfer"}
 _VARIABLES = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "POD_IP", "PSERVER_")
 _OF_WORKERS = ("FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_DEVICE")  # scripts may read these
@@ -33,8 +33,8 @@ _SETTERS = {"putenv", "unsetenv", "load_dotenv"}
 
 @dataclass(frozen=True)
 class ServerBranch:
-    """`options`: those of `python -m torchfleet.server`, where servers do without the script. None: they run it, for
-    this reason."""
+    """`options`: those of `python -m torchfleet.server`, if servers do not need the script. None: servers run the
+    script, for this reason."""
 
     options: tuple[str, ...] | None
     reason: str = ""
@@ -161,7 +161,7 @@ def _options(trees: Sequence[ScriptTree], arguments: Sequence[str]) -> list[str]
 
 
 def _is_of_servers(tree: ScriptTree, node: ast.AST) -> bool:
-    """Whether the node decides what a server does. A question is_worker() with nothing for the other case does not."""
+    """Whether the node decides what a server does. `if fleet.is_worker():` without an `else` does not."""
     if name_of(node) != "is_worker":
         return name_of(node) in _OF_SERVERS
     user = tree.parents[tree.parents[node]]
@@ -171,7 +171,7 @@ def _is_of_servers(tree: ScriptTree, node: ast.AST) -> bool:
 
 
 def _branch(tree: ScriptTree, branch: ast.If) -> list[ast.stmt]:
-    """The statements that run on a server. Raises NeedsScript if the condition is another one."""
+    """The statements that run on a server. Raises NeedsScript for other conditions than is_server() and is_worker()."""
     test = branch.test
     is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     asked = tree.fleet_call(test.operand if isinstance(test, ast.UnaryOp) else test)
@@ -203,7 +203,7 @@ def _check_branch(trees: Sequence[ScriptTree], tree: ScriptTree, branch: ast.If)
 
 
 def _loaded(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.Call, told: list[str]) -> list[str]:
-    """The options for the model that init_server names: written out, or what worker 0 gives to init_worker."""
+    """The options for the model that init_server loads: its literals, or what worker 0 passes to init_worker."""
     try:
         names = dict(zip(("dirname", "var_names"), (ast.literal_eval(node) for node in call.args), strict=False))
         names |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
@@ -218,7 +218,7 @@ def _loaded(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.Call, told:
 
 
 def _same_for_workers(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.Call, told: list[str]) -> list[str]:
-    """`told`, if all workers give the same expression to init_worker."""
+    """Return `told` if all workers pass the same expression to init_worker. Raises NeedsScript otherwise."""
     started = [(other, node) for other in trees for node in other.nodes if name_of(node) == "init_worker"]
     used = {node.id for value in _values(call) for node in ast.walk(value) if isinstance(node, ast.Name)}
     for other, node in started:

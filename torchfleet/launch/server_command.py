@@ -1,4 +1,4 @@
-"""The command of the servers of a job: the script, or a server that does without it."""
+"""The command of the servers of a job: the script, or a server that does not need the script."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_option(group: argparse._ActionsContainer) -> None:
 
 
 def with_server_command(job: JobSpec, options: argparse.Namespace) -> tuple[JobSpec, list[str]]:
-    """Return the job with the command of its servers, and a line for the user if they run the script because of what
-    the script does on them."""
+    """Return the job with the command of its servers, and a line with the reason if servers run the script because of
+    what it does on them."""
     if options.servers_run_script:
         return job, []
     command, told = server_command(options.script, options.arguments, options.module)
@@ -35,7 +35,7 @@ def with_server_command(job: JobSpec, options: argparse.Namespace) -> tuple[JobS
 def server_command(
     script: str, arguments: Sequence[str], is_module: bool, environment: Mapping[str, str] = os.environ
 ) -> tuple[list[str] | None, list[str]]:
-    """Return the command of a server that does without the script, or None and a line with the reason."""
+    """Return the command of a server that does not need the script, or None and a line with the reason, if known."""
     if environment.get(RUN_SCRIPT, "0") not in ("", "0"):
         return None, []
     branch = read_branch(script, arguments, is_module)

@@ -189,7 +189,7 @@ def _tasks(
         _refuse_open_servers(layout)
     kept = durability_variables(options) if kept is None else kept
     if job.min_workers:
-        given_threads()  # raises if it is not a number: workers join by it
+        given_threads()  # raises if OMP_NUM_THREADS is not a number: workers join when this number of cores is free
     rules = loss_variables(options, num_workers, job.min_workers)
     rules |= waiting_variables(options.no_wait_for_backups, num_replicas(options.replicas))
     base = {**job.environment, **server_bounds(options), **rules, **kept}
@@ -296,7 +296,9 @@ def _addresses(option: str, text: str) -> list[str]:
 
 
 def _expanded(option: str, address: str) -> list[str]:
-    """Expand host:port*N to N consecutive ports, or for workers without a port (0) to N workers. host:port is one."""
+    """Expand host:port*N to N consecutive ports, or for workers without a port (0) to N workers. host:port is a
+    single address.
+    """
     place, star, count = address.partition("*")
     host, _, port = place.rpartition(":")
     least = 1 if option in _LISTENING else 0  # a server needs a known port; a worker does not

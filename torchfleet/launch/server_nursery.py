@@ -21,11 +21,11 @@ from torchfleet.launch.job_spec import JobSpec, Task
 TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 _MODULE = "torchfleet.ps.server.job.nursery"
 _MAX_REQUEST = 1 << 17  # bytes, as in ps/server/job/nursery.py
-_START = 120.0  # seconds in which a nursery starts, on busy cores too
+_START = 120.0  # seconds that a nursery has to start, also on busy cores
 
 
 class Spawned(Protocol):
-    """What a launcher uses of a started process, as subprocess.Popen has it."""
+    """The part of subprocess.Popen that a launcher uses of a started process."""
 
     @property
     def pid(self) -> int: ...
@@ -48,7 +48,7 @@ class ForkedServer:
 
     @property
     def pid(self) -> int:
-        """Blocks until the server is forked. Raises ProcessLookupError if the nursery does not do it."""
+        """Blocks until the server is forked. Raises ProcessLookupError if the nursery does not fork it in time."""
         with self._lock:
             if not self._lines() and self.returncode is None:
                 self._read(_START)
@@ -128,7 +128,7 @@ class ServerNursery:
 
 @contextlib.contextmanager
 def nursery_of(job: JobSpec, tasks: Sequence[Task]) -> Iterator[ServerNursery | None]:
-    """Yield a nursery if several servers of this machine do without the script, and FLEET_FORK_SERVERS is not 0; else
+    """Yield a nursery if several servers of this machine do not need the script, and FLEET_FORK_SERVERS is not 0; else
     None."""
     num_servers = sum(task.role == "server" for task in tasks)
     if not job.server_command or num_servers < 2 or os.environ.get(FORK_SERVERS) == "0":

@@ -32,7 +32,7 @@ _TOGETHER = "hybrid"
 
 
 def _blame(process: RunningTask) -> tuple[int, bool]:
-    """A killed process comes first; one that failed because it waited for another in vain comes last."""
+    """Sort key: a killed process comes first; a process that failed because it waited for another in vain, last."""
     return min(process.returncode or 0, 1), bool(process.status().get("waited_in_vain"))
 
 
@@ -146,7 +146,7 @@ class JobSupervisor:
 
     def _all_have_left(self) -> bool:
         """Whether all workers that ended with status 0 had told the servers that they leave. Late workers without a
-        process are not counted: the launcher has ended it, or has started none."""
+        process are not counted: the launcher has ended their process, or has not started one."""
         finished = [p for p in self._of("worker") if p.returncode == 0]
         statuses = [p.status() for p in finished if p.status() or not is_late(self._job, p.task)]
         return bool(statuses) and all(status.get("left") for status in statuses)
@@ -185,7 +185,7 @@ class JobSupervisor:
         workers = self._of("worker")
         if any(process.returncode is None for process in workers):
             return False
-        no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # so none can stop the servers
+        no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # so no worker can stop the servers
         lasting = [p for p in self._processes if p.task.role != HETER_WORKER] or self._processes
         return no_worker_is_left or all(process.returncode is not None for process in lasting)
 
@@ -234,8 +234,8 @@ class JobSupervisor:
         is_together = mode == _TOGETHER and not may_restart(mode, process.task.environment)
         if is_together and not self._job.max_job_restart:
             return self._restart_workers(process, watch)
-        is_free = not mode and is_late(self._job, process.task)  # it failed before it could say its mode
-        # One that has waited for another worker in vain would train all again, and wait for the same worker again.
+        is_free = not mode and is_late(self._job, process.task)  # it failed before it could report its mode
+        # A worker that waited for another in vain would train everything again, and wait for the same worker again.
         is_final = self._job.max_job_restart or process.status().get("waited_in_vain")
         if is_final or not (is_free or may_restart(mode, process.task.environment)):
             return False
@@ -253,7 +253,7 @@ class JobSupervisor:
         return self._leave_for(process.task.index, watch) or is_free
 
     def _restart_serving(self, process: RunningTask, watch: JobWatch) -> bool:
-        """Restart a server or heter worker, if the job can go on with a new process of it."""
+        """Restart a server or heter worker, if the job can go on with a new process."""
         if process.task.role == HETER_WORKER:
             return self._restart_heter(process, watch)
         return self._replace_server(process, watch) or self._restart_server(process, watch)
@@ -290,7 +290,7 @@ class JobSupervisor:
     def _restart_heter(self, process: RunningTask, watch: JobWatch) -> bool:
         """Restart a heter worker that was killed while it served: it has no state, and workers use others meanwhile.
 
-        One that failed by itself is restarted as often as --max_restart says.
+        A heter worker that failed by itself is restarted as often as --max_restart says.
         """
         was_killed = (process.returncode or 0) < 0 and bool(process.status())
         if not was_killed and process.num_restarts >= self._job.max_restart:
@@ -300,8 +300,8 @@ class JobSupervisor:
         return True
 
     def _restart_workers(self, failed: RunningTask, watch: JobWatch) -> bool:
-        """Restart all workers while the servers keep their rows. Returns False if that is not allowed, or if one has
-        left."""
+        """Restart all workers while the servers keep their rows. Returns False if that is not allowed, or if a
+        worker has left."""
         workers = self._of("worker")
         elsewhere = len(self._layout.workers) > len(workers)
         if elsewhere or any(p.num_restarts >= self._job.max_restart or p.status().get("left") for p in workers):

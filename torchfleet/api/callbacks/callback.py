@@ -20,9 +20,9 @@ class Callback:
     """
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Called before training begins. `info` has mode, worker_index, num_workers, num_servers, version and
-        `strategy`, the settings that differ from their defaults. An error here is raised, since it is a mistake in the
-        setup.
+        """Called before training begins. `info` has mode, worker_index, num_workers, num_servers (in a job with
+        servers), version and `strategy`, the settings that differ from their defaults. An error here is raised, since
+        it is a mistake in the setup.
         """
 
     def on_report(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,7 +46,7 @@ class Callbacks:
     """All callbacks of this process. Errors in callbacks are printed and training continues, except for `on_start`."""
 
     def __init__(self) -> None:
-        self._waiting: list[object] = []  # until training begins
+        self._waiting: list[object] = []  # for training to begin
         self._begun: list[object] = []
         self._info: Mapping[str, Any] | None = None
         self._num_epochs = 0

@@ -1,8 +1,8 @@
 """The dense network of a worker in hybrid mode, exchanged and stepped as in a collective job. Rows are not exchanged.
 
 The user's model remains the same object. Its `forward` is replaced by one that calls the collective strategies and, in
-training, DistributedDataParallel or what exchanges gradients through the servers (server_average.py). The empty weights
-of sparse embeddings are local to each worker.
+training, DistributedDataParallel or the exchange of gradients through the servers (server_average.py). The empty
+weights of sparse embeddings are local to each worker.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NetworkJob(ModelAndOptimizer):
         return self.innermost
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; returns None for the announcement that parts of it will be called."""
+        """The model's own forward; returns () for the announcement that parts of it will be called."""
         return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
@@ -129,8 +129,8 @@ class DenseNetwork:
         return self._together(*args, **kwargs)
 
     def begin_parts(self) -> None:
-        """Rows are looked up for training. Outside a call of the model, this means that its parts are called
-        separately.
+        """Called when rows are looked up for training. Outside a call of the model, this means that its parts are
+        called separately.
 
         DistributedDataParallel then needs a call of its own to prepare for the backward pass.
         """
@@ -149,7 +149,7 @@ class DenseNetwork:
 
     @property
     def row_share(self) -> float:
-        """The factor for gradients of rows: above 1 for a batch that is larger than the user set it (balance)."""
+        """The factor for gradients of rows: above 1 for a batch that is larger than the user's batch size (balance)."""
         return 1.0 if self._average is None else self._average.row_share()
 
     def note_overflow(self) -> None:
@@ -164,7 +164,7 @@ class DenseNetwork:
     def step(self) -> bool:
         """Step the network, or accumulate its gradients. Returns whether to apply the gradients of rows as well.
 
-        A worker that missed its round (quorum) steps nothing: it gets the network of the others before its next one.
+        A worker that missed its round (quorum) steps nothing: it gets the others' network before its next round.
         """
         if not self._num_calls:
             raise FleetError(
@@ -182,8 +182,8 @@ class DenseNetwork:
 
     @contextlib.contextmanager
     def _common_rates(self) -> Iterator[None]:
-        """Step with the learning rates of the first worker of the round: a worker that joined later may be elsewhere in
-        its schedule, and all networks must stay alike."""
+        """Step with the learning rates of the first worker of the round: a worker that joined later may be at another
+        point of its schedule, and all networks must stay equal."""
         groups = self.optimizer.param_groups
         common = self._average.rounds.rates if self._average is not None else []
         own = [group["lr"] for group in groups]
@@ -232,7 +232,7 @@ class DenseNetwork:
 
 
 def _mark_rows(model: torch.nn.Module, plan: Plan) -> list[torch.nn.Parameter]:
-    """Mark the empty weights of embeddings as local, so that they are not exchanged."""
+    """Mark the empty weights of embeddings as local, so that they are not exchanged. Returns these weights."""
     for name, parameter in model.named_parameters():
         if is_local(parameter):
             raise ModelError(

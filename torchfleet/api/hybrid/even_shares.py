@@ -3,7 +3,7 @@
     share of worker i  =  n · B · vᵢ / Σ v        n workers, B samples in a batch of the loader, v samples per second
 
 The global batch n·B stays as the user set it, and the mean over a round is by samples, so that learning rates stay as
-they are. Every worker computes all shares, from what all workers told in the rounds before.
+they are. Every worker computes all shares, from what all workers reported in earlier rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchfleet.base.errors import DataError
 from torchfleet.data.slots import Batch, Ragged
 
 _KEPT = 0.8  # weight of the measurements before the last one
-_LEAST = 1  # sample of a batch
+_LEAST = 1  # samples of a batch, at least
 
 
 class Shares:
@@ -30,7 +30,7 @@ class Shares:
         self.usual = 0  # samples of a batch of this worker's loader
 
     def note(self, told: Mapping[int, Told]) -> None:
-        """Take in what the workers told in a round. Forgets those that are gone."""
+        """Use what the workers reported in a round. Forgets workers that were not in it."""
         speeds = {}
         for worker, own in told.items():
             if own.samples and own.seconds > 0:
@@ -46,13 +46,13 @@ class Shares:
         return max(_LEAST, round(len(self._speeds) * self.usual * own / sum(self._speeds.values())))
 
     def row_share(self, told: Mapping[int, Told]) -> float:
-        """The factor for gradients of rows: every sample counts alike, whatever the size of its worker's batch."""
+        """The factor for gradients of rows. With it, every sample counts alike, whatever the size of its batch."""
         own = told.get(self._worker)
         return own.samples / self.usual if own is not None and own.samples and self.usual else 1.0
 
 
 def recut(loader: Iterable[Any], shares: Shares) -> Iterator[Any]:
-    """The samples of a loader in batches of `shares.next_size()`. The last one has what is left."""
+    """The samples of a loader in batches of `shares.next_size()` samples. The last batch has the rest."""
     waiting: list[Any] = []  # batches, and parts of them
     num = 0
     for batch in loader:
@@ -82,7 +82,7 @@ def num_samples_of(batch: Any) -> int:
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """The samples `start` to `stop` of a batch, over the same memory."""
+    """The samples from `start` to `stop` of a batch, in the same memory."""
     if isinstance(batch, torch.Tensor):
         return batch[start:stop]
     if isinstance(batch, Ragged):
@@ -126,7 +126,7 @@ def _joined_ragged(batches: list[Ragged]) -> Ragged:
 
 
 def _sizes(batch: Any) -> Iterator[int]:
-    """The number of samples by each tensor of a batch."""
+    """The number of samples in each tensor of a batch."""
     if isinstance(batch, torch.Tensor):
         yield len(batch) if batch.dim() else 0
     elif isinstance(batch, Ragged):

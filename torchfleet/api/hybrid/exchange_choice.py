@@ -1,4 +1,4 @@
-"""Which way the network's gradients take in hybrid mode: through the servers, or among the workers as ranks."""
+"""Chooses how workers exchange the network's gradients in hybrid mode: through the servers, or among them as ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchfleet.base.strategy.server_fields import AUTO, RANKS, SERVERS
 from torchfleet.ps.net.keys import is_private
 from torchfleet.ps.worker.lookup.plan import Plan
 
-# Strategies that exchange something else than one mean per step, or in another way.
+# Strategies that do not exchange one mean per step, or exchange it in another way.
 _NEED_RANKS = (
     *("sharding", "dgc", "localsgd", "adaptive_localsgd", "sync_batch_norm"),
     *("fp16_allreduce", "use_hierarchical_allreduce"),
@@ -19,14 +19,14 @@ _NEED_RANKS = (
 
 
 def network_device(plan: Plan) -> torch.device:
-    """Where the network lies."""
+    """The device of the network; the CPU if it has no parameters."""
     return next((p.device for group in plan.dense for p in group.parameters), torch.device("cpu"))
 
 
 def chosen_exchange(settings: DistributedStrategy, info: RoleInfo, device: torch.device) -> str:
     """SERVERS or RANKS. A setting always wins; without one, as docs/modes/hybrid.md says.
 
-    Raises StrategyError or RoleError if what the job asks for cannot be had in this way.
+    Raises StrategyError or RoleError if the exchange does not support what the job asks for.
     """
     wanted, needing = settings.a_sync_configs.exchange, _needs_ranks(settings)
     reason = _needs_servers(settings, info)
@@ -52,7 +52,7 @@ def chosen_exchange(settings: DistributedStrategy, info: RoleInfo, device: torch
 
 
 def _needs_servers(settings: DistributedStrategy, info: RoleInfo) -> str:
-    """The setting that ranks do not have; "" if there is none."""
+    """The setting that an exchange among ranks does not support; "" if there is none."""
     if info.is_elastic:
         return f"FLEET_MIN_WORKERS={info.min_workers}"
     if info.on_worker_loss != LOSS_END:
@@ -65,7 +65,7 @@ def _needs_servers(settings: DistributedStrategy, info: RoleInfo) -> str:
 
 
 def _needs_ranks(settings: DistributedStrategy) -> str:
-    """The strategy that servers do not have; "" if there is none."""
+    """The strategy that an exchange through the servers does not support; "" if there is none."""
     for name in _NEED_RANKS:
         if getattr(settings, name):
             return f"{name}=True"
@@ -77,6 +77,6 @@ def _needs_ranks(settings: DistributedStrategy) -> str:
 
 
 def _is_guarded(info: RoleInfo) -> bool:
-    """Whether traffic must be encrypted and authenticated, which that of ranks is not."""
+    """Whether traffic must be encrypted and authenticated, which traffic among ranks is not."""
     is_one_machine = all(is_private(f"tcp://{place}") for place in info.server_places)
     return not info.insecure and (info.key_dir is not None or not is_one_machine)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # servers create this optimizer too, and do not need torch.di
 
 
 class HybridOptimizer(DistributedOptimizer):
-    """One step() for both: the collective strategies step the network, the communicator sends the rows."""
+    """One step() for both: the collective strategies step the network, the communicator sends gradients of rows."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         super().__init__(optimizer, plan)
@@ -36,7 +36,9 @@ class HybridOptimizer(DistributedOptimizer):
         self._network = network
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step both. Rows are pushed at every step, even while the network accumulates gradients (gradient_merge)."""
+        """Step network and rows. Gradients of rows are pushed at every step, even while the network accumulates its
+        own (gradient_merge).
+        """
         loss = self._begin_step(closure)
         network, communicator = self._joined(), self.communicator
         if hasattr(self, "found_inf"):
@@ -67,8 +69,8 @@ class HybridOptimizer(DistributedOptimizer):
         return True
 
     def _unscale(self, gradients: Gradients, scale: float) -> bool:
-        """Divide in place. Returns whether all are finite. Columns after a row's gradient (shows, clicks) are
-        unchanged.
+        """Divide gradients of rows by `scale`, in place. Returns whether all are finite. Columns after a row's gradient
+        (shows, clicks) are unchanged.
         """
         is_finite = True
         for table, (_, grads) in gradients.sparse.items():

@@ -1,4 +1,4 @@
-"""The parts of a hybrid-mode worker besides its servers: network, other workers, and copies on the servers."""
+"""What hybrid mode adds to a worker: its network, the exchange with other workers, and copies on the servers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,15 @@ class HybridWorker:
             self._network.on_backward(self._attendance.begin_step)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loop. In training, it ends when the first worker has none left; prediction is per worker."""
+        """The batches of a loop. In training, all loops end as soon as one worker has no batch left; in prediction,
+        each ends by itself.
+        """
         if self._agreement is None or not (torch.is_grad_enabled() and self._model.training):
             return loader
         return self._agreement.batches(loader)
 
     def begin_lookup(self) -> None:
-        """Rows are looked up for training."""
+        """Called when rows are looked up for training."""
         self._network.begin_parts()
 
     def step_made(self) -> None:
@@ -88,7 +90,9 @@ class HybridWorker:
             self._attendance.meet(what)
 
     def meet_at_end(self) -> None:
-        """Wait until all workers have made their last step, and sent the gradients of their rows. Once."""
+        """Wait until all workers have made their last step, and sent the gradients of their rows. Later calls do
+        nothing.
+        """
         if not self._has_met_at_end:
             self._has_met_at_end = True
             self.meet("fleet.stop_worker()")
@@ -108,7 +112,7 @@ class HybridWorker:
         self._is_ours = False
 
     def stats(self) -> dict[str, Any]:
-        """Of the exchange through the servers, for fleet.stats(); empty without it."""
+        """Statistics of the exchange through the servers, for fleet.stats(); empty without it."""
         return {}
 
     def _is_one_lost(self) -> bool:

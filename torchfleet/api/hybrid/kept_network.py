@@ -73,7 +73,7 @@ class KeptNetwork:
         return np.stack(rows), step
 
     def _state(self, parameter: torch.Tensor, name: str, fill: float | None) -> torch.Tensor:
-        """The optimizer's state of a parameter; zeros if it never had a gradient; or `fill` everywhere."""
+        """The optimizer's state of a parameter, zeros if it never had a gradient; with `fill`, that everywhere."""
         found = self._optimizer.inner.state.get(parameter, {}).get(name) if fill is None else None
         return torch.full_like(parameter, fill or 0.0) if found is None else found.detach().float()
 

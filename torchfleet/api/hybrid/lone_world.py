@@ -10,9 +10,9 @@ from torchfleet.collective.world import Axis, Gathering, World, degrees
 
 
 class LoneWorld(World):
-    """To the strategies of collective training, a worker is alone: what they do to its network is local.
+    """For the strategies of collective training, a worker is alone: what they do to its network is local.
 
-    Strategies that exchange among ranks are refused before one is made (exchange_choice.py).
+    Strategies that exchange among ranks are refused before this is created (exchange_choice.py).
     """
 
     def __init__(self, info: RoleInfo, strategy: DistributedStrategy, device: torch.device) -> None:

@@ -112,7 +112,7 @@ def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
 
 
 def _own_address(info: RoleInfo) -> str:
-    """The local address with which this machine reaches server 0. The other workers use it to reach this one."""
+    """The local address with which this machine reaches server 0. The other workers use it to reach this worker."""
     if all(is_private(f"tcp://{place}") for place in info.server_places):
         return _LOOPBACK
     host, _, port = info.server_places[0].rpartition(":")

@@ -45,7 +45,7 @@ class Entry(msgspec.Struct, array_like=True):
 
 
 class CopyHead(msgspec.Struct):
-    round: int  # that the receiver takes part in first
+    round: int  # the first round that the receiver takes part in
     workers: list[int]  # of that round
     num_steps: int
     num_bytes: int
@@ -90,7 +90,7 @@ class NetworkCopy:
                     yield names[id(parameter)], key, value
 
     def restore_pieces(self, pieces: list[Array]) -> None:
-        """As `restore`, of all pieces in one message."""
+        """As `restore`, from all pieces in one message."""
         blocks = [piece.data.reshape(-1).view(np.uint8) for piece in pieces[1:]]
         self.restore(unpack(pieces[0], CopyHead, MAX_FRAME), _together(blocks))
 
@@ -136,7 +136,7 @@ class NetworkCopy:
 
 
 def send_copy(client: Client, to: int, topic: str, pieces: Iterator[list[Array]], seconds: float) -> bool:
-    """Send a copy to a worker. Returns False if the servers have had no room for `seconds`: it does not take it."""
+    """Send a copy to a worker. Returns False if the servers have no room for `seconds`: the worker does not take it."""
     for number, piece in enumerate(pieces, start=1):
         deadline = time.monotonic() + seconds
         while not client.send(topic, to, number, piece):
@@ -165,7 +165,7 @@ def receive_copy(client: Client, worker: int, topic: str, seconds: float) -> tup
             if time.monotonic() > deadline:
                 return None
             time.sleep(_PAUSE)
-    client.take(topic, worker, received)  # the servers may forget it
+    client.take(topic, worker, received)  # acknowledges the last parcel, so that the servers drop it
     return head, _together(blocks)
 
 
@@ -178,6 +178,6 @@ def _bytes(value: torch.Tensor) -> Bytes:
 
 
 def _placed(value: Any, parameter: torch.Tensor) -> Any:
-    """State where torch expects it: tensors of the parameter's shape beside it, counts of steps in host memory."""
+    """State where torch expects it: tensors of the parameter's shape on its device, counts of steps in host memory."""
     is_beside = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     return value.to(parameter.device) if is_beside else value

@@ -1,8 +1,8 @@
-"""A worker's side of rounds with a quorum: which gradients are in a round is decided by server 0.
+"""A worker's side of rounds with a quorum: server 0 decides which gradients are in a round.
 
 `give` sends all buckets, except for server 0's part of the first one. `finish` sends that part: when server 0 has it,
-the servers have, or are about to have, all gradients of this worker. Its reply names the gradients of the round, by
-which the other servers are asked for their means. ps/server/meeting/quorum.py describes what becomes of late workers.
+the servers have, or are about to have, all gradients of this worker. Its reply names the gradients of the round, and
+`finish` asks the other servers for their means. ps/server/meeting/quorum.py describes what becomes of late workers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Decided(msgspec.Struct):
     told: dict[int, Told] = {}  # by worker that was on time
     entering: list[int] = []
     members: list[int] = []  # that take part from now on
-    processes: dict[int, int] = {}  # by worker of `parts`
-    sender: int = -1  # sends the network to those who enter
-    leaver: int = -1  # the last one to leave: gives the network to the servers
+    processes: dict[int, int] = {}  # by worker of `parts`: the incarnation of the process that gave them
+    sender: int = -1  # the worker that sends the network to `entering`
+    leaver: int = -1  # the last worker to leave, which leaves the network with the servers
     is_late: bool = False  # this worker's gradients are not in the round that they were computed for
     is_dropped: bool = False  # nor in a later one
-    is_over: bool = False  # later rounds are made already: this worker must enter again
+    is_over: bool = False  # later rounds have been made: this worker must enter again
 
 
 @dataclass
@@ -69,8 +69,8 @@ class QuorumRounds(ServerRounds):
         self.num_bytes += values.nbytes
 
     def finish(self) -> list[Floats] | None:
-        """Wait for the means of the round, in the order of the buckets. None: it and a later one were made before this
-        worker came, so that it cannot step as the others do."""
+        """Wait for the means of the round, in the order of the buckets. Returns None if this round and a later one were
+        made before this worker came: it then cannot step as the others do."""
         start = time.perf_counter()
         assert self._first is not None
         parts, sizes, self._parts, self._sizes = self._parts, self._sizes, [], []
@@ -86,7 +86,7 @@ class QuorumRounds(ServerRounds):
         return None if means is None else [self._joined(bucket, size, means) for bucket, size in enumerate(sizes)]
 
     def _means(self, decided: Decided, first: Floats, parts: list[Part]) -> dict[tuple[int, int], Floats] | None:
-        """By bucket and server; None if a later round was made meanwhile."""
+        """The means by bucket and server; None if a later round was made meanwhile."""
         places = [(part.bucket, part.server) for part in parts]
         replies = {(0, 0): (decided, first), **self._ask(places, decided, decided.parts)}
         common = [part for part in decided.parts if all(part in found.parts for found, _ in replies.values())]
@@ -133,7 +133,7 @@ class QuorumRounds(ServerRounds):
 
 
 def _mean(reply: Sequence[Array]) -> Floats:
-    """Empty in a reply that says that the round is over."""
+    """The mean in a reply; empty if the round is over."""
     if len(reply) == 1:
         return np.empty(0, np.float32)
     if len(reply) != 2 or reply[1].data.dtype != np.float32:

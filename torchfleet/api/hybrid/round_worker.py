@@ -46,7 +46,7 @@ class RoundWorker(HybridWorker):
         client: Client,
         own_client: Client,
     ) -> None:
-        """`own_client`: of the exchange alone, from now on."""
+        """`own_client`: used by the exchange alone, and closed by `close`."""
         plan, configs = optimizer.plan, settings.a_sync_configs
         self._plan, self._info = plan, info
         self._others = Workers(own_client, info.worker_index, info.num_workers, settings.sync_timeout)
@@ -66,14 +66,16 @@ class RoundWorker(HybridWorker):
         optimizer.join(self._network)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loop. In training, all loops end together; if a worker may be lost, each by itself."""
+        """The batches of a loop. In training, the loops of all workers end together; each ends by itself if workers
+        may be lost or rounds have a quorum.
+        """
         if not (torch.is_grad_enabled() and self._model.training):
             return loader
         source = loader if self._shares is None else recut(loader, self._shares)
         return Loop(self, iter(source))
 
     def all_have_one(self, batch: Any) -> bool:
-        """Whether all workers have a first batch. All call it together."""
+        """Whether all workers have a first batch. All workers call it together."""
         flags = self._others.gather("hybrid loop", b"0" if batch is _END else b"1")
         return b"0" not in flags
 
@@ -90,7 +92,7 @@ class RoundWorker(HybridWorker):
             super().step_made()
 
     def put_network(self) -> None:
-        """Copy the newest network to the servers: this worker's or, if it left earlier than others, theirs."""
+        """Copy the newest network to the servers: this worker's or, if others went on after it left, theirs."""
         if self._is_apart and not self.rounds.is_in and self.rounds.num_made:
             copy = self.rounds.newer_copy()
             if copy:
@@ -107,7 +109,7 @@ class RoundWorker(HybridWorker):
         self._own_client.close()
 
     def stats(self) -> dict[str, Any]:
-        """Of the exchange, for fleet.stats()."""
+        """Statistics of the exchange, for fleet.stats()."""
         rounds = self.rounds
         own: dict[str, Any] = {}
         if isinstance(rounds, QuorumRounds):
@@ -123,7 +125,7 @@ class RoundWorker(HybridWorker):
         return 1.0 if self._shares is None else self._shares.row_share(self.rounds.told)
 
     def _enter(self) -> None:
-        """Take part in rounds, with the network that those who do have."""
+        """Take part in rounds, beginning with the network of the workers that already do."""
         for _ in range(_MOST_TRIES):
             entered, copy = self.rounds.enter()
             if not entered.holders:
@@ -145,7 +147,7 @@ class RoundWorker(HybridWorker):
         )
 
     def _take_servers_copy(self, copy: list[Array]) -> None:
-        """Begin with what the last workers have left with the servers, else with what the tables keep."""
+        """Begin with the copy that the last workers have left with the servers, else with the tables' values."""
         if copy:
             self._copy.restore_pieces(copy)
             return
@@ -167,12 +169,12 @@ class RoundWorker(HybridWorker):
 
     @property
     def is_apart(self) -> bool:
-        """Whether a worker whose batches end leaves the others alone."""
+        """Whether a worker whose batches end leaves the rounds, and the others go on without it."""
         return self._is_apart
 
 
 class Loop:
-    """The batches of one training loop, read one ahead, so that the last one is known when it is given."""
+    """The batches of one training loop, read one ahead, so that the last batch is known when the loop gets it."""
 
     def __init__(self, worker: RoundWorker, source: Iterator[Any]) -> None:
         self._worker, self._source = worker, source
@@ -194,7 +196,7 @@ class Loop:
         return batch
 
     def goes_on(self) -> bool:
-        """Called before the training loop gets the next batch: whether it does."""
+        """Whether the training loop gets another batch. Called before each of them."""
         rounds = self._worker.rounds
         if not self._worker.is_apart and rounds.num_made > self._first_round and rounds.ended:
             ended = ", ".join(map(str, rounds.ended))

@@ -43,8 +43,8 @@ class ServerAverage(GradientAverage):
         self.row_share: Callable[[], float] = lambda: 1.0  # the factor for gradients of rows
         self._groups: list[dict[str, Any]] = []
         self._since = time.perf_counter()  # the end of the last round
-        self.seconds = 0.0  # computed, over all rounds
-        self.seconds_behind = 0.0  # by which the slowest worker of each round was slower
+        self.seconds = 0.0  # spent on computing, over all rounds
+        self.seconds_behind = 0.0  # waited because the slowest worker of a round was slower than this one
 
     def watch_network(self, wrapped: WrappedModel) -> None:
         """Average the gradients of the model's trained parameters from now on."""
@@ -70,7 +70,7 @@ class ServerAverage(GradientAverage):
             )
 
     def close(self) -> None:
-        """Average nothing anymore. The hooks on the parameters stay, and do nothing."""
+        """Stop averaging. The hooks on the parameters stay, and do nothing."""
         self.is_needed = self._is_open = False
         if self._samples is not None:
             self._samples.close()
@@ -84,7 +84,7 @@ class ServerAverage(GradientAverage):
         self._under_way.append((None, flat, []))  # keeps the values until they are sent
 
     def _told(self) -> Told:
-        """What this worker says with the first bucket."""
+        """What this worker reports with the first bucket."""
         now = time.perf_counter()
         samples = None if self._samples is None else self._samples.take(lambda: False)
         return Told(samples, max(0.0, now - self._since), self.is_last, [float(group["lr"]) for group in self._groups])
@@ -113,7 +113,7 @@ class ServerAverage(GradientAverage):
 
 
 class ExchangedModel(torch.nn.Module):
-    """The model as CollectiveModel calls it in training: stands where DistributedDataParallel stands otherwise."""
+    """The model as CollectiveModel calls it in training, in place of DistributedDataParallel."""
 
     def __init__(self, wrapped: WrappedModel, average: ServerAverage) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _write(parameter: torch.nn.Parameter, mean: torch.Tensor) -> None:
-    """Set the gradient. A parameter that no worker's batch reached has none."""
+    """Set the gradient. A parameter that no worker's batch reached keeps None as gradient."""
     mean = mean.view_as(parameter)
     if parameter.grad is not None:
         parameter.grad.copy_(mean)

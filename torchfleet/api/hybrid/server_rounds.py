@@ -24,7 +24,7 @@ _ONE_SERVER = 1 << 12  # numbers of a bucket that go to one server: a message co
 
 
 class Told(msgspec.Struct, array_like=True):
-    """What a worker said beside its gradients."""
+    """What a worker reports with its gradients."""
 
     samples: float | None = None
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class Told(msgspec.Struct, array_like=True):
 
 
 class Made(msgspec.Struct):
-    """The first array of a reply: whose gradients are in the mean and, for the first bucket, what the workers said."""
+    """The first array of a reply: whose gradients are in the mean and, for the first bucket, the workers' reports."""
 
     workers: list[int]
     told: dict[int, Told] = {}
@@ -43,9 +43,9 @@ class Made(msgspec.Struct):
 class Entered(msgspec.Struct):
     """The first array of the reply to ENTER."""
 
-    round: int  # the first round that this worker takes part in; of a copy alone: the round after which it was left
+    round: int  # the first round that this worker takes part in; without entering: the round of the copy that follows
     workers: list[int] = []
-    holders: list[int] = []  # have the newest network; none: a copy follows, or that of the tables is the newest
+    holders: list[int] = []  # have the newest network; empty: a copy follows, or the tables have the newest
 
 
 @dataclass
@@ -64,9 +64,9 @@ class ServerRounds:
     client: Client
     worker: int
     timeout: float
-    is_apart: bool  # a worker without another batch leaves, and the others go on; else all of them end their loops
+    is_apart: bool  # True: a worker without another batch leaves, and the others go on; False: all loops end
     number: int = 0
-    workers: list[int] = field(default_factory=list)  # that the next round counts
+    workers: list[int] = field(default_factory=list)  # that take part in the next round
     is_in: bool = False  # whether this worker takes part in the next round
     ended: list[int] = field(default_factory=list)  # workers whose last batch was in the last round
     told: dict[int, Told] = field(default_factory=dict)  # by worker of the last round
@@ -84,8 +84,8 @@ class ServerRounds:
     _sizes: list[int] = field(default_factory=list)
 
     def enter(self) -> tuple[Entered, list[Array]]:
-        """Take part from the next round on. Waits until the others have made theirs, or until all have come. Returns
-        the copy of the network, too, if one was left with the servers."""
+        """Take part from the next round on. Waits until the others have made their round, or until all have come. Also
+        returns the copy of the network, if one was left with the servers."""
         self._num_entered += 1
         head, *copy = self.client.enter(self._num_entered, self.timeout)
         found = unpack(head, Entered)
@@ -104,7 +104,7 @@ class ServerRounds:
         return copy
 
     def begin(self, number: int, workers: Sequence[int]) -> None:
-        """The next round is `number`, of these workers."""
+        """Set the number and the workers of the next round."""
         self.number, self.workers, self.is_in, self.newcomers = number, sorted(workers), True, []
 
     def give(self, values: Floats, own: Told) -> None:
@@ -121,7 +121,9 @@ class ServerRounds:
         self.num_bytes += values.nbytes
 
     def finish(self) -> list[Floats] | None:
-        """Wait for the means of all buckets that were given, in their order. Ends the round. None: it was missed."""
+        """Wait for the means of all buckets that were given, in their order. Ends the round. Returns None if this
+        worker missed it.
+        """
         start = time.perf_counter()
         parts, sizes, self._parts, self._sizes = self._parts, self._sizes, [], []
         replies = [_read(part.future.result()) for part in parts]
@@ -136,7 +138,7 @@ class ServerRounds:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates of the last round's first worker, by which all workers step the network."""
+        """The learning rates of the last round's first worker, with which all workers step the network."""
         return self.told[min(self.told)].rates if self.told else []
 
     def _again(self, part: Part, workers: list[int]) -> Floats:

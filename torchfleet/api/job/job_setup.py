@@ -38,7 +38,7 @@ class JobSetup:
         self.model: torch.nn.Module | None = None
         self.optimizers: list[DistributedOptimizer] = []
         self._plan: Plan | None = None  # set on first use, after which no more optimizers can be added
-        self._strategy_before = strategy  # the last strategy that was given
+        self._strategy_before = strategy  # the strategy before the last call of `use`
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """Set the strategy. init and distributed_optimizer may both receive it, but not with different settings."""
@@ -120,7 +120,7 @@ class JobSetup:
         return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
-        """In geo mode, each step of the scheduler makes as many steps as there are workers. Else it is unchanged."""
+        """In geo mode, let each step of the scheduler count once per worker. In other modes it is unchanged."""
         if self.strategy is None:
             raise FleetError(
                 "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, "
@@ -172,7 +172,7 @@ def _tell_of_decay(plan: Plan) -> None:
 
 
 def _tell_of_momentum(plan: Plan) -> None:
-    """Tell the user of rows with momentum, which acts differently from that of plain torch."""
+    """Tell the user of rows with momentum, which acts differently from momentum in plain torch."""
     found = [name for name, group in plan.sparse.items() if group.spec.rule.momentum]
     if found:
         tell(

@@ -31,7 +31,7 @@ def join(
     assert strategy is not None
     check_releases(client)
     claims = claims_of(setup.plan.specs, strategy, info.num_servers, exchange)
-    joins = info if strategy.mode in FREE_MODES else replace(info, max_restart=0)  # else no worker waits for it
+    joins = info if strategy.mode in FREE_MODES else replace(info, max_restart=0)  # else no worker awaits its restart
     return Membership(own, joins, strategy.sync_timeout, waiting_share, claims)
 
 
@@ -81,7 +81,7 @@ def _value(value: Any) -> bool | int | float | str:
 
 
 def check_loss_rule(mode: str, info: RoleInfo) -> None:
-    """Raise RoleError if this mode does not support the rule for lost workers."""
+    """Raise RoleError if the job is elastic and this mode does not let workers come and go."""
     modes = (*FREE_MODES, "hybrid")  # hybrid: if the network is exchanged through the servers (exchange_choice.py)
     if info.is_elastic and mode not in modes:
         raise RoleError(

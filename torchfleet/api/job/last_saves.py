@@ -1,7 +1,7 @@
-"""The last saves of worker 0: when it stops, what the other workers trained after a save is saved, too.
+"""The last saves of worker 0: they are repeated when it stops, if other workers have trained after them.
 
-A save cannot know whether it is the last one. `fleet.stop_worker` does: worker 0 has made no step since, and makes no
-more. Only then does it wait for the other workers.
+A save cannot know whether it is the last one. `fleet.stop_worker` can: worker 0 has made no step since the save, and
+makes no more. Only then does worker 0 wait for the other workers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchfleet.base.role.role_info import LOSS_WAIT, RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.model_saving import Kind
 
-_PAUSE = 0.05  # seconds before the servers are asked again; twice as many each time
+_PAUSE = 0.05  # seconds before the servers are asked again; doubles each time
 _MAX_PAUSE = 1.0
-_LONG = 5.0  # seconds of waiting, after which a line says for which workers
+_LONG = 5.0  # seconds of waiting, after which a message names the workers
 
 Updates = list[dict[str, int]]  # by server and table
 Stats = list[dict[str, Any]]
@@ -30,11 +30,13 @@ class LastSave:
     dirname: str
     kind: Kind
     extra: Mapping[str, Any] | None
-    updates: Updates  # in the tables before it was made: some of them may be missing from it
+    updates: Updates  # in the tables before the save was made; it may lack later ones
 
 
 class LastSaves:
-    """Saves after the last step of this worker, made while other workers had not stopped, or it had not sent all."""
+    """Saves after the last step of this worker that later updates may outdate: when they were made, other workers had
+    not stopped, or this worker had not sent everything.
+    """
 
     def __init__(self, client: Client, info: RoleInfo, sync_timeout: float, fixed: Collection[str] = ()) -> None:
         """`sync_timeout`: seconds to wait for a worker that the servers have not heard of, or no longer hear of.
@@ -44,7 +46,7 @@ class LastSaves:
         self._saves: dict[str, LastSave] = {}  # by path
 
     def note(self, step: int, path: str, save: LastSave, is_open: bool) -> None:
-        """A save was made to `path` after `step` steps of this worker. `is_open`: workers may train on."""
+        """A save was made to `path` after `step` steps of this worker. `is_open`: the tables may still change."""
         if step != self._step:
             self._step, self._saves = step, {}
         self._saves.pop(path, None)
@@ -84,7 +86,9 @@ class LastSaves:
             )
 
     def _gone(self, servers: Stats, others: set[int], waited: float) -> set[int]:
-        """The workers of which nothing is heard, and nothing is to be expected."""
+        """The workers not to wait for: lost workers, unless the job waits for lost workers; after the time-out, all
+        lost workers and those that never joined.
+        """
         joined = {worker["worker"] for server in servers for worker in server["workers"]}
         silent = {worker["worker"] for server in servers for worker in server["workers"] if worker["is_lost"]}
         if waited >= self._timeout:
@@ -92,7 +96,7 @@ class LastSaves:
         return set() if self._info.on_worker_loss == LOSS_WAIT else silent
 
     def is_outdated(self, save: LastSave) -> bool:
-        """Whether the tables have been updated since."""
+        """Whether the tables have been updated since the save."""
         return self._updates(self._client.stats()) != save.updates
 
     def _updates(self, servers: Stats) -> Updates:

@@ -28,7 +28,7 @@ def make_communicator(
     """
     strategy, plan, num_workers = _strategy(setup), setup.plan, setup.info.num_workers
     configs, mode = strategy.a_sync_configs, strategy.mode
-    # For waits on other workers: servers end them at sync_timeout and name who is missing; silent servers time out.
+    # For waits on other workers: servers end them at sync_timeout and name the missing; silent servers time out.
     patience = strategy.sync_timeout + strategy.rpc_timeout
     if mode == "sync":
         return Sync(client, plan, connect, patience, num_workers, _samples(setup))
@@ -75,7 +75,7 @@ def make_whole_tables(
         )
     k_steps = strategy.a_sync_configs.k_steps if not info.is_local else 0
     copy = _table_copy(setup, client.num_servers, workers, shared)
-    first = copy.sharing.workers[0]  # to the servers, all workers of a copy are one
+    first = copy.sharing.workers[0]  # the servers see all workers of a copy as one
     return WholeTables(client, setup.plan, lambda: connect(first), copy, k_steps, share, strategy.sync_timeout)
 
 
@@ -90,7 +90,7 @@ def _table_copy(setup: JobSetup, num_servers: int, workers: Callable[[], Workers
 
 
 def _bound(setup: JobSetup) -> int:
-    """The largest staleness of the network; 0: no bound. Servers count the pushes of one optimizer only."""
+    """The limit for the staleness of the network; 0: no limit. Servers count the pushes of one optimizer only."""
     configs = _strategy(setup).a_sync_configs
     has_one = len(setup.optimizers) == 1 or configs.max_staleness != NUM_WORKERS
     return configs.bound(setup.info.num_workers) if has_one else 0
@@ -102,7 +102,9 @@ def _gathering(setup: JobSetup) -> Gathering | None:
 
 
 def _samples(setup: JobSetup) -> SampleCount | None:
-    """Counts samples, for means that are weighted by samples. In sync mode, one worker's gradient is the mean."""
+    """A counter of samples, for means weighted by samples; None without such means. A single worker's gradient in sync
+    mode is the mean itself.
+    """
     assert setup.model is not None
     strategy, info = _strategy(setup), setup.info
     has_mean = info.num_workers > 1 or strategy.a_sync_configs.gather > 1

@@ -97,10 +97,10 @@ def summary(stats: dict[str, Any]) -> str:
 
 
 def _counted_samples(quorum: dict[str, Any]) -> str:
-    """What became of the samples whose gradients of the network came to rounds with a quorum, over all workers."""
+    """With a quorum: how many samples, over all workers, had late or dropped gradients of the network."""
     samples, gradients = quorum["samples"], quorum["gradients"]
     total, late = sum(samples.values()), samples["late"] + samples["waiting"]
-    if not total:  # sync_mean="workers": samples are not told
+    if not total:  # sync_mean="workers": workers do not report samples
         return (
             f"quorum {quorum['quorum']}: of {sum(gradients.values()):,} gradients of the network "
             f"{gradients['late'] + gradients['waiting']:,} were late and {gradients['dropped']:,} dropped"

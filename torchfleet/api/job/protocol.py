@@ -106,7 +106,7 @@ class Job(Protocol):
         ...
 
     def complete_saves(self) -> list[str]:
-        """Before `stop`: save again what other workers have changed since the last saves. Returns where."""
+        """Before `stop`: repeat the last saves if other workers have changed the model since. Returns their folders."""
         ...
 
     def stop(self) -> dict[str, Any]:

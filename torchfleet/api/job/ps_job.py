@@ -129,7 +129,9 @@ class ParameterServerJob(JobSetup):
             print(self.describe(), flush=True)
 
     def begin_prediction(self, model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
-        """Begin after training, or as a separate job, whose servers serve here until all workers have stopped."""
+        """Begin prediction after training, or as a separate job, whose servers serve here until all workers have
+        stopped.
+        """
         if self.model is not None and model is not self.model:
             raise FleetError("DistributedInfer: give it the model of fleet.distributed_model; a job has one model")
         if self._worker is not None:
@@ -220,8 +222,8 @@ class ParameterServerJob(JobSetup):
         raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
 
     def is_asked_to_stop(self) -> bool:
-        """Only worker 0 is asked, since it saves. The others must continue until it has: in sync mode its step waits
-        for them.
+        """Only worker 0 is asked, since it saves. The others must continue until it has saved: in sync mode its step
+        waits for them.
         """
         return self.worker.is_asked_to_stop()
 
@@ -237,7 +239,7 @@ class ParameterServerJob(JobSetup):
         return self.worker.complete_saves()
 
     def stop(self) -> dict[str, Any]:
-        """Send queued gradients and leave the servers. Worker 0 prints the staleness of the rows over all workers."""
+        """Send queued gradients and leave the servers. Worker 0 prints a summary with the staleness on all servers."""
         final = self.worker.stop()
         if self.info.worker_index == 0:
             print(summary(final), flush=True)

@@ -30,8 +30,8 @@ def cached_groups(plan: Plan) -> dict[str, SparseGroup]:
 def check_caches(plan: Plan, strategy: DistributedStrategy, info: RoleInfo) -> None:
     """Raise an error if the results with a cache would differ from those without it.
 
-    A worker trains the rows of its cache itself. That is what the servers would compute if no other worker changes
-    these rows, and if an update is only the table's rule.
+    A worker trains the rows of its cache itself. The servers would compute the same rows if no other worker changes
+    them, and if an update consists of the table's rule only.
     """
     for name, group in cached_groups(plan).items():
         given, spec = f"SparseEmbedding(cache=...) of table '{name}'", group.spec

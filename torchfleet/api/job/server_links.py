@@ -18,7 +18,7 @@ from torchfleet.ps.worker.lookup.plan import Plan
 
 
 class ServerLinks:
-    """Creates clients that know the tables of `plan`. `local`: the server in a job of one process; None with servers.
+    """Creates clients that know the tables of `plan`. `local`: the server in a job of one process; else None.
 
     `dirname`: a saved model that the local server loads, completely or only what `var_names` names.
     """
@@ -38,8 +38,8 @@ class ServerLinks:
         self._way.check()
 
     def connect(self, worker: int | None = None) -> Client:
-        """`worker`: another worker, in whose name the client acts."""
-        # One process is its own launcher: no worker joins, and none leaves in its name.
+        """Create a client. `worker`: the worker that the client acts for; by default this one."""
+        # The worker of a one-process job does not join. As a launcher, it may still send requests and leave.
         alone = Role.LAUNCHER if self.local is not None else Role.FIRST_WORKER
         role = alone if self._info.worker_index == 0 else Role.WORKER
         number = self._info.worker_index if worker is None else worker

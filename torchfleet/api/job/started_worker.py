@@ -1,5 +1,5 @@
-"""A worker that has started: connected, joined, with its tables made and its model bound. What it then does is in
-worker_role.py.
+"""A worker that has started: it is connected and has joined, its tables exist, and its model is bound. worker_role.py
+has what it does then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class StartedWorker:
-    """The parts of a worker, made in the order in which they need each other; `abandon` ends them in reverse order."""
+    """The parts of a worker, created in the order of their dependencies; `abandon` ends them in reverse order."""
 
     def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         self._setup, self.info, self._plan = setup, setup.info, setup.plan
@@ -63,7 +63,7 @@ class StartedWorker:
         self.first_step = 0  # the worker's first step: in sync mode above 0 after a restart
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._blocks: RemoteBlocks | None = None  # what heter workers compute
-        self._known_status: WorkerStatus | None = None  # until training can begin
+        self._known_status: WorkerStatus | None = None  # None until training can begin
         self.client = self._connect()
         self._ends.callback(self.client.close)
         try:
@@ -74,7 +74,7 @@ class StartedWorker:
             raise
 
     def _join_job(self, dirname: str | None, var_names: Sequence[str] | None) -> None:
-        """Wait for the servers, join the job, and have its tables with their first values."""
+        """Wait for the servers, join the job, and wait until its tables have their first values."""
         setup = self._setup
         if self.info.is_local:  # its tables are here: kernels use as many threads as torch does
             TEAM.resize(torch.get_num_threads())
@@ -100,7 +100,7 @@ class StartedWorker:
         wait_for_backups(self.client, self.info)
 
     def _prepare_training(self) -> None:
-        """Make what computes and sends, and bind it to the model and its optimizers."""
+        """Create what computes and sends, and bind it to the model and its optimizers."""
         setup = self._setup
         self._mode = TrainingMode(setup, self.client, self._connect, lambda: self.num_workers)
         self._ends.callback(self.communicator.release)
@@ -130,7 +130,7 @@ class StartedWorker:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of now."""
+        """The current communicator."""
         return self._mode.communicator
 
     @property
@@ -152,7 +152,9 @@ class StartedWorker:
         return self._membership.num_members if self._membership and self.info.is_elastic else self.info.num_workers
 
     def meet(self, what: str) -> None:
-        """Call before workers wait for each other at a server: in hybrid mode a worker may still wait in a step."""
+        """Call before workers wait for each other at a server: in hybrid mode another worker may still wait for this
+        one in a step.
+        """
         if self._hybrid is not None:
             self._hybrid.meet(what)
 
@@ -176,7 +178,7 @@ class StartedWorker:
         self._ends.close()
 
     def _connect(self, worker: int | None = None) -> Client:
-        """`worker`: another worker, in whose name the client acts."""
+        """Create a client. `worker`: the worker that the client acts for; by default this one."""
         return self._links.connect(worker)
 
     def _join(self) -> Membership | None:

@@ -1,4 +1,4 @@
-"""The communicator of a worker: that of its strategy's mode at first, and another if the loop trains in another way."""
+"""The communicator of a worker: at first for the strategy's mode; replaced if the loop trains in another way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchfleet.ps.worker.peers import Workers
 
 
 class TrainingMode:
-    """When this worker's gradients travel."""
+    """Creates the worker's communicator, and replaces it when the loop trains in another way."""
 
     engine: Engine  # which looks rows up through the communicator
 
@@ -30,7 +30,7 @@ class TrainingMode:
         connect: Callable[[int | None], Client],
         num_present: Callable[[], int],
     ) -> None:
-        """`connect`: creates another client, for another thread; in the name of another worker, if one is given.
+        """`connect`: creates another client, for another thread; it acts for another worker, if one is given.
         `num_present`: the number of workers present now.
         """
         self._setup, self._client, self._connect = setup, client, connect

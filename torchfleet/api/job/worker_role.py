@@ -20,7 +20,7 @@ class WorkerRole(StartedWorker):
 
     def barrier(self, what: str = "fleet.barrier_worker()") -> None:
         """Hand over what this worker has learned, and wait for all others: then all have the servers' network."""
-        is_exchanged = not isinstance(self.communicator, WholeTables)  # whose arrays change with their own flush
+        is_exchanged = not isinstance(self.communicator, WholeTables)  # their arrays are exchanged by their own flush
         if is_exchanged:
             self.communicator.hand_over()
         self._wait_for_all(what)
@@ -28,8 +28,8 @@ class WorkerRole(StartedWorker):
             self.communicator.flush()
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches. Pulls rows of the next batch in advance, and refreshes the network even if only parts
-        of the model are called.
+        """Yield the loader's batches. Pulls rows of the next batch in advance, and refreshes the network even if only
+        parts of the model are called.
         """
         for item in self.status.follow(loader, self.engine.prefetch(loader)):
             if self.model.training:  # a prediction takes the servers' network at its first call
@@ -58,7 +58,7 @@ class WorkerRole(StartedWorker):
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
         dropped = self.client.shrink(table or "", policy, self.strategy.sync_timeout)
-        for cache in self._caches.values():  # of rows that may be gone
+        for cache in self._caches.values():  # they may hold dropped rows
             cache.empty()
         return dropped
 

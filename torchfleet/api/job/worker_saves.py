@@ -1,4 +1,4 @@
-"""The saves of a worker: what they have, where they were made, and which are made again when the worker stops."""
+"""The saves of a worker: what they contain, where they are, and which are repeated when the worker stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerSaves:
         hybrid: HybridWorker | None,
         communicator: Callable[[], Communicator],
     ) -> None:
-        """`membership`: None if there are no other workers; `communicator`: that of now."""
+        """`membership`: None if there are no other workers; `communicator` returns the current one."""
         assert setup.strategy is not None
         assert setup.model is not None
         self._info, self._plan, self._timeout = setup.info, setup.plan, setup.strategy.sync_timeout
@@ -52,7 +52,7 @@ class WorkerSaves:
         if self._hybrid is not None:
             self._hybrid.put_network()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
-        self.describer.write(storage)  # before the save is complete: who follows saves has it then
+        self.describer.write(storage)  # before the save is complete: processes that follow saves need both
         saved = save_model(self._client, self._plan, dirname, self._timeout, kind, extra)
         self._saved_to.add(storage.path)
         if self._membership is not None:
@@ -62,10 +62,10 @@ class WorkerSaves:
         return saved
 
     def complete(self) -> list[str]:
-        """Before worker 0 stops: wait for the other workers if it has saved since its last step, and save again what
-        they have changed since. Returns where.
+        """Before worker 0 stops: if it has saved since its last step, wait for the other workers, and repeat the saves
+        that they have outdated. Returns the folders of these saves.
 
-        Not if the job was asked to end: then the others are not going to make their last step.
+        Does nothing if the job was asked to end: the other workers then do not make their last step.
         """
         communicator = self._communicator()
         saves = self._last_saves.after(communicator.num_steps)

@@ -42,10 +42,10 @@ def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
 def wait_for_servers(
     client: Client, seconds: float, give_tables: Callable[[Collection[str]], None] | None = None
 ) -> None:
-    """Wait until all servers serve. Prints the servers that are still starting or loading. `give_tables`: of worker 0;
-    tells the servers of these names, which were started without a script, what their tables are.
+    """Wait until all servers serve. Prints the servers that are still starting or loading. `give_tables`, on worker 0:
+    describes the tables to the servers of these names, which were started without a script.
 
-    Raises ServerUnreachable, with all their names, if a server did not respond for `seconds`. A loading server
+    Raises ServerUnreachable, which names the servers, if servers did not respond for `seconds`. A loading server
     responds. Raises FleetError if a server has waited for its backup for as long.
     """
     started = time.monotonic()
@@ -67,8 +67,8 @@ def wait_for_servers(
 
 
 def wait_for_backups(client: Client, info: RoleInfo) -> None:
-    """Wait, before the first step, until every server has its backup: one may have been lost since the servers let this
-    worker in. Not for a worker that comes later than the others. Raises FleetError as wait_for_servers.
+    """Wait, before the first step, until every server has its backup: a backup may have been lost since the servers let
+    this worker in. A restarted worker and workers of an elastic job do not wait. Raises FleetError as wait_for_servers.
     """
     if not info.waits_for_backups or info.restart or info.is_elastic:
         return
@@ -81,7 +81,7 @@ def wait_for_backups(client: Client, info: RoleInfo) -> None:
 
 
 class BackupsMissing:
-    """Ends a wait for backups that do not come."""
+    """Ends a wait for backups that takes too long."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -142,8 +142,8 @@ def check_loaded(client: Client, dirname: str) -> None:
 
 
 def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
-    """The role with its number of restarts, from the servers if they must be asked: an earlier process with this index
-    has not left.
+    """The role with its number of restarts. If it must ask the servers: one more than that of an earlier process with
+    this index that has not left, else 0.
     """
     if not info.asks_restart:
         return info
@@ -179,7 +179,7 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
 
 
 def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
-    """Set the initial values of torch's embeddings or of load_state_dict, unless a server has loaded rows of it."""
+    """Set the initial values of torch's embeddings or of load_state_dict in tables of which no server loaded rows."""
     for name, group in plan.sparse.items():
         if not any(server[name]["loaded"] for server in tables):
             rows = group.modules[0].table_rows

@@ -87,7 +87,7 @@ class WorkerStatus:
             self._metrics.update(numbers(epoch.values))
 
     def _tell_of_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The script ends with an error. If it waited for another worker in vain, tell the launcher."""
+        """Called when the script ends with an error. If it waited in vain for another worker, tell the launcher."""
         if isinstance(error, (WorkerMissing, BarrierError)):
             self._waited_in_vain = True
             self._file.write(now=True)

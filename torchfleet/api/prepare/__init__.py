@@ -1,1 +1,1 @@
-"""`fleet.prepare`: a model, an optimizer and a loader of a script that exists, for a job with servers."""
+"""`fleet.prepare`: prepares the model, the optimizers and the loaders of an existing script for a job."""

@@ -1,4 +1,4 @@
-"""How many rows a batch of a loader looks up, as far as its shape tells."""
+"""Estimates how many rows a batch of a loader looks up, from the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchfleet.ps.worker.batch.batch_tensors import tensors_of
 
 
 def num_lookups(loader: DataLoader[Any]) -> int | None:
-    """The numbers in the largest integer tensor of a batch; None if no batch can be looked at.
+    """The number of elements in the largest integer tensor of a batch; None if it cannot be known.
 
-    Looks at samples from all over the dataset, in a process of its own if the loader has such. Random numbers are
-    afterwards as they were. Not for an IterableDataset, whose samples may come only once, nor for a sampler of the
-    user's, which alone knows what it gives.
+    Reads one batch of samples from all over the dataset, in a worker process if the loader has any, and restores the
+    states of the random number generators. None for an IterableDataset, which may yield its samples only once, and for
+    a sampler of the user's, whose batches only it knows.
     """
     samplers = (loader.sampler, loader.batch_sampler)
     is_known = all(one is None or type(one).__module__.startswith("torch.utils.data.") for one in samplers)

@@ -19,8 +19,8 @@ def shared_loader(
     """The loader of worker `index` of `num`, with the same batch size, order, collate function and worker processes.
 
     `agree` returns the bytes of worker 0, and all workers must call this together. `each_pass`: whether workers meet at
-    the beginning of every pass, for the random numbers of worker 0 at that moment (SharedOrder). `name`: of the loader,
-    for errors. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
+    the beginning of every pass, to use worker 0's random state at that moment (SharedOrder). `name`: of the loader, for
+    errors. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
     """
     if type(loader) is not DataLoader:
         raise FleetError(
@@ -44,9 +44,9 @@ def shared_loader(
 class BatchShard(Sampler[list[Any]]):
     """Yields the batch at position `index` of every `num` consecutive batches.
 
-    The samples of the last round are dealt out anew if its batches are not all there or not all full, so that all
-    workers have the same number of batches, and as many samples but for one. If fewer samples than workers remain, some
-    samples are used twice. With drop_last, such a round is dropped.
+    If the last round has fewer than `num` batches, or its last batch is not full, its samples are dealt out anew: every
+    worker gets one batch, and the sizes of these batches differ by at most one. If fewer samples than workers remain,
+    some samples are used twice. With drop_last, such a round is dropped.
     """
 
     def __init__(self, batches: Any, index: int, num: int, order: SharedOrder) -> None:

@@ -182,7 +182,7 @@ def follow(
 
 
 def _by_batch(sparse: str | int | None, objects: Sequence[Any]) -> str | int | None:
-    """For "auto": what is known of a batch of the first loader."""
+    """`sparse`; with servers, "auto" also has the number of lookups in a batch of the first loader, if it is known."""
     loader = next((thing for thing in objects if isinstance(thing, DataLoader)), None)
     if sparse != "auto" or loader is None or process_role.is_collective():
         return sparse
@@ -191,7 +191,7 @@ def _by_batch(sparse: str | int | None, objects: Sequence[Any]) -> str | int | N
 
 
 def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
-    """This worker's share. Workers that make their steps together meet at the beginning of each pass, too."""
+    """This worker's share. Workers that make their steps together also meet at the beginning of each pass."""
     each_pass = process_role.mode() in ("sync", "collective")
     return shared_loader(loader, *process_role.data_shard(), _of_worker_0, each_pass, name)
 

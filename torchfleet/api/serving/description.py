@@ -29,13 +29,13 @@ class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     call: Literal["batch", "arguments", "nested"]  # model(batch of features), model(feature=...), or otherwise
     network: NetworkGraph | None = None
     reason: str = ""
-    text: SampleText | None = None  # lines that can be given in the place of the features
+    text: SampleText | None = None  # the format of lines that a request may have in place of the features
     format: str = FORMAT
     version: int = VERSION
 
 
 def read_description(storage: Storage) -> ServingDescription:
-    """Raises CheckpointError if there is none, or if it cannot be read."""
+    """Read the description of a saved model. Raises CheckpointError if it is missing or cannot be read."""
     place = storage.place(SERVING)
     if not storage.exists(SERVING):
         read_body(storage)  # raises if there is no model at all

@@ -19,7 +19,7 @@ Rebuild = Callable[[list[torch.Tensor]], Any]  # from the tensors of a batch to 
 
 @dataclass
 class ModelInputs:
-    """The features of a call, in their order, and the call with other tensors in their place.
+    """The features of a call, in order, and functions that build the call's arguments from other tensors.
 
     A ragged feature has two tensors, its values and its offsets; other features have one.
     """
@@ -30,7 +30,9 @@ class ModelInputs:
 
 
 def inputs_of(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> ModelInputs:
-    """Raises ModelError for inputs that a request cannot give: other objects, or tensors without samples."""
+    """Describe the inputs of a call. Raises ModelError for inputs that a request cannot give: other objects, or tensors
+    without samples.
+    """
     inputs = [args, dict(kwargs)]
     described = _Described(num_samples(inputs, tensors_of(inputs).values()))
     names = _parameter_names(model, len(args))
@@ -64,7 +66,7 @@ class _Described:
         self.features: list[Feature] = []
 
     def part(self, value: Any, name: str, is_bare: bool = False) -> Rebuild:
-        """`is_bare`: the keys of a batch are names by themselves."""
+        """Add the features of one value. `is_bare`: the keys of a batch are feature names, without a prefix."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
         if isinstance(value, Ragged) or self._is_pair(value):

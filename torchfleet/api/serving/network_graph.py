@@ -1,4 +1,4 @@
-"""A network as a list of torch's operations, in JSON: it is read without running code that a file brings along.
+"""A network as a list of torch's operations, in JSON: reading it runs no code from the file.
 
 Values are numbered: inputs first, then parameters, constants, and the results of the nodes in their order.
 """
@@ -36,7 +36,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class GraphInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tensor of a batch: all values of a feature, or the offset of each sample's first one in a ragged feature."""
+    """A tensor of a batch: all values of a feature, or the offset of each sample's first value in a ragged feature."""
 
     feature: str
     part: Literal["values", "offsets"] = "values"
@@ -68,7 +68,7 @@ class NetworkGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_given(self) -> int:
-        """Values before those of the nodes."""
+        """The number of inputs, parameters and constants; the values of the nodes follow them."""
         return len(self.inputs) + len(self.parameters) + len(self.constants)
 
 
@@ -87,7 +87,7 @@ class Step:
         self.kwargs = {name: _argument(arg, number) for name, arg in node.kwargs.items()}
 
     def sources(self) -> list[int]:
-        """The numbers of the values that it reads."""
+        """The numbers of the values that the operation reads."""
         return [*_values_in(self.args), *_values_in(list(self.kwargs.values()))]
 
     def run(self, values: list[Any]) -> None:
@@ -108,7 +108,7 @@ def filled(arg: Any, values: list[Any]) -> Any:
 
 
 def steps_of(graph: NetworkGraph) -> list[Step]:
-    """The operations of a graph, checked."""
+    """The operations of a graph. Raises ModelError for one that is not allowed."""
     return [Step(node, graph.num_given + i) for i, node in enumerate(graph.nodes)]
 
 

@@ -1,4 +1,4 @@
-"""From a model and its inputs to the graph of its network: by torch.export, with lookups as operations of their own."""
+"""Traces a model to the graph of its network, by torch.export, with lookups as operations of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Call(torch.nn.Module):
 
 
 def traced(model: torch.nn.Module, inputs: ModelInputs) -> NetworkGraph:
-    """The network as it predicts.
+    """The network in eval mode.
 
     Raises ModelError, which says why, if the model cannot be written as a graph.
     """
@@ -62,7 +62,7 @@ def traced(model: torch.nn.Module, inputs: ModelInputs) -> NetworkGraph:
 
 
 def outputs_of(found: Any) -> dict[str, torch.Tensor]:
-    """What a model returned, by name: `output`; keys of a dict; output_0, output_1 of several."""
+    """What a model returned, by name: `output` for one tensor; output_0, output_1, ... for several; a dict's keys."""
     if isinstance(found, torch.Tensor):
         found = {"output": found}
     elif isinstance(found, (list, tuple)):
@@ -89,7 +89,7 @@ def _example(features: Sequence[Feature]) -> tuple[list[torch.Tensor], list[Any]
 
 
 def _saved_names(model: torch.nn.Module) -> dict[str, str]:
-    """By each name of a parameter or buffer the one that saves have: shared ones are saved once."""
+    """Maps every name of a parameter or buffer to its name in saves, where shared tensors have one name."""
     saved = {id(tensor): name for name, tensor in saved_tensors(model).items()}
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: saved[id(tensor)] for name, tensor in everything if id(tensor) in saved}

@@ -42,12 +42,12 @@ class CheckpointFolders:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def folder_to_load(self) -> str | None:
-        """The folder from which the job starts; None without a loaded checkpoint, or for one of plain Lightning."""
+        """The folder from which the job starts; None if no checkpoint was loaded, or if it has no folder beside it."""
         return self._folder
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state on the first worker. Other workers do not fetch all rows, since they write no file. Ranks call it
-        together, and all get the whole state.
+        """The module's state on the first worker; empty on other workers, which write no file. Ranks call it together,
+        and all get the whole state.
         """
         if self._is_collective:
             return whole_state(self.lightning_module)

@@ -25,7 +25,7 @@ from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 _PERIOD = 0.5  # seconds between two reports of metrics, the rate of the display
-_OWN_CALLS = {  # strategies that need the model's own call, and get that of training_step
+_OWN_CALLS = {  # strategies that need the model's forward to be called, where Lightning calls training_step
     "pipeline": "training_step computes on every rank what a pipeline computes in stages",
     "context_parallel": "the positions of tokens are arguments of the model's forward, and training_step is called",
 }
@@ -106,7 +106,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
             super().setup_environment()
 
     def _refuse_prepare_data(self) -> None:
-        """Refuse prepare_data: one worker would prepare, but the others meet it only later, when the job begins."""
+        """Refuse prepare_data: one worker would prepare the data, and the others would not wait for it."""
         module = self.lightning_module
         assert module is not None
         data = module.trainer.datamodule

@@ -25,7 +25,7 @@ _REDUCTIONS = {
 class WorkerExchange:
     """The exchanges that Lightning requires of a strategy. All workers call each of them, in the same order.
 
-    Before the job begins, and in one process, there are no other workers to exchange with.
+    Before the job begins, and in a job of one process, each call returns the worker's own value.
     """
 
     @property

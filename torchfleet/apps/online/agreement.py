@@ -17,7 +17,7 @@ _AGAIN = "Start the job again: it goes on from the last complete pass."
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """The stage at which a worker arrives, and its data for the others."""
+    """The stage at which a worker arrives, and its data for the other workers."""
 
     stage: str
     part: str
@@ -25,8 +25,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_at(stage: str, part: str, data: Any = None) -> list[Any]:
-    """Gather the data of all workers, in their order, once all have arrived. Raises FleetError on all workers if one
-    has left the job or is at another stage or part.
+    """Gather the data of all workers, in their order, once all have arrived. Raises FleetError on all workers if a
+    worker has left the job or is at another stage or part.
     """
     encoded = process_role.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
     reports = [msgspec.msgpack.decode(report, type=prepared(WorkerReport)) for report in encoded]

@@ -11,7 +11,7 @@ from torchfleet.apps.online.parts import Part, time_of
 from torchfleet.base.errors import DataError
 from torchfleet.data.dataset import file_shard
 
-_RECENT = 48  # last parts kept in a position: an older part that is not among them was not trained and is late
+_RECENT = 48  # last parts kept in a position: a part between them that is not in this list was not trained and is late
 _NAME = re.compile(r"\d{8}(/\d{2})?")
 
 

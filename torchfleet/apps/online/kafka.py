@@ -30,7 +30,7 @@ class KafkaSource:
     """Parts of `messages_per_part` messages of a topic; one message is one line of text.
 
     A part is a range of offsets per partition. It is complete when enough messages are there, or `max_wait` seconds
-    after the first one was seen. Its hour is that of the earliest of the messages that its ranges begin with. Every
+    after its first message was seen. Its hour is the time of the earliest of the first messages of its ranges. Every
     worker reads its own share of the ranges, into a temporary file (below `folder`, if given) that `done` removes. The
     offsets are saved with the model; nothing is committed to the brokers.
 
@@ -133,7 +133,7 @@ class KafkaSource:
         )
 
     def _has_waited(self, position: Any, num: int) -> bool:
-        """Whether there are messages, and the first was seen at least max_wait seconds ago."""
+        """Whether there are messages after `position`, and they were first seen at least max_wait seconds ago."""
         now = time.monotonic()
         if not num:
             self._seen = None

@@ -46,7 +46,7 @@ class KafkaReader:
             raise self._failure(str(error)) from None
 
     def first_time(self, ranges: list[OffsetRange]) -> float | None:
-        """The earliest time of the first messages of the ranges; None if none has a time."""
+        """The earliest time of the first messages of the ranges; None if these messages have no time."""
         times: list[float] = []
         missing = {offsets.partition for offsets in ranges}
         with closing(self._messages(ranges)) as messages:

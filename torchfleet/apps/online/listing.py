@@ -116,7 +116,7 @@ class PartTree:
         found = []
         for entry in entries:
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
-            kind = entry["type"]  # a link is neither
+            kind = entry["type"]  # the type of a link is neither "directory" nor "file"
             found.append((name, kind == "directory" or (kind != "file" and bool(self._fs.isdir(entry["name"])))))
         return sorted(found)
 
@@ -136,7 +136,7 @@ def _regex(step: str) -> re.Pattern[str]:
 
 
 def _is_date(match: _Match) -> bool:
-    """Whether its day and hour exist: eight digits need not be a date."""
+    """Whether the match's day and hour exist: eight digits need not be a date."""
     try:
         time_of(match.day or "20000101", int(match.hour or 0))
     except ValueError:

@@ -74,7 +74,7 @@ def history(model_dir: str) -> list[Result]:
 
 
 def saved_progress(model_dir: str) -> PassProgress:
-    """Return the progress after the last complete pass saved in `model_dir`, or that of a new model without one."""
+    """Return the progress after the last complete pass saved in `model_dir`, or a new one if no pass was saved."""
     extra = fleet.saved_extra(model_dir) or {}
     try:
         return msgspec.convert(extra.get(_KEY, {}), prepared(PassProgress))

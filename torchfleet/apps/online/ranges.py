@@ -17,7 +17,7 @@ class OffsetRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def cut(available: list[OffsetRange], num: int) -> list[OffsetRange]:
-    """The first `num` offsets, from all partitions in proportion to what they have, so that none falls behind."""
+    """The first `num` offsets, from each partition in proportion to its available ones: no partition falls behind."""
     total = sum(map(len, available))
     if num >= total:
         return [offsets for offsets in available if len(offsets)]
@@ -33,7 +33,7 @@ def cut(available: list[OffsetRange], num: int) -> list[OffsetRange]:
 
 
 def share(ranges: list[OffsetRange], worker: int, num_workers: int) -> list[OffsetRange]:
-    """A worker's share of all ranges, which are concatenated and cut into equal lengths: most partitions stay whole."""
+    """A worker's share of all ranges: they are concatenated and cut into equal lengths, so most partitions stay whole."""
     total = sum(map(len, ranges))
     first, last = total * worker // num_workers, total * (worker + 1) // num_workers
     own, begin = [], 0

@@ -12,7 +12,9 @@ from torchfleet.base.errors import FleetError
 
 
 def auc_of_all(meter: Any, part: str) -> tuple[float | None, int]:
-    """(AUC, samples) over the meters of all workers, at a barrier; None for a worker, or an AUC, without samples."""
+    """(AUC, samples) over the meters of all workers, at a barrier. A worker without samples may give None; the AUC is
+    None if all workers do.
+    """
     if meter is not None and not isinstance(meter, AUC):
         raise FleetError(f"evaluate must return a fleet.metrics.AUC, or None, found {type(meter).__name__}")
     counts = meter.compute()[2][2:] if meter is not None else []

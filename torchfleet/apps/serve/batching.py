@@ -64,7 +64,7 @@ class _FutureReceiver:
 class Batcher:
     """Computes in the event loop's own thread: with a second one, each operation of torch would wait for Python's lock.
 
-    With `in_thread` a thread computes, and the loop goes on meanwhile: for tables on other machines.
+    With `in_thread` another thread computes while the event loop goes on: for tables on other machines.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Batcher:
         return answer
 
     def submit_for(self, samples: Samples, receiver: Receiver) -> None:
-        """As submit, for a receiver: a future and its callbacks take longer. Raises QueueFull."""
+        """Like submit, but for a receiver, since a future and its callbacks take longer. Raises QueueFull."""
         if self._num_waiting + samples.num > self._max_queue:
             raise QueueFull
         loop = asyncio.get_running_loop()
@@ -116,7 +116,7 @@ class Batcher:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        """Compute a batch of what waits."""
+        """Compute a batch of the requests that wait."""
         self._timer = None
         batch = self._take()
         if not batch:

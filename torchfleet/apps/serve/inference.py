@@ -85,7 +85,7 @@ class Inference:
         return error if isinstance(error, Refusal) else None
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
-        """As Predictor.predict, and counts what the servers of rows did."""
+        """Like Predictor.predict; also puts the figures of the reads from servers into the metrics."""
         results: list[Any] = self.model.predictor.predict(requests)
         self._metrics.shards(self.model.shard_counts)
         return results

@@ -1,4 +1,4 @@
-"""What serving knows of a model: versions of it, each with its rows and the parameters of its network."""
+"""The protocols of a served model: its versions, each with rows and the network's parameters, and their source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ModelVersion(Protocol):
     """One version of a model. It does not change: a batch that has begun with it ends with it."""
 
     number: int  # grows by one with every version that is taken over
-    created: float  # time.time() of the training step that is the newest in it
+    created: float  # time.time() of the newest training step in it
 
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The rows of `keys`, [len(keys), dim]. Keys may repeat; an id without a row reads as zeros."""

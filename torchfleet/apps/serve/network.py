@@ -89,7 +89,7 @@ class GraphNetwork:
 
 def _by_column(weight: torch.Tensor) -> torch.Tensor:
     """The same weight of a linear layer, laid out so that batches of up to a hundred samples take two thirds of the
-    time. A large one is left as it is: it would be in memory twice.
+    time. A large weight is returned unchanged: a copy would take as much memory again.
     """
     return weight.t().contiguous().t() if weight.dim() == 2 and weight.numel() <= _MAX_BY_COLUMN else weight
 
@@ -165,7 +165,7 @@ class _Lookup:
 
 
 def _pooled(rows: npt.NDArray[np.float32], dim: int, index: npt.NDArray[np.int32], bags: Bags) -> npt.NDArray[Any]:
-    """By the kernels of training."""
+    """Pool rows with the kernels that training uses."""
     out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, dim), np.float32)
     flat = out.reshape(-1)
     if bags.pooling == "max":

@@ -87,8 +87,8 @@ def export_triton(folder: str, repository: str, name: str, version: int, given: 
 
 
 def _share_config(place: Path, name: str, described: ExportedNetwork, inputs: Path) -> None:
-    """Write config.pbtxt and inputs.json, which all versions of a model share. A config that is there stays: it may
-    have settings of the user. Raises CheckpointError if it is for other inputs or outputs.
+    """Write config.pbtxt and inputs.json, which all versions of a model share. An existing config is kept: it may have
+    settings of the user. Raises CheckpointError if it is for other inputs or outputs.
     """
     config, known = place / "config.pbtxt", place / INPUTS
     if not config.exists():
@@ -172,7 +172,7 @@ def _write_inputs(path: Path, described: ExportedNetwork) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings about its own functions."""
+    """Suppress warnings, since torch warns about its own functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

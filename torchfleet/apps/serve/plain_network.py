@@ -1,4 +1,4 @@
-"""A saved network as a plain torch module: with all rows inside of it, or with looked-up rows as its inputs."""
+"""A saved network as a plain torch module: it contains all rows, or takes looked-up rows as inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Given = Literal["ids", "rows"]  # what a network is given: ids of features, or t
 class NetworkInput(msgspec.Struct, omit_defaults=True):
     """One input of an exported network: a tensor of a feature, or what a lookup in a table returned.
 
-    `features`: of rows, the features whose ids are looked up. Rows of several ids are pooled as `pooling` says.
+    `features`: for rows, the features whose ids are looked up. Rows of several ids are pooled as `pooling` says.
     """
 
     name: str
@@ -33,11 +33,11 @@ class NetworkInput(msgspec.Struct, omit_defaults=True):
     features: list[str]
     table: str = ""
     pooling: str = ""
-    shape: list[int | str] = []  # a text names a dimension that varies
+    shape: list[int | str] = []  # a string is the name of a dimension whose size varies
 
 
 class PlainNetwork(torch.nn.Module):
-    """Runs a saved network on tensors in the order of `inputs`; returns those of `graph.outputs`.
+    """Runs a saved network on tensors in the order of `inputs`; returns tensors in the order of `graph.outputs`.
 
     With given="ids" every table is a layer with all of its rows; ids without a row read as zeros.
     """
@@ -48,7 +48,7 @@ class PlainNetwork(torch.nn.Module):
         parameters: Mapping[str, torch.Tensor],
         layers: Mapping[str, KeyedEmbedding] | None,
     ) -> None:
-        """`layers`: by table, its rows; None: rows are given."""
+        """`layers`: by table, its rows; None: looked-up rows are inputs."""
         super().__init__()
         graph = described.network
         if graph is None:
@@ -110,7 +110,7 @@ class PlainNetwork(torch.nn.Module):
     def _layer(self, table: str, padding: int | None, pooling: str = "sum") -> KeyedEmbedding:
         found = self.tables[self._places[table]]
         assert isinstance(found, KeyedEmbedding)
-        found.padding_idx, found.pooling = padding, pooling  # of this lookup; a table may have several
+        found.padding_idx, found.pooling = padding, pooling  # of this lookup; a table may have several lookups
         return found
 
     def _described_inputs(self, are_rows: bool) -> tuple[list[NetworkInput], list[int]]:
@@ -157,7 +157,7 @@ class PlainNetwork(torch.nn.Module):
 
 
 def plain_network(folder: str, given: Given) -> PlainNetwork:
-    """The network of a saved model, in eval mode. Raises CheckpointError or ModelError if there is none."""
+    """The network of a saved model, in eval mode. Raises CheckpointError or ModelError if the model has no network."""
     storage = Storage(folder)
     manifest = read_manifest(storage)
     described = read_description(storage)
@@ -181,8 +181,8 @@ def _layer_of(storage: Storage, manifest: Manifest, table: str) -> KeyedEmbeddin
 
 
 def _needed(graph: NetworkGraph, are_rows: bool) -> list[Step]:
-    """The operations that the outputs depend on, in order; with `are_rows`, without those that compute the ids of
-    lookups.
+    """The operations that the outputs depend on, in order; with `are_rows`, without the operations that compute the ids
+    of lookups.
     """
     wanted = {output.value for output in graph.outputs}
     found = []

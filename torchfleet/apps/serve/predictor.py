@@ -45,7 +45,7 @@ class Predictor:
 
 
 def network_of(settings: ServeSettings, described: ServingDescription, version: ModelVersion) -> Network:
-    """The network that was saved, or the user's own. Raises CheckpointError if there is none."""
+    """The saved network, or the user's own. Raises CheckpointError if the model has no saved network."""
     if settings.network:
         tables = read_manifest(Storage(settings.model)).tables
         return UserNetwork(settings.network, described, {table.name for table in tables})

@@ -22,14 +22,14 @@ from torchfleet.base.extras import required
 from torchfleet.base.prepared_types import prepared
 from torchfleet.base.printable import say
 
-# Ray's settings for many small requests: no thread and no line of log for each. Proxies pass requests on, since
-# clients know one address only.
+# Ray's settings for many small requests: no thread and no log line for each. Proxies forward the requests, because
+# clients know only one address.
 THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
 def serve_on_ray(settings: ServeSettings, scale: RayScale) -> int:
     """Deploy the model and wait until SIGINT or SIGTERM; then remove it. Returns the exit status."""
-    os.environ.update(THROUGHPUT)  # before Ray is imported: of this process, and of a cluster that it starts
+    os.environ.update(THROUGHPUT)  # before Ray is imported: for this process, and for a cluster that it starts
     ray = required("ray", "--cluster ray", "ray", ", on every node of the cluster")
     serve = required("ray.serve", "--cluster ray", "ray", ", on every node of the cluster")
     asked = threading.Event()
@@ -88,7 +88,7 @@ class _Replica:
 
 
 class ReplicaApp:
-    """The application of a replica. Ray sends its settings to a node, where it loads the model when it starts."""
+    """The application of a replica. Ray sends the settings to a node, where the model is loaded at the replica's start."""
 
     def __init__(self, packed: bytes) -> None:
         """`packed`: ServeSettings as JSON."""

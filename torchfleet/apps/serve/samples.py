@@ -1,4 +1,4 @@
-"""Samples of requests, and several requests joined into one batch: the tensors that a network takes."""
+"""The samples of a request, and several requests joined into one batch: the tensors that a network takes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Numbers = Any  # a list, as JSON gave it, or a flat array
 
 @dataclass
 class Samples:
-    """The samples of one request: flat values by feature, and of ragged features the number of values per sample.
+    """The samples of one request: flat values by feature, and for ragged features the number of values per sample.
 
-    Features that the request does not give are not in `values`. `packed` stands for `values` where a request gives all
+    Features that the request does not give are not in `values`. `packed` replaces `values` if the request gives all
     features as plain numbers: a block for each type, with a row per sample and the columns of Packing.
     """
 
@@ -75,7 +75,7 @@ class Packing:
         return Samples(samples.num, values)
 
     def columns(self, names: tuple[str, ...]) -> Any:
-        """What selects the columns of these features, which have one value each, from the block of their type."""
+        """The index of the columns of these features, which have one value each, in the block of their type."""
         if names not in self._columns:
             found = [self.places[name][1] for name in names]
             is_run = found == list(range(found[0], found[0] + len(found)))
@@ -84,7 +84,7 @@ class Packing:
 
 
 class BlockValues(Mapping[str, torch.Tensor]):
-    """The tensor of each feature in the blocks of packed samples, made when it is asked for."""
+    """The tensor of each feature in the blocks of packed samples, created on access."""
 
     def __init__(self, packing: Packing, blocks: Mapping[str, npt.NDArray[Any]]) -> None:
         self._packing, self._blocks = packing, blocks
@@ -176,7 +176,7 @@ def _lengths(request: Samples, feature: Feature) -> npt.NDArray[np.int64]:
 
 
 def _array(parts: list[Numbers], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """One flat array. Lists of many small requests become one array at once, which is faster than one each."""
+    """One flat array. Lists of many small requests become one array at once, which is faster than an array for each."""
     if all([type(part) is list for part in parts]):  # noqa: C419 - a generator takes longer
         return np.array(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)), dtype)
     with np.errstate(over="ignore"):  # numbers above float32's range become infinite, and are refused as such

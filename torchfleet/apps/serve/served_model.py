@@ -1,4 +1,4 @@
-"""A model that is ready to be served: its versions, its network, and what the protocol says of it."""
+"""A model that is ready to be served: its versions, its network, and its description for the protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ServedModel:
     """Opens the model of a folder and computes one sample of zeros, so that an error comes before the first request."""
 
     def __init__(self, settings: ServeSettings, source: ModelSource | None = None) -> None:
-        """`source`: of the versions, in the place of the folder's."""
+        """`source`: where the versions come from; None: from the folder or the servers that `settings` names."""
         self.described = description_of(settings)
         self._name = settings.name
         self._source = source or _opened(settings)
@@ -43,12 +43,12 @@ class ServedModel:
 
     @property
     def shard_counts(self) -> Mapping[str, float]:
-        """Counters of the servers that rows are read from; empty if rows are here."""
+        """Figures of the reads from servers, by the names of SHARD_FIELDS; empty if the rows are on this machine."""
         return self._source.metrics() if isinstance(self._source, (ShardedModel, FollowedShards)) else {}
 
     @property
     def follow_figures(self) -> Mapping[str, float]:
-        """Figures of the follower (gaps, troubles, ...) by name; empty without one."""
+        """Figures of the follower (gaps, troubles, ...) by name; empty without a follower."""
         return self._source.figures() if isinstance(self._source, (MappedModel, FollowedShards)) else {}
 
     @property

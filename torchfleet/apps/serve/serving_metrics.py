@@ -24,11 +24,11 @@ _REQUESTS = 0
 _LATENCY = _REQUESTS + len(OUTCOMES)
 _LATENCY_SUM = _LATENCY + len(SECONDS) + 1
 _BATCHES = _LATENCY_SUM + 1
-_SAMPLES = _BATCHES + len(SIZES) + 1  # also the sum of the batches
+_SAMPLES = _BATCHES + len(SIZES) + 1  # also the sum of all batches' sizes
 _QUEUE = _SAMPLES + 1
 _VERSION = _QUEUE + 1
 _CREATED = _VERSION + 1
-# Of rows that are read from servers of shards: sharded_model.py. Those without a text are not counters.
+# Figures of rows that are read from servers of shards (sharded_model.py). Figures without a text are not counters.
 SHARD_FIELDS = {
     "row_cache_hits": "Rows found in the cache of hot rows.",
     "row_cache_misses": "Rows read from servers.",
@@ -61,13 +61,13 @@ def outcome_of(status: int) -> str:
 
 
 class ServingMetrics:
-    """The counters of one process, and of the others beside it. A process that starts again goes on with its own."""
+    """The counters of one process, beside those of the other processes. A restarted process continues its own."""
 
     def __init__(self, path: str | None, worker: int, num_workers: int) -> None:
         """`path`: the shared file; None: counters of this process alone."""
         shape = num_workers, NUM_FIELDS
         self._all: Any = np.zeros(shape) if path is None else np.memmap(path, np.float64, "r+", shape=shape)
-        self._own = self._all[worker].data  # of a memoryview, single numbers are read and written faster
+        self._own = self._all[worker].data  # a memoryview reads and writes single numbers faster
         self._own[_QUEUE] = 0.0
 
     @staticmethod
@@ -93,19 +93,19 @@ class ServingMetrics:
         self._own[_VERSION], self._own[_CREATED] = number, created
 
     def shards(self, counts: Mapping[str, float]) -> None:
-        """`counts`: of this process, by the names of SHARD_FIELDS; nothing if rows are not read from servers."""
+        """`counts`: figures of this process by the names of SHARD_FIELDS; empty if rows are not read from servers."""
         for i, name in enumerate(SHARD_FIELDS if counts else ()):
             self._own[_SHARDS + i] = counts[name]
 
     def exposition(self, followed: Mapping[str, float] | None = None) -> bytes:
-        """All metrics as text. `followed`: figures of what follows a job. Raises MissingPackage without
+        """All metrics as text. `followed`: figures of the process that follows a job. Raises MissingPackage without
         prometheus_client.
         """
         client = required("prometheus_client", "/metrics", "serve")
         registry = client.CollectorRegistry()
         registry.register(self)
         for name, value in (followed or {}).items():
-            if name.startswith("follow_"):  # version and age are told by process
+            if name.startswith("follow_"):  # `collect` reports version and age for each process
                 gauge = client.Gauge(f"torchfleet_serve_{name}", FOLLOWED[name], registry=registry)
                 gauge.set(value)
         text: bytes = client.generate_latest(registry)

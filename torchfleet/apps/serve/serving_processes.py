@@ -43,7 +43,7 @@ class _Process:
 
 
 class ServingProcesses:
-    """All serving processes. They share one socket, so that a connection that none has taken waits for the next."""
+    """All serving processes. They share one socket: a connection waits there until one of the processes accepts it."""
 
     def __init__(self, settings: ServeSettings) -> None:
         check_files(settings)
@@ -77,7 +77,7 @@ class ServingProcesses:
                 signal.signal(number, handler)
 
     def close(self) -> None:
-        """End all processes: they answer what they have begun."""
+        """End all processes, after they have answered the requests that they have begun."""
         os.close(self._alive[1])
         for process in self._processes:
             if process.running is not None:
@@ -101,7 +101,7 @@ class ServingProcesses:
         self._asked.set()
 
     def _watch(self, process: _Process) -> bool:
-        """Start a process that does not run. False if the model cannot be served."""
+        """Start the process if it does not run. Returns False if the model cannot be served."""
         if process.running is None:
             if time.monotonic() >= process.start_at:
                 self._start(process)
@@ -153,8 +153,8 @@ def _bound(settings: ServeSettings) -> socket.socket:
 
 
 def _held(settings: ServeSettings) -> socket.socket:
-    """Keeps the port of gRPC, on which each process listens itself, for these processes."""
-    with _socket(settings) as alone:  # finds a port that others listen on, even with SO_REUSEPORT
+    """Reserve the port of gRPC for these processes, each of which listens on it with its own socket."""
+    with _socket(settings) as alone:  # fails if another program listens on the port, even with SO_REUSEPORT
         _bind(alone, settings.host, settings.grpc_port, "grpc_port")
     made = _socket(settings)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -24,7 +24,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grpc_port: int = 0  # 0: no gRPC
     follow: str = ""  # "files", servers=HOST:PORT,... or the folder of a job's logs; "": none
     followed: tuple[str, ...] = ()  # addresses of the servers to follow, as `follow` says
-    workdir: str = ""  # a folder for the files of versions, which all processes map; "": one of this process
+    workdir: str = ""  # a folder for the files of versions, which all processes map; "": this process makes its own
     workers: int = 1
     batch_wait_ms: float = 2.0
     max_batch: int = 1024  # samples of a request, and of a batch
@@ -40,8 +40,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     access_log: str = ""  # a file; "-" for stdout
     shards: str = ""  # HOST:PORT[,HOST:PORT] of read-only servers, by shard; "": rows are in this process
     backups: str = ""  # a second server of each shard
-    row_cache: str = "256MB"  # memory for the rows of these servers that were read last; "0": none
-    key_dir: str = ""  # of the keys that servers ask for
+    row_cache: str = "256MB"  # memory for the rows that were read last from these servers; "0": no cache
+    key_dir: str = ""  # the folder of the keys that the servers require
 
     def checked(self) -> ServeSettings:
         """With a name. Raises FleetError for settings that contradict each other or are out of range."""
@@ -81,7 +81,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     settings: ServeSettings
     worker: int
     socket: int  # descriptors
-    alive: int  # ends when the launcher ends
+    alive: int  # reading from it ends when the launcher ends
     ready: int  # gets a byte when requests are answered
     metrics: str  # a path
 
@@ -107,7 +107,7 @@ def check_files(settings: ServeSettings) -> None:
 
 
 def _no_password() -> str:
-    """In place of a question on the terminal."""
+    """Refuse a key with a password, for which the terminal would be asked otherwise."""
     raise ValueError("this key has one")
 
 

@@ -15,7 +15,7 @@ from torchfleet.base.prepared_types import prepared
 
 MAX_RANK = 8
 
-# By the protocol's name of a type. BYTES are strings of any length.
+# numpy's type by the protocol's name. BYTES, strings of any length, are not listed.
 DATATYPES: dict[str, np.dtype[Any]] = {
     **{f"INT{bits}": np.dtype(f"<i{bits // 8}") for bits in (8, 16, 32, 64)},
     **{f"UINT{bits}": np.dtype(f"<u{bits // 8}") for bits in (8, 16, 32, 64)},
@@ -41,7 +41,9 @@ def num_elements(shape: list[int], name: str) -> int:
 
 
 def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> list[Any]:
-    """The values of a tensor, flat, in row-major order; given flat or nested. Raises DataError for wrong ones."""
+    """The values of a tensor as a flat list in row-major order; `raw` is flat or nested. Raises DataError for values of
+    another type or number.
+    """
     num = num_elements(shape, name)
     try:
         data = _decoder(datatype, 1).decode(raw)

@@ -1,4 +1,4 @@
-"""The user's own module as the network: `--network FILE.py:FACTORY`. It is code that the user gave, and is run."""
+"""The user's own module as the network: `--network FILE.py:FACTORY`. Serving executes this code of the user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchfleet.ps.worker.lookup.engine import Engine
 
 
 class VersionRows:
-    """Rows of the version that is set, for an Engine."""
+    """Gives an Engine the rows of `version`, which must be set."""
 
     pulls_ahead = False
 

@@ -29,7 +29,7 @@ from torchfleet.base.prepared_types import prepared
 from torchfleet.base.printable import say
 from torchfleet.ps.net.open_files import raise_limit
 
-_LOOK = 0.1  # seconds between two looks whether to end
+_LOOK = 0.1  # seconds between two checks whether to end
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _serve(start: WorkerStart) -> None:
-    raise_limit()  # of open files, each connection is one; mostly it is 1024 at first
+    raise_limit()  # of open files: each connection is one, and the limit is 1024 on most machines
     settings = start.settings
     torch.set_num_threads(settings.threads)
     uvicorn = required("uvicorn", "fleet serve", "serve")
@@ -78,19 +78,19 @@ def _serve(start: WorkerStart) -> None:
     threading.Thread(target=_tell_ready, args=(server, start.ready), name="ready", daemon=True).start()
     grpc = GrpcApp(*shared) if settings.grpc_port else None
     gc.collect()
-    gc.freeze()  # what was loaded stays: looking through it for garbage took 100 ms, in the middle of requests
+    gc.freeze()  # loaded objects stay: collecting garbage among them took 100 ms, in the middle of requests
     _new_loop().run_until_complete(_both(server, grpc, socket.socket(fileno=start.socket)))
     model.close()
 
 
 async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> None:
-    """HTTP, and gRPC beside it, until a signal ends this process: both then answer what has begun."""
+    """Serve HTTP, and gRPC beside it, until a signal ends this process. Both then answer the requests that have begun."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)  # uvicorn raises the signal once more when HTTP has ended, and gRPC may have not
+        signal.signal(number, stop)  # uvicorn raises the signal once more when HTTP has ended, but gRPC may not have
     if grpc is None:
         await server.serve(sockets=[listening])
         return
@@ -102,7 +102,7 @@ async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> 
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """Of uvloop, where it is installed."""
+    """A loop of uvloop if it is installed, otherwise of asyncio."""
     try:
         loop: asyncio.AbstractEventLoop = required("uvloop", "fleet serve", "serve").new_event_loop()
     except FleetError:

@@ -39,8 +39,8 @@ class Description(msgspec.Struct, forbid_unknown_fields=False):
 
 
 def read_description(folder: str) -> Description | None:
-    """Read the description; None if there is none. Raises DataError for an unfinished folder, and for undescribed
-    files.
+    """Read the description; returns None if the folder has no description. Raises DataError for an unfinished folder,
+    and for files that are not in the description, or in it only.
     """
     try:
         with open(os.path.join(folder, DESCRIPTION), "rb") as file:
@@ -66,7 +66,7 @@ class Corpus:
     """The ids of a folder. The constructor checks it against the vocabulary; reading checks each id.
 
     `files` are paths; `words_of[path]` is the number of words in one. Without a description the words are counted by
-    reading all files once. `downsample` is the threshold above which words were dropped; 0 if none were.
+    reading all files once. `downsample` is the threshold above which words were dropped; 0 if unknown or not used.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
@@ -89,11 +89,12 @@ class Corpus:
         self.raw_words = self.words if described is None or described.raw_words is None else described.raw_words
 
     def blocks(self, files: Sequence[str], words_per_block: int) -> Iterator[Ids]:
-        """The ids of these files, one file after another, with -1 after every line; fresh arrays.
+        """Yield the ids of these files, one file after another, with -1 after every line, in new arrays.
 
-        An array has at most `words_per_block` elements and ends with a line, unless the line alone is longer: then the
-        array does not end with -1, and the line goes on in the next one. All arrays in a row hold all ids and ends of
-        lines in their order. A file that holds what is no id, or another number of words than it should, is an error.
+        An array has at most `words_per_block` elements and ends at the end of a line. Only if a line alone is longer,
+        the array does not end with -1, and the line continues in the next array. Together the arrays hold all ids and
+        line ends in order. Raises DataError for text that is not an id, and for a file whose number of words differs
+        from the description.
         """
         return read_ids(files, words_per_block, self._num_ids, self.words_of if self._is_described else {})
 
@@ -111,7 +112,7 @@ class Corpus:
 def count_words(
     paths: Sequence[str], num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Count the words in each file of ids. `words_of`: the number that a file must have."""
+    """Count the words in each file of ids. Raises DataError if a file's number differs from `words_of`."""
     progress, found, total = Progress("counting words"), {}, 0
     for path in paths:
         found[path] = 0
@@ -126,7 +127,7 @@ def count_words(
 def read_ids(
     paths: Sequence[str], words_per_block: int, num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
 ) -> Iterator[Ids]:
-    """The ids of these files, as Corpus.blocks yields them. `words_of`: the number of words that a file must have."""
+    """Yield the ids of these files like Corpus.blocks. `words_of`: the number of words that a file must have."""
     if words_per_block < 1:
         raise DataError(f"words_per_block must be at least 1, found {words_per_block}")
     ids, state = np.empty(words_per_block, np.int32), np.zeros(words.READER_STATE_SIZE, np.int64)

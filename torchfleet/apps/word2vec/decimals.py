@@ -10,7 +10,7 @@ import numpy.typing as npt
 _WIDTH = 21
 _SIGN, _FIRST, _POINT, _REST, _EXPONENT, _END = 0, 6, 7, 8, 16, 20
 _LOW, _HIGH = -46, 39  # exponents of float32 lie between them
-_LEAST = -4  # numbers below 0.0001 are written with an exponent, and so are those from 10
+_LEAST = -4  # numbers below 0.0001, and numbers from 10 on, are written with an exponent
 
 
 def _layout(exponent: int) -> bytes:
@@ -32,15 +32,15 @@ def _kept(num_zeros: int) -> npt.NDArray[np.uint8]:
 _LAYOUTS = np.array([list(_layout(exponent)) for exponent in range(_LOW, _HIGH + 1)], np.uint8)
 _KEPT = np.array([_kept(num) for num in range(9)], np.uint8)
 _POWERS = np.array([float(f"1e{8 - exponent}") for exponent in range(_LOW, _HIGH + 1)])
-_DIGITS = np.frombuffer(b"".join(b"%04d" % num for num in range(10_000)), np.uint32)  # four letters in each
+_DIGITS = np.frombuffer(b"".join(b"%04d" % num for num in range(10_000)), np.uint32)  # four ASCII digits in each
 _TRAILING = np.array([4 - len(f"{num:04}".rstrip("0")) for num in range(10_000)], np.intp)
 
 
 def lines_of(values: npt.NDArray[np.float32]) -> list[bytes]:
-    """A line for each row, its numbers with a blank between; finite ones only.
+    """A line for each row, with a blank between two numbers. All numbers must be finite.
 
-    Nine digits, without zeros at the end, distinguish all float32 numbers. The last one may differ by one from
-    what Python writes; it still reads back to the same number.
+    Nine digits, without zeros at the end, distinguish all float32 numbers. The last digit may differ by one from
+    what Python writes; the text still reads back to the same number.
     """
     exponents, mantissas = _scientific(values.reshape(-1))
     first, rest = np.divmod(mantissas, 10**8)

@@ -17,7 +17,7 @@ from torchfleet.apps.word2vec.vectors import WordVectors, check_restrict, highes
 from torchfleet.base.errors import DataError
 
 _BLOCK = 1 << 22  # scores at a time: 16 MB
-_TOP = 5  # best candidates; the answer is the first that is not a word of the question in another case
+_TOP = 5  # best candidates; the answer is the first that is not a word of the question in other upper or lower case
 
 Question = tuple[str, str, str, str]
 Pair = tuple[str, str, float]
@@ -189,7 +189,7 @@ def _answers(vectors: WordVectors, questions: Ids, first: Ids) -> Ids:
 
 
 def _best(scores: npt.NDArray[np.float32]) -> tuple[Ids, npt.NDArray[np.float32]]:
-    """The column of each row's highest score, and its lead over the second; nan if there is none. Changes `scores`."""
+    """The column of each row's highest score, and its lead over the second; nan if both are -inf. Changes `scores`."""
     rows = np.arange(len(scores))
     best = scores.argmax(axis=1)
     top = scores[rows, best]
@@ -206,7 +206,9 @@ def _targets(vectors: WordVectors, asked: Ids) -> npt.NDArray[np.float32]:
 
 
 def _answer(vectors: WordVectors, target: npt.NDArray[np.float32], asked: list[int], first: Ids) -> int:
-    """The best word that is not in the question, in any case; the fifth if the best five are; -1 if there is none."""
+    """The best word that is not in the question, whatever its case; the fifth best if the best five all are; -1 if no
+    word is left.
+    """
     best = highest(vectors.cosines(target, len(first)), _TOP + len(asked))
     others = [int(first[i]) for i in best if i not in asked][:_TOP]
     return next((i for i in others if i not in asked), others[-1] if others else -1)

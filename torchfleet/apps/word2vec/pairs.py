@@ -17,7 +17,7 @@ WORDS_AT_ONCE = 10_000
 
 
 class Pairs(NamedTuple):
-    """A batch: words, a context word for each, negatives that all share; and the number of words that were read."""
+    """A batch: words, a context word for each, negatives that all pairs share, and the number of corpus words read."""
 
     words: torch.Tensor
     trues: torch.Tensor
@@ -43,7 +43,7 @@ class PairReader:
         for ids in corpus.blocks(files, WORDS_AT_ONCE):
             waiting = np.concatenate([waiting, self._pairs(ids)], axis=1)
             num_read += int(np.count_nonzero(ids >= 0))
-            while waiting.shape[1] > self._batch_size:  # the last batch counts the words after it too
+            while waiting.shape[1] > self._batch_size:  # not >=: the last batch also counts the words after its pairs
                 yield self._batch(waiting[:, : self._batch_size], num_read)
                 waiting, num_read = waiting[:, self._batch_size :], 0
         if waiting.shape[1]:

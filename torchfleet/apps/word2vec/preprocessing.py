@@ -67,7 +67,7 @@ def build_dictionary(source: str, dict_path: str, min_count: int = 5, max_bytes:
 def keep_probabilities(vocabulary: Vocabulary, downsample: float) -> npt.NDArray[np.float64]:
     """For each id, min(1, (sqrt(c / (t N)) + 1) t N / c): c its count, N all counts, t = downsample; 0 keeps all.
 
-    Multiplied out, it needs no quotient that might be infinite.
+    The code uses the expanded product, in which no quotient can become infinite.
     """
     if not downsample >= 0 or math.isinf(downsample):
         raise DataError(f"downsample must be at least 0 (0 keeps all words), found {downsample}")
@@ -87,9 +87,9 @@ def filter_corpus(
     seed: int = 0,
     max_bytes: int | None = None,
 ) -> CorpusFacts:
-    """Write the texts as lines of ids to the folder `output`, without the words that are drawn to be left out.
+    """Write the texts as lines of ids to the folder `output`, without the words that downsampling drops.
 
-    Also writes `{dict_path}_word_to_id_`. Which word is left out depends on the seed and on its place in all texts.
+    Also writes `{dict_path}_word_to_id_`. Whether a word is dropped depends on the seed and on its place in all texts.
     """
     _check_at_least("min_count", min_count, 1)
     if not 0 <= seed < 1 << 63:
@@ -138,7 +138,7 @@ class _Encoder:
         self._ids = np.append(ids, self._unknown).astype(np.int32)
         if vocabulary.unknown is not None:
             self._ids[vocabulary.unknown] = vocabulary.unknown
-        chances = keep_probabilities(vocabulary, downsample)[self._ids]  # that of -1 is not used
+        chances = keep_probabilities(vocabulary, downsample)[self._ids]  # what index -1 gives is not used
         self._keep = np.ceil(chances * 2.0**53).astype(np.uint64)
         known = vocabulary.counts[self._ids[:-1] != self._unknown].sum()
         self._share_unknown = 1 - int(known) / vocabulary.total

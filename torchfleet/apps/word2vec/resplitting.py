@@ -43,7 +43,7 @@ def resplit(source: str, output: str, num_files: int = 1024) -> dict[str, int]:
 
 
 def _checked_total(source: str, paths: Sequence[str], num_ids: int, described: Description | None) -> int:
-    """The number of all words, counted. A file with another number than its description has is an error."""
+    """Count all words. Raises DataError if there are no words, or if a file's count differs from the description."""
     expected = {} if described is None else {path: described.files[os.path.basename(path)] for path in paths}
     words_of = count_words(paths, num_ids, expected)
     if not any(words_of.values()):
@@ -52,7 +52,7 @@ def _checked_total(source: str, paths: Sequence[str], num_ids: int, described: D
 
 
 def _ends_of_parts(paths: Sequence[str], num_ids: int, total: int, num_files: int) -> npt.NDArray[np.int64]:
-    """Where each file ends, in words from the beginning: at equal sizes, or at the next end of a line if it is near."""
+    """Where each new file ends, in words from the beginning: after an equal share, or at the end of a line soon after."""
     even = np.array([total * (number + 1) // num_files for number in range(num_files)], np.int64)
     next_line = np.empty_like(even)
     num_words = num_found = 0

@@ -14,7 +14,7 @@ _POWER = 0.75  # negatives are drawn from count^0.75
 
 
 def word_chances(vocabulary: Vocabulary, sample: float, train_unknown: bool = False) -> Words:
-    """`sample` is the frequency above which words are left out at random (0: no word is).
+    """`sample` is the frequency above which words are left out at random (0: no word is left out).
 
     <UNK> is no word: it is always left out, and never a negative, unless `train_unknown` is True.
     """
@@ -37,7 +37,7 @@ def alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.uint32
     """
     heights = weights / weights.sum() * len(weights)
     chance, other = np.ones(len(weights)), np.arange(len(weights), dtype=np.int32)
-    order = np.argsort(-heights)  # lightest first: rounding must not leave a word of weight 0 over
+    order = np.argsort(-heights)  # pop() takes the lightest: rounding must not leave a word of weight 0 over
     light, heavy = list(order[heights[order] < 1]), list(order[heights[order] >= 1])
     while light and heavy:
         small, large = light.pop(), heavy[-1]

@@ -60,7 +60,7 @@ def padded(*parts: bytes | memoryview) -> Bytes:
 
 
 class Texts:
-    """The texts of a corpus, read one after another, up to `max_bytes` of all together. Shows its progress.
+    """The texts of a corpus, read one after another, up to `max_bytes` in total. Shows its progress.
 
     Where the limit cuts a text, the text ends after the last white space before the cut.
     """
@@ -73,7 +73,7 @@ class Texts:
         self._start, self._progress = time.monotonic(), Progress(what)
 
     def check_apart(self, *others: str) -> None:
-        """Raise an error if an output file would be read as a text the next time."""
+        """Raise DataError if an output file would be read as a text the next time."""
         folder = os.path.realpath(self.path)
         for other in others:
             if os.path.realpath(os.path.dirname(other) or ".") == folder:

@@ -62,7 +62,7 @@ def _new_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def read_vectors(path: str) -> tuple[list[str], Vectors]:
-    """Words and vectors of a file of either format, found by its content. Raises DataError for a damaged file."""
+    """Words and vectors of a file; its content shows which format it has. Raises DataError for a damaged file."""
     if os.path.isdir(path):
         raise DataError(f"{path} is a folder: expected a file of word vectors. Is it a saved model?")
     try:
@@ -99,7 +99,7 @@ def _sizes(path: str, header: bytes) -> tuple[int, int]:
 def _is_text(data: mmap.mmap, at: int, dim: int) -> bool:
     """Whether the bytes where the first vector would be are printable.
 
-    Four bytes that are all printable are few of the possible float32 numbers; `dim` of them in a row do not happen.
+    Few float32 numbers consist of four printable bytes; `dim` of them in a row do not happen.
     """
     first = data.find(b" ", at, at + _MAX_WORD) + 1
     line = data[first : first + 4 * dim]

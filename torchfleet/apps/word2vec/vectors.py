@@ -104,7 +104,7 @@ class WordVectors:
             return np.asarray(np.dot(self.vectors[:restrict], unit) / self.norms[:restrict])
 
     def save_text(self, path: str | os.PathLike[str]) -> None:
-        """Write a line `V D`, then lines `word v1 .. vD`. load reads the same numbers. It appears when complete."""
+        """Write a line `V D`, then lines `word v1 .. vD`. load reads the same numbers. The file appears when complete."""
         write_text(os.fspath(path), self.words, self.vectors)
 
     def save_binary(self, path: str | os.PathLike[str]) -> None:
@@ -144,7 +144,9 @@ class WordVectors:
 
 
 def _saved_rows(folder: str, name: str, num_words: int) -> tuple[npt.NDArray[np.int64], Vectors]:
-    """Keys and values of a saved table, in file order. A key that is not an id of the dictionary raises an error."""
+    """Keys and values of a saved table, in file order. Raises CheckpointError for a key that is not an id of the
+    dictionary.
+    """
     storage = Storage(folder)
     manifest = read_manifest(storage)
     table = manifest.table(name)
@@ -169,8 +171,8 @@ def check_restrict(restrict: int | None) -> None:
 
 
 def to_unit(rows: npt.NDArray[np.float64]) -> Vectors:
-    """Rows scaled to length 1, as float32; those of length zero stay as they are."""
-    # More precise than float64, as BLAS's dnrm2 is, which gensim uses: the last bit can decide between two words.
+    """Rows scaled to length 1, as float32; rows of length zero stay as they are."""
+    # More precise than float64, like BLAS's dnrm2, which gensim uses: the last bit can decide between two words.
     lengths = np.sqrt(np.square(rows, dtype=np.longdouble).sum(axis=-1, keepdims=True)).astype(np.float64)
     scale = np.divide(1.0, lengths, out=np.ones_like(lengths), where=lengths > 0)
     return np.asarray((rows * scale).astype(np.float32))

@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Write to a temporary file and rename it, so that an existing file is complete."""
+    """Write to a temporary file and rename it: a file at `path` is always complete."""
     path = os.fspath(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -88,7 +88,7 @@ class IdWriter:
         return int(self.state[words.NUM_WRITTEN])
 
     def write(self, ids: Ids, begin: int, max_words: int) -> int:
-        """Write ids[begin:], at most `max_words`; returns the index after them and the line ends that follow."""
+        """Write ids[begin:], at most `max_words` words; returns the index after these and the line ends behind them."""
         at, before = begin, self.num_words
         while True:
             at = int(words.write_ids(ids, at, max_words - (self.num_words - before), self.buffer, self.state))

@@ -21,7 +21,7 @@ def ages_by_kind(tables: Iterable[Mapping[str, Any]]) -> dict[str, Ages]:
 
 
 def last_age(age: int) -> int:
-    """The last staleness that a key of a histogram stands for."""
+    """The largest staleness that a key of a histogram stands for."""
     return 2 * age - 1 if age >= EXACT_AGES else age
 
 
@@ -35,7 +35,7 @@ def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:
 
 
 def quantile(ages: Ages, share: float) -> int | None:
-    """The staleness that this share of the pushes does not exceed; None without pushes."""
+    """The staleness that this share of the pushes does not exceed, as a key of `ages`; None without pushes."""
     enough, seen = share * sum(ages.values()), 0
     for age, num in sorted(ages.items()):
         seen += num
@@ -45,7 +45,7 @@ def quantile(ages: Ages, share: float) -> int | None:
 
 
 def median(ages: Ages) -> int | None:
-    """The staleness that half of the pushes do not exceed; None without pushes."""
+    """The staleness that half of the pushes do not exceed, as a key of `ages`; None without pushes."""
     return quantile(ages, 0.5)
 
 

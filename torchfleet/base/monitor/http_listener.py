@@ -1,9 +1,8 @@
 """An HTTP listener that no client can block. Metrics, the dashboard and the health port are routes of one.
 
 It limits the number of concurrent connections, the time for a request and for a write of its reply, and the size of a
-request. At the limit of connections, the one that has been silent longest makes room for the next. Connections whose
-request has shown a right to an answer have a share of their own. It makes no DNS lookups, and does not report clients
-that disconnect.
+request. At the limit of connections, the oldest one without a complete request is ended for the next. Connections
+that a handler admits have a limit of their own. It makes no DNS lookups, and does not report clients that disconnect.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torchfleet.base.monitor.notices import tell
 
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LOOK = 0.2  # seconds between two checks whether the listener was closed
-_REST = 9  # seconds of rest for each second of processor time, of a listener that answers by its own thread
+_REST = 9  # with `connections` 1: seconds of rest for each second of processor time
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Limits on what clients may use of a listener."""
 
-    connections: int = 64  # concurrent, with a thread each. 1: the listener's own thread answers, and others wait
-    admitted: int = 64  # in addition: connections whose request has shown that it may be answered
+    connections: int = 64  # concurrent, one thread each. 1: the listener's own thread answers, others wait
+    admitted: int = 64  # in addition to these: connections for which a handler has called `admit`
     request_seconds: float = 10.0  # for a whole request
     reply_seconds: float = 10.0  # for one write: a client that reads more slowly is dropped
     request_bytes: int = 1 << 16
@@ -49,8 +48,8 @@ class HttpListener(ThreadingMixIn, HTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
         self.bounds = bounds
         self._lock = threading.Lock()
-        self._silent: dict[Any, None] = {}  # connections whose request is not complete, the oldest first
-        self._heard: set[Any] = set()  # whose request is complete
+        self._silent: dict[Any, None] = {}  # connections whose request is not complete, oldest first
+        self._heard: set[Any] = set()  # connections whose request is complete
         self._admitted: set[Any] = set()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
@@ -78,7 +77,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
         if self.bounds.connections == 1:
             started = time.thread_time()
             HTTPServer.process_request(self, request, client_address)
-            time.sleep(_REST * (time.thread_time() - started))  # a flood leaves the process its time
+            time.sleep(_REST * (time.thread_time() - started))  # a flood takes at most a tenth of a core
         elif self._has_room():
             with self._lock:
                 self._silent[request] = None
@@ -88,7 +87,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
             self.shutdown_request(request)
 
     def _has_room(self) -> bool:
-        """Whether another connection may come; ends the one that has been silent longest, if there are too many."""
+        """Whether there is room for another connection. At the limit, ends the oldest without a complete request."""
         with self._lock:
             if len(self._silent) + len(self._heard) < self.bounds.connections:
                 return True
@@ -98,18 +97,18 @@ class HttpListener(ThreadingMixIn, HTTPServer):
             return False
         _refuse(oldest)
         with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends and closes the connection
         return True
 
     def heard(self, request: Any) -> None:
-        """Note that the request of this connection is complete: it is not ended for others."""
+        """Note that the request of this connection is complete: the connection is not ended for others."""
         with self._lock:
             if request in self._silent:
                 del self._silent[request]
                 self._heard.add(request)
 
     def admit(self, request: Any) -> bool:
-        """Move a connection to the share of those that are admitted. False if that is full, or if it was ended."""
+        """Count a connection as admitted, no longer for `connections`. False if too many are, or if it was ended."""
         with self._lock:
             if request not in self._heard or len(self._admitted) >= self.bounds.admitted:
                 return False
@@ -152,14 +151,14 @@ class HttpRequest(BaseHTTPRequestHandler):
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
 
     def admit(self) -> bool:
-        """Count this connection as one that may be answered, and is not ended for others. False if they are too many.
+        """Count this connection as admitted: it no longer counts for `connections`. False if too many are admitted.
 
-        A listener of one connection has no shares."""
+        With `connections` 1, there is no such limit."""
         listener = cast(HttpListener, self.server)
         return listener.bounds.connections == 1 or listener.admit(self.request)
 
     def parse_request(self) -> bool:
-        """As the base class, which returns when all headers are there."""
+        """As the base class, which returns when all headers have arrived: the request is then complete."""
         is_valid = super().parse_request()
         cast(HttpListener, self.server).heard(self.connection)
         return is_valid

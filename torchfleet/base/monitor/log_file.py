@@ -12,7 +12,7 @@ DEFAULT_BYTES = 1 << 30
 
 
 def before(log: Path) -> Path:
-    """The path of the previous log file, which was full when this one was started."""
+    """The path of the previous log file, which was full when `log` was begun."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -46,7 +46,7 @@ class LogFile:
                 path.write_bytes(b"")
             self._open()
             if self._size and last_bytes(path, 1) != b"\n":
-                self.write(b"\n")  # the process before was killed in the middle of a line
+                self.write(b"\n")  # the previous process was killed in the middle of a line
         except OSError as error:
             self._tell(str(error))
 
@@ -69,7 +69,7 @@ class LogFile:
             self._file = None
 
     def _open(self) -> IO[bytes]:
-        # Appends also after a truncation: a position of its own would leave a hole before what is written next.
+        # Append mode: after a truncation by others, writing at a fixed position would leave a hole in the file.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (until close)
         self._size = self._file.seek(0, os.SEEK_END)
         return self._file
@@ -80,7 +80,7 @@ class LogFile:
         self._open()
 
     def _follow(self) -> None:
-        """Close the file if its name belongs to another one by now, and note its size if it was truncated."""
+        """Close the file if it was renamed or removed, and note its size if it was truncated."""
         if self._file is None:
             return
         own = os.fstat(self._file.fileno())

@@ -14,8 +14,8 @@ REQUEUE = 75  # the exit status of a job that saved because it was asked to end 
 
 
 class StopRequest:
-    """Handles SIGUSR1 from the first call of `has_come` on. Where it is blocked (launch/clusters/), it may come
-    earlier.
+    """Handles SIGUSR1 from the first call of `has_come` on. Where the signal is blocked (launch/clusters/), it may
+    come earlier.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopRequest:
         return self._came or signal.SIGUSR1 in signal.sigpending()
 
     def was_seen(self) -> bool:
-        """Whether the process has been asked and looks for it."""
+        """Whether the request has come and the process has called `has_come` before."""
         return self._is_looking and self.has_come()
 
     def _begin(self) -> None:

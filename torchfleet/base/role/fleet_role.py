@@ -63,7 +63,7 @@ def _role(variables: NamedVariables) -> str | None:
 
 
 def _refuse_fleet_without_role(variables: NamedVariables) -> None:
-    """Refuse variables about other processes without a role: training alone would be a silent mistake."""
+    """Raise RoleError if variables name other processes, but no role: training alone would be a silent mistake."""
     for name, missing, alone in (
         ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE", ""),
         ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE", ""),
@@ -71,7 +71,7 @@ def _refuse_fleet_without_role(variables: NamedVariables) -> None:
         ("PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "1"),
         ("FLEET_WORKER_INDEX", "FLEET_ROLE", "0"),
         ("PADDLE_TRAINER_ID", "TRAINING_ROLE", "0"),
-        ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for servers that torchrun started
+        ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for a job with servers, started by torchrun
     ):
         value = variables.environment.get(name)
         if value and value != alone:
@@ -86,7 +86,7 @@ def _server_index(variables: NamedVariables, servers: Sequence[str]) -> int:
 
 
 def _heter(variables: NamedVariables, role: str) -> dict[str, Any]:
-    """The addresses of the heter workers, if the job has any, and the index of this one."""
+    """The addresses of the heter workers, if the job has any, and the index of this heter worker."""
     if role != HETER_WORKER and not any(variables.environment.get(name) for name in HETER_PLACES):
         return {}
     places = variables.endpoints(*HETER_PLACES)

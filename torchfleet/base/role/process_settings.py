@@ -85,7 +85,7 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def log_folder(store: str, server: int, replica: int = 0) -> Path:
-    """The folder of the log of one server, or of its other replica, in the folder of all."""
+    """The folder of the log of one replica of a server, in `store`, the folder of all logs."""
     return Path(store) / (f"server-{server}.replica{replica}" if replica else f"server-{server}")
 
 

@@ -30,7 +30,7 @@ class RoleInfo:
     asks_restart: bool = False  # the number of restarts is unknown here: ask the servers
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that does not respond
     worker_timeout: float = 10.0  # seconds of silence after which processes that wait for a worker are told
-    orphan_timeout: float = 1800.0  # seconds after the last heartbeat of any worker when a server ends; 0: never
+    orphan_timeout: float = 1800.0  # seconds from the last heartbeat of any worker until a server ends; 0: never
     min_workers: int = 0  # of an elastic job: the number that starts it; 0: the number of workers is fixed
     on_worker_loss: str = LOSS_END  # what happens to processes that wait for a lost worker: one of LOSS_RULES
     durability: str = "none"  # how servers persist acknowledged changes: "none", or "log" on disk

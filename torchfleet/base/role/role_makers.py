@@ -75,7 +75,7 @@ class PaddleCloudRoleMaker(AskedRole):
 
     For collective training (is_collective=True):
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
-    PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS (the first is where they meet),
+    PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS (the ranks meet at the first),
     FLAGS_selected_gpus. Without any of them: one rank.
     """
 
@@ -95,7 +95,7 @@ class PaddleCloudRoleMaker(AskedRole):
 
 
 def is_collective_job(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment is that of a rank: it sets a number of ranks, and no role in a job with servers."""
+    """Whether the environment is that of a rank: it sets a rank or a world size, and no role in a job with servers."""
     found = os.environ if environment is None else environment
     servers = ("FLEET_ROLE", "TRAINING_ROLE", "FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
     ranks = ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
@@ -168,7 +168,7 @@ def _rank_role(variables: NamedVariables, common: dict[str, Any]) -> RoleInfo:
     if found.get("MASTER_ADDR") or size == 1:
         if found.get("MASTER_ADDR") and not found.get("MASTER_PORT"):
             raise RoleError("MASTER_ADDR is set, but MASTER_PORT is missing. Set it, or start with fleetrun.")
-        master = ""  # torch itself reads these two
+        master = ""  # torch itself reads MASTER_ADDR and MASTER_PORT
     else:
         workers = variables.endpoints("PADDLE_TRAINER_ENDPOINTS")
         if len(workers) != size:

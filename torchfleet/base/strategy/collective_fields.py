@@ -28,7 +28,7 @@ class AmpConfigs(Configs, field="amp_configs"):
     custom_black_list = ListKey(str)
     use_pure_fp16 = Key(False)
     use_pure_bf16 = Key(False)
-    dtype = Key("float16", choices=("float16", "bfloat16", "float8"))  # float8: linear layers; else bfloat16
+    dtype = Key("float16", choices=("float16", "bfloat16", "float8"))  # float8: linear layers; others bfloat16
     float8_exclude = ListKey(str)  # names of linear layers that stay in bfloat16
 
     def _check_together(self) -> None:
@@ -101,7 +101,7 @@ class PipelineConfigs(Configs, field="pipeline_configs", aliases={"micro_batch":
     vpp_degree = Key(1, at_least=1)  # stages on each rank
     stages = ListKey(str)  # the names of the modules at which the second, third, ... stage begins
     cut = Key("even", choices=("even", "measured"))  # without stages: by parameters, or by a dry step
-    memory_MB = Key(0.0, at_least=0.0)  # that a rank may take, for a measured cut; 0: by its GPU
+    memory_MB = Key(0.0, at_least=0.0)  # memory that a rank may use, for a measured cut; 0: by its GPU
 
     def _check_together(self) -> None:
         if self.cut == "measured" and self.stages:
@@ -132,7 +132,7 @@ class TensorParallelConfigs(Configs, field="tensor_parallel_configs"):
 
 class ContextParallelConfigs(Configs, field="context_parallel_configs"):
     context_parallel_degree = Key(0, at_least=0)  # 0: all ranks that hold the same layers
-    position_argument = Key("position_ids")  # of the model's forward; "": it knows no positions
+    position_argument = Key("position_ids")  # argument of the model's forward; "": it has none
 
 
 class HybridConfigs(Configs, field="hybrid_configs"):
@@ -220,7 +220,7 @@ FIELDS: dict[str, Key[Any]] = {
 
 
 def check_hybrid(settings: CollectiveFields) -> None:
-    """Raise StrategyError for settings that the network of hybrid mode does not support together with sparse tables."""
+    """Raise StrategyError for settings that hybrid mode does not support for its network."""
     for name in ("pipeline", "tensor_parallel"):
         if getattr(settings, name):
             raise StrategyError(

@@ -16,15 +16,15 @@ class Configs(Fields, Mapping[str, Any]):
     """A read-only dictionary with a fixed set of keys, all of them present. It can only be assigned as a whole.
 
     The constructor takes a dictionary with some of the keys and checks them; the others have their defaults. A subclass
-    declares the `name` of its field in DistributedStrategy and `aliases`, other names of keys that Paddle's
-    documentation uses.
+    declares `field`, its name in DistributedStrategy, and `aliases`, other names of keys that Paddle's documentation
+    uses.
     """
 
     _NAME: ClassVar[str] = ""
     _ALIASES: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, field: str, aliases: Mapping[str, str] | None = None) -> None:
-        """`field`: its name in the strategy. (`name` as a keyword of a class is taken by ABCMeta in Python 3.10.)"""
+        """`field`: the name of the dictionary in the strategy. (In Python 3.10, ABCMeta takes the keyword `name`.)"""
         super().__init_subclass__()
         cls._NAME, cls._ALIASES = field, aliases or {}
         cls._PADDLE_NAMES = reasons(field)
@@ -113,5 +113,5 @@ class ConfigsField(Field[OwnConfigs]):
 
 
 def aliases_of(configs: type[Configs]) -> Mapping[str, str]:
-    """Aliases of keys → the keys."""
+    """The aliases of keys: alias → key."""
     return configs._ALIASES

@@ -53,7 +53,7 @@ def _from_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file that others may read or write now: they see all of the old one or all of a new one."""
+    """Replace a file atomically: others that read or write it now see all of the old or all of a new one."""
     if path.exists() and not path.is_file():  # a pipe or a terminal
         path.write_bytes(data)
         return
@@ -93,8 +93,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     - `rpc_retry_times`: how often a request without a reply is retried (3)
     - `rpc_timeout`: seconds without a reply after which a request fails and names the server (30)
     - `sync_timeout`: seconds that a worker waits for the others in sync mode and at barriers (1800)
-    - `sync_mean`: where updates are means (sync and hybrid mode, gather): gradients count by the "samples" of each
-      worker, or all "workers" alike ("samples")
+    - `sync_mean`: where an update is a mean (sync and hybrid mode, gather), gradients are weighted by the "samples" of
+      each worker, or equally for all "workers" ("samples")
 
     For a collective job (fleet.init(is_collective=True)) and the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
@@ -113,7 +113,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         return copy.deepcopy(self)  # a shallow copy would share its values with the original
 
     def __repr__(self) -> str:
-        """A table of the active settings: the enabled collective strategies, or else the parameter-server mode."""
+        """A table of the active settings: collective ones, or else those of the servers' mode; in hybrid mode both."""
         changed = {name: value for name, value in self.differences().items() if name in _COLLECTIVE}
         rows: dict[str, Any] = {}
         for name in SWITCHES:
@@ -196,7 +196,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         self._used_by = ""
 
     def freeze(self, user: str) -> None:
-        """Check the strategy for a parameter-server job, including contradictions between fields."""
+        """Check the strategy for a parameter-server job, including contradictions between fields, then `lock` it."""
         if self.mode == "hybrid":
             check_hybrid(self)
         for name in _COLLECTIVE if self.mode != "hybrid" else ():

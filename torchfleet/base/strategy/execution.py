@@ -31,7 +31,7 @@ class ObjectFields(Fields):
 
 
 class ObjectField(Field[OwnObject]):
-    """A field that holds such an object. A dictionary of its fields can be assigned too, as read from a file."""
+    """A field that holds an ObjectFields. A dictionary of its fields, as read from a file, can be assigned too."""
 
     def __init__(self, kind: type[OwnObject], help: str) -> None:
         super().__init__(kind(), help)
@@ -65,7 +65,7 @@ class BuildStrategy(ObjectFields):
     fuse_relu_depthwise_conv = Field(False)
     allow_cuda_graph_capture = Field(False)  # also launch the kernels as one CUDA graph
     fuse_all_optimizer_ops = Field(False)  # the optimizer's own fused or foreach kernels
-    fuse_broadcast_ops = Field(False)  # first values are broadcast in one go with either value
+    fuse_broadcast_ops = Field(False)  # no effect: initial values are always broadcast in one go
     enable_inplace = Field(False, only=_GRAPHS)
     memory_optimize = Field(False, only=_GRAPHS)
     enable_addto = Field(False, only=_GRAPHS)

@@ -140,13 +140,13 @@ class Switch(Field[bool]):
 class Fields:
     """An object whose public attributes are the fields that its class declares, in `_FIELDS`.
 
-    The object's `__dict__` holds the values under the names of the fields. An unknown name raises an error that lists
-    the known ones.
+    The object's `__dict__` holds the values under the names of the fields. An unknown name raises an error that
+    gives the nearest known name, or all of them.
     """
 
     _FIELDS: ClassVar[Mapping[str, Key[Any]]] = {}
-    _OWN: ClassVar[tuple[str, ...]] = ()  # attributes that are no fields
-    _PADDLE_NAMES: ClassVar[Mapping[str, str]] = {}  # names in Paddle that are no fields here → what to use instead
+    _OWN: ClassVar[tuple[str, ...]] = ()  # attributes that are not fields
+    _PADDLE_NAMES: ClassVar[Mapping[str, str]] = {}  # names of Paddle that are not fields here → what to use instead
 
     def __init_subclass__(cls) -> None:
         declared = {name: value for name, value in vars(cls).items() if isinstance(value, Key)}
@@ -191,8 +191,8 @@ def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
 
 
 def unknown(where: str, name: object, known: Iterable[str], instead: Mapping[str, str]) -> str:
-    """The text of an error about an unknown name. `instead`: names in Paddle → what to use here. Otherwise it gives the
-    nearest name, or all of them if none is near.
+    """The text of an error about an unknown name. `instead`: names of Paddle → what to use here. For other names,
+    the text gives the nearest known name, or all of them if none is near.
     """
     names, text = list(known), str(name)
     near = get_close_matches(text, names, n=1)

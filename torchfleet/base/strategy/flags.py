@@ -25,7 +25,7 @@ _DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
     **OBJECTS,
 }
-_WIDTH = 30  # of choices: longer ones are written apart, for lines to break between them
+_WIDTH = 30  # characters of choices; longer ones get blanks between them, where lines can break
 HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() if field.help}
 
 

@@ -27,12 +27,12 @@ LEFT: dict[str, dict[str, tuple[Any, ...]]] = {
     "build_strategy": {"fuse_bn_add_act_ops": (True,)},
     "execution_strategy": {"num_threads": (1,)},
     "a_sync_configs": {"send_queue_size": (16,)},
-    "hybrid_configs": {"dp_degree": (-1,)},  # both mean: the ranks that remain after the other degrees
+    "hybrid_configs": {"dp_degree": (-1,)},  # -1 there and 0 here: the ranks that remain after the other degrees
 }
 # Common fields with different defaults: a file without the field means Paddle's default.
 DIFFERENT: dict[str, dict[str, Any]] = {"amp_configs": {"decr_ratio": 0.8}}
 RENAMED = {"sharding_configs": {"broadcast_MB": "segment_broadcast_MB"}}
-WITHOUT_SWITCH = ("qat_configs", "model_parallel_configs")  # their switch is refused, so they are never in use
+WITHOUT_SWITCH = ("qat_configs", "model_parallel_configs")  # their switch is refused, so they have no effect
 
 _GRAPH = "eager PyTorch has no static graph of operators for it to change; torch.compile decides by itself"
 _STREAMS = "torch's process groups order their streams themselves"

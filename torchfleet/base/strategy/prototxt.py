@@ -34,7 +34,7 @@ _KNOWN: dict[str, Mapping[str, Key[Any]]] = {
     "": FIELDS,
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
     **OBJECTS,
-    # Keys that Paddle does not have.
+    # Without the keys that Paddle does not have.
     "a_sync_configs": {name: key for name, key in fields_of(AsyncConfigs).items() if name not in _OWN_KEYS},
 }
 _MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}

@@ -33,7 +33,7 @@ SHARED_KEYS = (
 )
 # Values of `exchange`: how the network travels in hybrid mode. AUTO is resolved when a worker starts.
 AUTO, SERVERS, RANKS = "auto", "servers", "ranks"
-# As max_staleness: the number of workers, if no other setting forbids a bound.
+# Value of max_staleness: the bound is the number of workers, unless another setting excludes a bound.
 NUM_WORKERS = -1
 # Keys of the queue between the training thread and the sending threads.
 _QUEUE = (
@@ -46,7 +46,7 @@ class AsyncConfigs(Configs, field="a_sync_configs"):
     k_steps = Key(0, at_least=0)
     half_async = Key(False)
     hybrid = Key(False)
-    hybrid_keep_seconds = Key(10.0, at_least=0.0)  # between two copies of the network on the servers
+    hybrid_keep_seconds = Key(10.0, at_least=0.0)  # seconds between two copies of the network to the servers
     exchange = Key(AUTO, choices=(AUTO, SERVERS, RANKS))
     balance = Key(False)  # batches follow the measured speeds of the workers
     quorum = Key(0, at_least=0, at_most=1 << 16)  # a step is made when this many workers have come; 0: all
@@ -60,7 +60,7 @@ class AsyncConfigs(Configs, field="a_sync_configs"):
     thread_pool_size = Key(1, at_least=1)
     send_wait_times = Key(1, at_least=0)
     max_staleness = Key(NUM_WORKERS, at_least=NUM_WORKERS)  # 0: no bound
-    gather = Key(1, at_least=0, at_most=1024)  # 0, 1: every push is an update; at most MAX_GATHERED of a server
+    gather = Key(1, at_least=0, at_most=1024)  # 0, 1: every push is an update; at_most: MAX_GATHERED of a server
     gather_max_age = Key(4, at_least=0)
     launch_barrier = Key(True)
     heter_worker_device_guard = Key("cpu")
@@ -100,13 +100,13 @@ class AsyncConfigs(Configs, field="a_sync_configs"):
             )
 
     def bound(self, num_workers: int) -> int:
-        """Return the largest staleness of the network in async mode; 0: no bound."""
+        """Return the bound on the staleness of the network in async mode; 0: no bound."""
         if self.max_staleness != NUM_WORKERS:
             return self.max_staleness
         return 0 if self.gather > 1 or self._queued() else num_workers
 
     def _queued(self) -> list[str]:
-        """The keys of the queue that are set. A bound leaves the queue without use."""
+        """The keys of the queue that are set. With a bound, the queue is not used."""
         return [name for name in _QUEUE if self[name] != fields_of(AsyncConfigs)[name].default]
 
 

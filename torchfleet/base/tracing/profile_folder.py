@@ -137,7 +137,7 @@ class ProfileFolder:
                 return None
             found = read(path, ProfileRequest)
         except (FleetError, OSError):
-            return None  # not ours, or removed just now
+            return None  # not a request, or removed just now
         if found is None or found.id == self._seen or not _ID.fullmatch(found.id) or time.time() > found.until:
             return None
         self._seen = found.id
@@ -150,7 +150,7 @@ class ProfileFolder:
 
 
 def _may_ask(about: os.stat_result) -> bool:
-    """Whether this is a regular file of this user or root: not a link, nor a pipe that would block a reader."""
+    """Whether this is a small regular file of this user or root: not a link, nor a pipe that would block a reader."""
     is_small_file = stat.S_ISREG(about.st_mode) and about.st_size <= _MAX_BYTES
     return is_small_file and about.st_uid in (os.geteuid(), 0)
 

@@ -1,7 +1,7 @@
 """A span is an interval of time in a traced step. This module also derives the ids of spans for OpenTelemetry.
 
 A request carries 16 bits, the number of the traced step. Longer ids are derived from values that worker and server both
-know: the numbers of the worker's process, of its client and of the call. So no id has to be sent.
+know: the numbers of the worker's process, of its client and of the call. So requests need not carry them.
 """
 
 from __future__ import annotations

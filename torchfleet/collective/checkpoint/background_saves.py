@@ -32,19 +32,19 @@ class BackgroundSaves:
         tensors: Mapping[Key, torch.Tensor],
         first: Callable[[Gathering], object] | None = None,
     ) -> None:
-        """Start a save; returns when the tensors are copied. The previous save must be finished. `first`: what all
-        ranks write before the tensors.
+        """Start a save; returns when the tensors are copied. The previous save must be finished. `first` is called on
+        all ranks, in their threads, before the tensors are written.
         """
         assert self._thread is None
         ranks = self._ranks = self._ranks or self._world.aside()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(planned.place or contextlib.nullcontext())  # if copying runs out of memory
+            stack.enter_context(planned.place or contextlib.nullcontext())  # if copying fails, removes the remains
             copies = self._snapshots.take(tensors)
             stack.pop_all()
 
         def write() -> None:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(planned.place or contextlib.nullcontext())  # if `first` fails
+                stack.enter_context(planned.place or contextlib.nullcontext())  # if `first` fails, removes the remains
                 if first is not None:
                     first(ranks)
                 stack.pop_all()

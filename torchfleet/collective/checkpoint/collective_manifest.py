@@ -37,7 +37,7 @@ Kind = Literal["model", "master", "optimizer", "part", "rank"]
 
 
 class SavedPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of a tensor: bytes start … start + number of bytes of a file."""
+    """A box of a tensor: `bytes` bytes of a file, from byte `start` on."""
 
     file: str
     offset: list[int]  # of its first element in the whole tensor
@@ -50,7 +50,7 @@ class SavedPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     kind: Kind
-    dtype: str  # as safetensors has it
+    dtype: str  # as safetensors names it
     shape: list[int]
     pieces: list[SavedPiece]
 
@@ -100,7 +100,7 @@ def write(storage: Storage, manifest: CollectiveManifest) -> None:
 
 
 def read(storage: Storage) -> CollectiveManifest:
-    """Raises CheckpointError if there is no complete model, or one of parameter servers, or a damaged manifest."""
+    """Raises CheckpointError if it finds no complete model, a model of parameter servers, or a damaged manifest."""
     body, place = read_body(storage), storage.place(FILE)
     found = _head(body)
     if found.format != FORMAT:

@@ -22,7 +22,7 @@ class Target(NamedTuple):
 
 
 class PieceReader(Protocol):
-    """Reads pieces: of the files of a save, or of a copy in memory."""
+    """Reads pieces from the files of a save, or from a copy in memory."""
 
     def check(self, tensors: Iterable[SavedTensor]) -> None:
         """Check that the pieces are there. Values are not read."""

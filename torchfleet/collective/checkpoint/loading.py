@@ -36,7 +36,7 @@ from torchfleet.collective.world import World
 
 
 class Opened(Report, kw_only=True):
-    """The manifest as rank 0 read it, and the tensors of each rank's model."""
+    """The manifest, which rank 0 reads, and the names of the tensors of this rank's model."""
 
     manifest: str = ""
     names: list[str] = msgspec.field(default_factory=list)
@@ -46,7 +46,7 @@ class LoadSource(NamedTuple):
     """Where tensors are loaded from: a save, or a copy in memory."""
 
     manifest: CollectiveManifest
-    known: Collection[str]  # names of the tensors of the models that it is for
+    known: Collection[str]  # names of the tensors in the models to load into
     place: str  # its name in messages
     reader: Callable[[], AbstractContextManager[PieceReader]]
 
@@ -143,7 +143,7 @@ class CollectiveLoad:
                 raise CheckpointError(
                     f"'{name}' has shape {piece.shape} in the model, and was saved with shape {tuple(source.shape)}"
                 )
-            copy = masters.get(self._saved_name(name))  # is it as precise as the model is now?
+            copy = masters.get(self._saved_name(name))  # read if it has the type of the model's tensor now
             is_better = copy is not None and DTYPES[copy.dtype] == piece.tensor.dtype
             self._targets.append(Target(copy if copy is not None and is_better else source, piece))
 

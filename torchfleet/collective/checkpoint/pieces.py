@@ -41,7 +41,7 @@ class HeldPiece:
         return tuple(self.tensor.shape) == self.shape
 
     def like(self, tensor: torch.Tensor) -> HeldPiece:
-        """`tensor` holds the same box."""
+        """The piece for `tensor`, which holds the same box."""
         return HeldPiece(local(tensor), self.shape, self.offset)
 
     def spec(self, key: Key) -> PieceSpec:
@@ -56,7 +56,7 @@ Pieces = dict[str, HeldPiece]
 
 
 class Cuts(Report, kw_only=True):
-    """Parameters that are sharded without DTensor: which of how many pieces this rank has, and the piece's length."""
+    """Parameters that are sharded without DTensor: name → index of this rank's piece, number of pieces, its length."""
 
     pieces: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
 
@@ -111,7 +111,7 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
 
 
 def _lengths(reports: Sequence[Cuts]) -> dict[str, list[int]]:
-    """The lengths of the pieces of each such parameter, in order."""
+    """The lengths of the pieces of each parameter in the reports, in order."""
     found: dict[str, dict[int, int]] = {}
     for report in reports:
         for name, (index, count, length) in report.pieces.items():

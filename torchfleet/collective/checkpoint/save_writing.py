@@ -103,7 +103,7 @@ def _write(
             progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB of rank 0")
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()  # a thread of its own copies the tensors
+        torch.cuda.current_stream().synchronize()  # a separate thread copies the tensors
     buffers = Buffers(head, [_maker(tensors[spec.kind, spec.name]) for spec in specs], show)
     try:
         name = f"{folder_of(number)}/{file_of(ranks.rank, ranks.size)}"

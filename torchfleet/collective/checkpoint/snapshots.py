@@ -26,7 +26,7 @@ class Snapshots:
     """Takes one snapshot at a time: the next one overwrites it."""
 
     def __init__(self, memory: Callable[[int], torch.Tensor] = _host_memory) -> None:
-        """`memory` makes that many bytes of host memory."""
+        """`memory` returns host memory of the given number of bytes."""
         self._make, self._memory = memory, torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[Any, Any] | None = None
         self._stream: torch.cuda.Stream | None = None

@@ -1,5 +1,5 @@
-"""Saves of tables on devices in a collective job, in the files of servers: by any number of ranks, for any number of
-ranks or servers. Rank 0 also writes the network's values there, so that the save is a whole model.
+"""Saves of tables on devices in a collective job, in the file format of servers. Any number of ranks or servers can
+load them. Rank 0 also writes the network's values there, so that the save is a whole model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Written(msgspec.Struct):
 
 
 class RankTables:
-    """The tables of all ranks, as TablesBeside of ps/worker/model_saving.py. Ranks other than 0 call `follow`."""
+    """The tables of all ranks: a TablesBeside of ps/worker/model_saving.py. Ranks other than 0 call `follow`."""
 
     def __init__(self, tables: Mapping[str, TableSaves], ranks: Gathering) -> None:
         self._tables, self._ranks = tables, ranks
@@ -61,12 +61,12 @@ class RankTables:
         return self._write(storage, self._tell(Order(folder, kind, token, parent)))
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that there is nothing to write, if they still wait for that."""
+        """Tell the other ranks that rank 0 cannot save, if they still wait for its order."""
         if not self.is_ordered:
             self._tell(Order(error=error_text(error)))
 
     def follow(self, storage: Storage) -> int:
-        """Write this rank's rows, as rank 0 says. Returns 0: rank 0 knows the number of the save."""
+        """Write this rank's rows as rank 0 orders. Returns 0: only rank 0 knows the number of the save."""
         order = self._tell(None)
         if order.error:
             raise CheckpointError(f"rank 0: {order.error}")
@@ -130,7 +130,7 @@ def save_tables(
 
 
 def _agree(ranks: Gathering, save: Callable[[], int]) -> int:
-    """The number that rank 0 returns, on all ranks; or its error."""
+    """Call `save` on every rank; returns rank 0's result. Raises this rank's own error, or else rank 0's."""
     number, failed = 0, None
     try:
         number = save()
@@ -146,7 +146,7 @@ def _agree(ranks: Gathering, save: Callable[[], int]) -> int:
 
 
 def _keeper(plan: Plan, storage: Storage) -> Client:
-    """A server in this process with the network's values, which every save writes whole, and its client."""
+    """The client of a server in this process that holds the network's values. Every save writes these values whole."""
     server, before = Server(num_workers=1), present_model(storage)
     server.state.saves.chain.attempt = 0 if before is None else before.token
     client = Client([InProcess(server).connect()], names=["the local server"], role=Role.LAUNCHER)

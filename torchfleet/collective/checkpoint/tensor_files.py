@@ -36,8 +36,8 @@ Bytes = npt.NDArray[np.uint8]
 class Buffers:
     """The contents of a file: a header, then each tensor's bytes.
 
-    A thread makes the bytes of a tensor, and their checksum, while those of the tensor before are written: memory for
-    two tensors is in use.
+    A thread makes the bytes and the checksum of the next tensor while the current one is written: memory for two
+    tensors is in use.
     """
 
     def __init__(self, header: bytes, makers: Sequence[Callable[[], Bytes]], show: Callable[[int], None]) -> None:

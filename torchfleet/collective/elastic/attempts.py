@@ -28,7 +28,7 @@ from torchfleet.collective.world import begun
 
 _PREFIX = "torchfleet elastic"
 _NUMBER = "attempt"  # key of the number of the present attempt
-_PAUSE = 0.05  # seconds between two looks at the store while this rank waits
+_PAUSE = 0.05  # seconds between two reads of the store while this rank waits
 _LOOK = 0.5  # the same while it trains
 _NOTICE = 10.0  # seconds in which the launcher notices that a rank has ended
 _RETURN = 30.0  # seconds in which a rank must notice that an attempt is over, before it ends itself
@@ -44,7 +44,7 @@ class Attempts:
 
     @classmethod
     def of_launcher(cls) -> Attempts | None:
-        """Those of the launcher that started this rank; None if it replaces no ranks."""
+        """The attempts of the launcher that started this rank; None if it replaces no ranks."""
         if VARIABLE not in os.environ:
             return None
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -61,7 +61,7 @@ class Attempts:
         return bool(self._store.check([_begun(0)])) and self._store.add(_finished(self.number), 0) < self._size
 
     def begin_next(self) -> int:
-        """Ends the present attempt. Returns the number of the next."""
+        """End the present attempt. Returns the number of the next one."""
         return int(self._store.add(_NUMBER, 1))
 
     # A rank
@@ -84,7 +84,7 @@ class Attempts:
                 return number
 
     def finish(self, number: int) -> bool:
-        """This rank has trained to the end: wait until all have, or another attempt has begun. Returns which."""
+        """This rank has trained to the end. Wait for all, or for another attempt; returns whether all are done."""
         done = self._store.add(_finished(number), 1)
         while done < self._size and self.number == number:
             time.sleep(_PAUSE)
@@ -110,7 +110,7 @@ def _finished(number: int) -> str:
 
 
 def run(train: Callable[[], object], leave: Callable[[], None]) -> None:
-    """Call `train` until it ends on all ranks in the same attempt. `leave`: gives up what is left of a failed one.
+    """Call `train` until it ends on all ranks in the same attempt. `leave` gives up what a failed attempt left.
 
     An error of `train` is raised unless the launcher replaces a rank. Without a launcher that does, `train` is called
     once.
@@ -130,7 +130,7 @@ def run(train: Callable[[], object], leave: Callable[[], None]) -> None:
 
 
 def _attempt(train: Callable[[], object], attempts: Attempts, number: int) -> bool:
-    """Whether all ranks have trained to the end; otherwise another attempt has begun."""
+    """Make one attempt. Returns whether all ranks have trained to the end; if not, another attempt has begun."""
     with _watched(number):
         try:
             train()
@@ -164,8 +164,8 @@ _breaking = threading.Lock()
 
 @contextlib.contextmanager
 def _watched(number: int) -> Iterator[None]:
-    """Beside this context, a thread looks whether the attempt is over, and breaks the groups then: an exchange with a
-    rank that is gone may not fail by itself."""
+    """Inside this context, a thread watches whether the attempt is over, and then breaks the process groups: an
+    exchange with a rank that is gone may not fail by itself."""
     over = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The steps of a training that goes on where it was: from copies in memory, or from the last save."""
+"""The steps of a training that continues where it was: from copies in memory, or from the last save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MACHINE = "GROUP_RANK"  # torch's launchers number machines by it
 class ElasticSteps:
     """Yields steps; copies the state every `copy_steps` of them (0: never). All ranks iterate together.
 
-    `saved`: the step of the last save, or NO_STEP; `load`: loads that save.
+    `saved` returns the step of the last save, or NO_STEP; `load` loads that save.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ElasticSteps:
             self._neighbours.begin(writer.file, min(self._files.kept, key=lambda file: file.step))
 
     def _restore(self) -> int:
-        """Load what is newest, and return its step: the next one to make."""
+        """Load the newest complete copy, or else the last save. Returns its step, which is the next one to make."""
         world = self._state.world
         apart = self._neighbours.distance if self._neighbours is not None else 0
         copies = Copies(own=self._steps(self._files.own, 0), kept=self._steps(self._files.kept, apart))
@@ -87,8 +87,8 @@ class ElasticSteps:
         return start.step
 
     def _steps(self, files: list[MemoryFile], behind: int) -> list[int]:
-        """The steps of the copies of the rank `behind` this one, in a job of as many ranks. Forgets other copies, of
-        ranks that had other numbers."""
+        """The steps of the copies in `files` that are of the rank `behind` places before this one, in a job of this
+        size. Forgets all other copies."""
         world = self._state.world
         owner = ((world.rank - behind) % world.size, world.size)
         for file in files:
@@ -102,7 +102,7 @@ class ElasticSteps:
             self._neighbours.give_back(start.wards, own, kept, start.step)
         file = next(file for file in own if file.step == start.step)
         load_copy(file, self._state)
-        if self._neighbours is not None and start.wards:  # keepers that were lost have nothing yet
+        if self._neighbours is not None and start.wards:  # keepers that were replaced have no copies yet
             self._neighbours.begin(file, min(kept, key=lambda file: file.step))
 
 

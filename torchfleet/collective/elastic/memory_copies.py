@@ -1,7 +1,7 @@
 """Copies of a rank's whole state in memory files: model, optimizer, strategies, random numbers, the user's objects.
 
-A rank copies what it holds, and only the same rank of as many ranks can load it: nothing is resharded, no other rank is
-asked, and buffers and random numbers are each rank's own.
+A rank copies what it holds, and only the same rank of a job of the same size can load it: nothing is resharded, no
+values come from other ranks, and buffers and random numbers are each rank's own.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class CopyWriter:
         self._snapshots = Snapshots(file.grow)
 
     def write(self, step: int, state: RankState) -> None:
-        """Copy the state; the copy before is gone. Returns when training may go on. All ranks call it together."""
+        """Copy the state over the file's last copy. Returns when training may continue. All ranks call it together."""
         world, model = state.world, state.model.module
-        homes = model_pieces(model, world)  # all ranks are here: each has completed its copy before this one
+        homes = model_pieces(model, world)  # all ranks meet: their last copies are complete
         own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in homes.items()}
         holdings = collect(own, model, state.optimizer.inner, state.strategies, world, state.names)
         self.file.begin()
@@ -135,13 +135,13 @@ def load_copy(file: MemoryFile, state: RankState) -> None:
 
 
 class _Copied:
-    """Reads the pieces of a copy where they lie."""
+    """Reads the pieces of a copy in place."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory.numpy().data
 
     def check(self, tensors: Iterable[SavedTensor]) -> None:
-        """A file whose head is there is whole."""
+        """Checks nothing: a file that has its head is complete."""
 
     def read(self, tensor: SavedTensor, piece: SavedPiece) -> memoryview:
         return self._memory[piece.start : piece.start + piece.bytes]

@@ -35,13 +35,13 @@ class MemoryFile:
         os.pwrite(self._file.fileno(), bytes(_HEAD.size), 0)
 
     def grow(self, num_bytes: int) -> torch.Tensor:
-        """Memory of that many bytes, shared with the file; it has no copy."""
+        """Memory of `num_bytes` bytes, shared with the file. The file then has no copy."""
         self.begin()
         self._memory = self._mapped(num_bytes)
         return self._memory
 
     def complete(self, step: int, num_bytes: int, description: bytes) -> None:
-        """The tensors are in the first `num_bytes` of the memory: they are a copy now."""
+        """Make the tensors, which are in the first `num_bytes` bytes of the memory, the copy of `step`."""
         os.pwrite(self._file.fileno(), description, _START + num_bytes)
         self.set_head(_HEAD.pack(_MAGIC, step, num_bytes, len(description)))
 
@@ -59,7 +59,7 @@ class MemoryFile:
         """The bytes of the tensors, shared with the file."""
         return self._mapped(self._copied().tensors)
 
-    # A copy on its way to another rank is its head, and the body behind it
+    # A copy is sent to another rank as its head, followed by its body
 
     def head(self) -> bytes:
         self._copied()
@@ -114,7 +114,7 @@ class MemoryFiles(NamedTuple):
 
     @classmethod
     def of_launcher(cls) -> MemoryFiles | None:
-        """The files that the launcher keeps for this rank; None if it starts no rank again."""
+        """The files that the launcher keeps for this rank; None if it replaces no ranks."""
         if VARIABLE not in os.environ:
             return None
         files = [MemoryFile(path) for path in os.environ[VARIABLE].split(":")]

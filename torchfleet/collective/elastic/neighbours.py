@@ -20,7 +20,7 @@ _PATIENCE = 10.0  # seconds that an abandoned exchange may take to end
 
 
 def distance(machines: Sequence[str]) -> int:
-    """From a rank to its keeper, for the machine of every rank; 0: all are on one machine, and no rank is a keeper.
+    """The distance from a rank to its keeper, given each rank's machine; 0: all are on one machine, without keepers.
 
     If no distance leads from every rank to another machine, the one that does for most ranks.
     """
@@ -43,7 +43,7 @@ class Neighbours:
         self._thread: BackgroundThreads | None = None
 
     def begin(self, own: MemoryFile, kept: MemoryFile) -> None:
-        """Send the own copy to the keeper, and take the ward's into `kept`, beside training."""
+        """Beside training, send this rank's copy to its keeper, and receive the ward's copy into `kept`."""
         assert self._thread is None
         keeper, ward = (self._rank + self.distance) % self._size, (self._rank - self.distance) % self._size
 
@@ -66,12 +66,12 @@ class Neighbours:
             thread.check()
 
     def abandon(self) -> None:
-        """Wait a little for the exchange under way: its group is broken."""
+        """Wait up to _PATIENCE seconds for the exchange under way, whose group is broken."""
         if self._thread is not None:
             self._thread.join(_PATIENCE)
 
     def give_back(self, wards: Sequence[int], own: Sequence[MemoryFile], kept: Sequence[MemoryFile], step: int) -> None:
-        """The keepers of `wards` send them their copies of `step`. All ranks call it together."""
+        """Send each of `wards` its copy of `step` from its keeper. All ranks call it together."""
         for ward in wards:
             if self._rank == (ward + self.distance) % self._size:
                 self._send(next(file for file in kept if file.step == step), ward)

@@ -25,9 +25,9 @@ class Start(NamedTuple):
     """Where training goes on."""
 
     step: int
-    is_copy: bool  # otherwise of the last save, or from the beginning
+    is_copy: bool  # False: from the last save, or from the beginning
     wards: Sequence[int] = ()  # ranks that get their copy from their keeper
-    lost: str = ""  # what is missing of newer copies, for people
+    lost: str = ""  # a message that says what is missing of newer copies
 
 
 def newest(copies: Sequence[Copies], distance: int, copy_steps: int) -> Start:

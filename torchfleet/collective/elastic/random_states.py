@@ -1,4 +1,4 @@
-"""The states of random numbers of a process: torch's on the CPU and on its device, Python's, numpy's."""
+"""The random states of a process: torch's on the CPU and on its device, Python's, numpy's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class RandomStates(msgspec.Struct):
-    """As JSON can hold them."""
+    """Random states in types that JSON can hold."""
 
     torch_cpu: bytes
     torch_device: bytes  # empty: the device is the CPU

@@ -29,7 +29,7 @@ def first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
 class OwnClasses:
     """The place of each sample's class in a matrix (all samples, own classes), if the class is on this rank.
 
-    No shape depends on how many samples these are, so that the host does not wait for a GPU.
+    No shape depends on the number of such samples, so that the host does not wait for a GPU.
     """
 
     def __init__(self, labels: torch.Tensor, first: int, num: int) -> None:

@@ -13,7 +13,7 @@ from torchfleet.base.errors import ModelError
 
 
 def cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Replace parameters of the layer by this rank's shards of them; names that the layer has not are left out."""
+    """Replace parameters of the layer by this rank's shards of them; names that it does not have are skipped."""
     for name, placement in placements.items():
         whole = layer._parameters.get(name)
         if whole is not None:
@@ -31,7 +31,7 @@ def uses(model: torch.nn.Module) -> list[list[str]]:
 def tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
     """Tie parameters that were tied before; layers that use them must be sharded alike.
 
-    A module with layers in it only holds another name of a layer's parameter, and follows.
+    A module that contains layers only has another name for a layer's parameter: it gets the same one again.
     """
     for names in tied:
         users = [name for name in names if not any(_owner(model, name).children())] or names

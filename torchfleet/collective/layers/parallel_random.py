@@ -51,9 +51,9 @@ def _at(place: Place) -> Iterator[None]:
 
 
 class CutRandom:
-    """parallel_random() from a layer that cuts its outputs to the layer that sums them up, within a call of the model.
+    """Keeps parallel_random() open from a layer that shards its outputs to the layer that sums them, within one call.
 
-    Functions between the two, as dropout inside of an attention, then draw other numbers on each rank.
+    Functions between the two, such as dropout inside attention, then draw different numbers on each rank.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class CutRandom:
             self._open.__enter__()
 
     def leave(self) -> None:
-        """Restore the random state. Does nothing outside of such a part of the model."""
+        """Restore the random state. Does nothing if `enter` was not called before."""
         if self._open is not None:
             opened, self._open = self._open, None
             opened.__exit__(None, None, None)
@@ -90,7 +90,7 @@ class ParallelRandom(torch.nn.Module):
 
 
 class _Told(torch.nn.Module):
-    """Copies its inputs in order, so that a tracer keeps their order."""
+    """Copies its inputs in order, so that the trace shows their order."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class TensorParallel(Strategy):
         self.owns_gradients = self.replaces_parameters = self._degree > 1
         self._average = GradientAverage(settings, world, ends_itself=True)
         self._is_told = self._is_to_exchange = (
-            False  # when the model's own backward pass begins; whether that exchanges
+            False  # whether `begin_backward` is called; whether the next backward pass exchanges
         )
         self._random, self._is_planned = CutRandom(), False
 
@@ -65,7 +65,7 @@ class TensorParallel(Strategy):
         return model
 
     def _plan(self, model: torch.nn.Module, has_layers: bool) -> Plan:
-        """The user's plan, or the preset of the model's class if it has no layers that are cut by themselves."""
+        """The user's plan, or else the preset of the model's class if the model has no parallel layers of its own."""
         configs = self.settings.tensor_parallel_configs
         if configs.plan and configs.sequence_parallel:
             raise StrategyError(
@@ -131,7 +131,7 @@ def _nothing_to_cut(kind: str, degree: int) -> str:
 
 
 def _plain(outputs: Any) -> Any:
-    """The outputs as plain tensors. Logits that are cut stay so in training if the model has computed its loss."""
+    """The outputs as plain tensors. In training, sharded logits stay DTensors if the model has computed its loss."""
     found = list(tensors(outputs))
     has_loss = torch.is_grad_enabled() and any(not tensor.dim() and tensor.requires_grad for tensor in found)
 
@@ -143,7 +143,7 @@ def _plain(outputs: Any) -> Any:
 
 
 def _as_parameter(placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient cut as its parameter is: that of a norm is a sum over the parts of the sequence."""
+    """A gradient sharded as its parameter is. The gradient of a norm is summed over the parts of the sequence."""
     if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(placements):
         return gradient.redistribute(placements=placements)
     return gradient

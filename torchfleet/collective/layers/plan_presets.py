@@ -1,7 +1,7 @@
 """Plans of known models, by the names of their classes: neither transformers nor torchvision is imported.
 
-A model that has such a class, or contains one, needs no plan of its own. Heads are classes of their own, so that a base
-model in a user's network is cut too.
+A model of such a class, or one that contains such a model, needs no plan of its own. Models with heads have presets for
+the head alone, so that a base model in a user's network is cut too.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_of(model: torch.nn.Module, sequence: bool) -> dict[str, Any]:
-    """The plan of all known models in `model`, with their names in it; {}: there are none."""
+    """The plans of all known models in `model` as one plan, with full names; {} if `model` contains no known model."""
     found: dict[str, Any] = {}
     can_cut_sequence = False
     for name, module in model.named_modules():

@@ -67,7 +67,7 @@ class _Layer(ParallelStyle):
 
 
 class Column(_Layer):
-    """The outputs are this rank's, as a plain tensor; random numbers are its own until the next row layer."""
+    """Returns this rank's outputs as a plain tensor; random numbers differ among ranks until the next row layer."""
 
     def placements(self, module: torch.nn.Module) -> Mapping[str, Placement]:
         dims = weight_dims(module)
@@ -142,7 +142,7 @@ class Gather(ParallelStyle):
 
 
 class Sequence(ParallelStyle):
-    """A norm: its parameters are whole, and their gradients are summed over ranks. A dropout: masks of the rank's own.
+    """A norm has whole parameters, whose gradients are summed over ranks. A dropout draws another mask on each rank.
 
     torch's SequenceParallel would train a norm that is frozen, and drop the same places of all parts on CPUs.
     """
@@ -211,7 +211,7 @@ class Divide(ParallelStyle):
 
 
 def _as(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A plain tensor as what it is on this rank; a DTensor in this placement."""
+    """A DTensor with this placement: `x` redistributed, or with the plain tensor `x` as this rank's local tensor."""
     if isinstance(x, DTensor):
         return x.redistribute(placements=[placement])
     return DTensor.from_local(x, mesh, [placement], run_check=False)

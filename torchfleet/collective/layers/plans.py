@@ -68,10 +68,10 @@ def apply(found: list[Planned], mesh: DeviceMesh, random: CutRandom) -> None:
 
 @cache
 def _enable_parallel_loss() -> contextlib.ExitStack:
-    """From now on, in the whole process: the backward pass of a loss needs it too, and begins outside of the model."""
+    """Enable loss_parallel in the whole process: a loss needs it in backward too, which begins outside of the model."""
     stack = contextlib.ExitStack()
     stack.enter_context(loss_parallel())
-    return stack  # kept by the cache: never left
+    return stack  # kept by the cache, so that it is never closed
 
 
 def _parsed(pattern: str, words: Any) -> list[tuple[str, tuple[str, ...]]]:
@@ -88,7 +88,7 @@ def _parsed(pattern: str, words: Any) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _each_once(found: list[Planned]) -> list[Planned]:
-    """Without repetitions for modules with several names, or matched twice by the same word."""
+    """`found` without repetitions. Raises StrategyError if a module has two words that cut it."""
     once = {(id(one.module), one.word, one.attributes): one for one in reversed(found)}
     cut: dict[int, Planned] = {}
     for one in reversed(once.values()):
@@ -131,7 +131,7 @@ def _check(one: Planned, model: torch.nn.Module, degree: int) -> None:
 
 
 def _piece(one: Planned, model: torch.nn.Module) -> int:
-    """The width that is not cut: of a head, as the module around the layer knows it."""
+    """The width of a head, which is not cut: an attribute of the module around the layer; 1 if none is given."""
     if not one.attributes:
         return 1
     around = model.get_submodule(one.name.rpartition(".")[0])
@@ -152,7 +152,7 @@ def _check_divisible(what: str, number: int, piece: int, degree: int) -> None:
 
 
 def _check_blocks(found: list[Planned]) -> None:
-    """Every parameter inside of blocks must be in the plan: its gradient is one of a part of the sequence alone."""
+    """Every parameter inside of blocks must be in the plan: its gradient comes from one part of the sequence."""
     known = {id(one.module) for one in found if one.word in _CUTTING}
     blocks = [one for one in found if one.word == "blocks"]
     if not blocks and any(one.word == "sequence" for one in found):

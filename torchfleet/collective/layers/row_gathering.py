@@ -32,7 +32,7 @@ def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The inverse of `gather`: sums a tensor of all rows over the ranks, and returns this rank's rows."""
+    """The backward of `gather`: sums a tensor of all rows over the ranks, and returns this rank's rows."""
     rank = dist.get_rank()
     if dist.get_backend() == "gloo":  # not every version can reduce-scatter
         tensor = tensor.clone(memory_format=torch.contiguous_format)

@@ -57,8 +57,8 @@ def own_blocks(shard: torch.Tensor, num: int, group: Group) -> torch.Tensor:
 
 
 class _OwnShard(torch.autograd.Function):
-    """DTensor.to_local, with a gradient in the parameter's layout: torch copies any other, old versions the whole of
-    it."""
+    """DTensor.to_local, with a gradient in the parameter's layout: torch copies a gradient in any other layout, in old
+    versions the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:

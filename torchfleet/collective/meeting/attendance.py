@@ -45,7 +45,7 @@ class Attendance:
         self._is_one_lost = is_one_lost or self._is_one_silent
         self._gives_signs = is_one_lost is None
         self._sign: str | None = None  # the last heartbeat of the next rank
-        self._heard = 0.0  # when it last changed
+        self._heard = 0.0  # when this heartbeat last changed
         self._lock = threading.Lock()  # only one thread at a time may use the store
         self._num_steps = self._num_meetings = 0
         self._since: float | None = None  # when the present step began
@@ -91,7 +91,7 @@ class Attendance:
                 look = now
                 self._raise_if_awaited(what)
                 if self._is_one_lost() or now - start > self._timeout:
-                    self._set(opened, "")  # for all ranks: they know no more than this one
+                    self._set(opened, "")  # opens it for all ranks: the others know no more than this one
             time.sleep(pause)
             pause = min(_PAUSE, 2 * pause)
 
@@ -147,7 +147,7 @@ class Attendance:
 
     def _held_up_in(self) -> int:
         """The step in which this rank has been held up for longer than _PATIENCE; 0 if none."""
-        num_steps = self._num_steps  # first: a step that ends meanwhile must not count as one that was begun
+        num_steps = self._num_steps  # read first: a step that ends meanwhile must not count as begun
         since, progress, now = self._since, self._progress, time.monotonic()
         if since is not None and now - since > _PATIENCE:
             return num_steps + 1

@@ -59,7 +59,7 @@ class Agreement:
         return found
 
     def _counted(self, loader: Iterable[Any], numbers: list[int]) -> Iterator[Any]:
-        """`batches` where every rank knows how many it has: nothing more is asked."""
+        """`batches` if every rank knows how many it has: there is no further exchange."""
         least, own = min(numbers), numbers[self._rank]
         num_read = 0
         for batch in itertools.islice(loader, least):
@@ -104,7 +104,7 @@ def exact_length(loader: Any) -> int | None:
 
 
 class Asked:
-    """A batch, or the end, and the question to all ranks about it."""
+    """A batch, or the end of the batches, and the exchange that asks all ranks whether they have one."""
 
     def __init__(self, batch: Any, flags: torch.Tensor, work: Any) -> None:
         self.batch, self._flags, self._work = batch, flags, work

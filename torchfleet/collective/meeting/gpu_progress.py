@@ -1,4 +1,4 @@
-"""How many steps a GPU has finished, in host memory. A thread reads it without a call of CUDA: the query of an event
+"""How many steps a GPU has finished, in host memory. A thread reads it without calling CUDA: the query of an event
 would end the capture of a CUDA graph in the thread that trains.
 """
 
@@ -10,14 +10,14 @@ from torchfleet.base.cuda_capture import is_capturing
 
 
 class GpuProgress:
-    """The steps of one device. The device writes a step's number into host memory behind its work."""
+    """The steps of one device. The device writes a step's number into host memory after the step's work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._num_issued = device, 0
         self._finished = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def note(self) -> None:
-        """A step was issued. Does nothing in a capture, whose work is done by its replays."""
+        """Note that a step was issued. Does nothing during the capture of a CUDA graph, whose replays do the work."""
         if is_capturing(self._device):
             return
         self._num_issued += 1

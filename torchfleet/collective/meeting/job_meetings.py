@@ -29,7 +29,7 @@ class JobMeetings:
         return attendance.begin_step, partial(attendance.end_step, world.device)
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks come here. Raises WorkerMissing if one waits for this rank in a step."""
+        """Wait until all ranks come here. Raises WorkerMissing if another rank waits for this one in a step."""
         if self._attendance is not None:
             self._attendance.meet(what)
 

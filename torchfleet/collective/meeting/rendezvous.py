@@ -4,7 +4,7 @@ A process may join several groups, one after another (fleet.init, fleet.stop_wor
 serves the store. This process keeps its connection, and rank 0 its server, until the process ends: a rank that comes to
 the second group before rank 0 does must find the server that rank 0 is going to use. The store still has the keys of
 earlier groups then, with addresses that no longer exist. So all keys of a group have a prefix with its generation. When
-a rank is replaced, all ranks begin another attempt, and count the groups of that anew: the new process has joined none.
+a rank is replaced, all ranks begin another attempt and count its groups from zero: the new process has joined no group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rendezvous:
         self._attempt = self._generation = 0
 
     def begin(self, attempt: int) -> None:
-        """All ranks begin an attempt to train, of the same number."""
+        """Begin the attempt to train with this number, which is the same on all ranks."""
         self._attempt, self._generation = attempt, 0
 
     def next_store(self, master: str, rank: int, size: int, timeout: timedelta) -> Store:

@@ -33,15 +33,15 @@ class ModelPart(NamedTuple):
     name: str
     module: torch.nn.Module  # has the tensors of the part
     state: float  # bytes of its parameters, gradients and optimizer state
-    call: Callable[[Any, Inputs], Any]  # of what the part before it returned, and the model's inputs
-    is_start: bool | None = None  # whether a stage may begin with it; None: if what enters is one tensor
+    call: Callable[[Any, Inputs], Any]  # of the previous part's output and the model's inputs
+    is_start: bool | None = None  # whether a stage may begin with it; None: if one tensor enters
 
 
 class _Round(NamedTuple):
     """Forward and backward of a part."""
 
     seconds: float
-    entering: list[torch.Tensor]  # copies of the tensors that the part before returned
+    entering: list[torch.Tensor]  # copies of the tensors that the previous part returned
     output: Any
     kept: Storages  # for backward
 
@@ -77,7 +77,7 @@ class DryStep:
         return found
 
     def _run(self, part: ModelPart, value: Any, inputs: Inputs) -> _Round:
-        """A round of the least time of some; what it keeps is that of a round before them, which may be slower."""
+        """Run a part once for what it keeps, then _ROUNDS times for the least time. Returns one round with both."""
         own = {f"part.{name}": tensor for name, tensor in self._stand_ins(part.module)}
         leaves = [tensor for tensor in own.values() if tensor.requires_grad]
 
@@ -97,7 +97,7 @@ class DryStep:
                 first = once()
             return first._replace(kept=kept, seconds=min(once().seconds for _ in range(_ROUNDS)))
 
-        # Backward runs inside, too: modules that are recomputed run again then.
+        # Backward runs inside too, because it runs recomputed modules again.
         found: _Round = functional_call(_Around(part.module), own, (rounds,))
         return found
 
@@ -141,18 +141,18 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(output: Any, leaves: Sequence[torch.Tensor]) -> None:
-    """Compute the gradients of the leaves, which are not kept."""
+    """Compute the gradients of the leaves, and discard them."""
     needing = [tensor for tensor in tensors(output) if tensor.requires_grad]
     if needing and leaves:
         torch.autograd.grad(needing, leaves, [torch.ones_like(tensor) for tensor in needing], allow_unused=True)
 
 
 def _unit(part: ModelPart, value: Any, done: _Round, inherited: set[int]) -> Unit:
-    """`inherited`: storages that enter, and that the parts before keep."""
+    """`inherited`: storages that enter the part, and that earlier parts keep."""
     entering = {storage_of(tensor): tensor for tensor in done.entering}
     leaving = [tensor for tensor in tensors(done.output) if storage_of(tensor) not in {*done.kept, *entering}]
     is_start = value is None or isinstance(value, torch.Tensor) if part.is_start is None else part.is_start
-    is_changed = any(tensor._version for tensor in done.entering)  # what another rank has sent must not be
+    is_changed = any(tensor._version for tensor in done.entering)  # tensors that another rank has sent must not be
     return Unit(
         part.name,
         done.seconds,

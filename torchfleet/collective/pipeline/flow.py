@@ -50,7 +50,7 @@ class Schedule:
 
     def _clear(self) -> None:
         self._sends: deque[Transfer] = deque()
-        self._arriving: dict[Action, Transfer | list[torch.Tensor]] = {}  # or handed on by a stage of this rank
+        self._arriving: dict[Action, Transfer | list[torch.Tensor]] = {}  # or tensors from a stage of this rank
         self._kept: dict[tuple[int, int], tuple[Sequence[torch.Tensor], tuple[Any, ...]]] = {}  # for backward
         self._split: dict[tuple[int, int], SplitBackward] = {}  # between the two parts of a backward pass
 
@@ -148,6 +148,6 @@ def _differentiable(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def _tag(receive: Action) -> int:
-    """Of the message for this receive: different from those of all others that are under way."""
+    """The tag of the message for this receive, different from the tags of all other messages under way."""
     kind, stage, micro_batch = receive
     return (stage % 1023 * 4096 + micro_batch % 4096) * 2 + (kind == RECEIVE_BACKWARD)

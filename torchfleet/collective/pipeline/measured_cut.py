@@ -1,7 +1,7 @@
 """pipeline_configs["cut"] = "measured": a dry step measures the modules of a model (dry_step.py), which are then cut.
 
-All ranks measure, since layers may communicate, and tell each other: the median of the times and the most bytes count.
-So all of them find the same cut (stage_cuts.py).
+All ranks measure, because layers may communicate, and exchange the results: the median of the times and the largest
+number of bytes count. So all ranks find the same cut (stage_cuts.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.world import World
 
 _OF_A_GPU = 0.9  # the share of its memory that a rank may take: an allocator keeps some in reserve
-_ADAM = 2  # numbers of optimizer state for one of a parameter: which optimizer there will be is not known yet
+_ADAM = 2  # values of optimizer state for each value of a parameter, as in Adam: the optimizer is not known yet
 
 
 class MeasuredCut:
@@ -40,7 +40,7 @@ class MeasuredCut:
         self._configs = settings.pipeline_configs
 
     def starts(self, model: torch.nn.Module, batch: Any, recomputed: Sequence[str]) -> list[str]:
-        """The names of the first modules of the second, third, ... stage. `batch`: as the inputs of train_batch.
+        """The names of the first modules of the second, third, ... stage. `batch`: like the inputs of train_batch.
 
         `recomputed`: the modules that keep only their inputs, if the model is traced.
         """
@@ -112,7 +112,7 @@ class MeasuredCut:
 
 
 def _not_to_cut(model: torch.nn.Module, names: Sequence[str], modules: Sequence[torch.nn.Module]) -> set[int]:
-    """Parts that must stay with the one before them: parameters of a part before are used in a later one."""
+    """Parts that no stage may begin with: the cut would separate a parameter from a part that uses it."""
     part_of = stages.stage_of_modules(model, names[1:])
     found = strays(modules, range(len(modules)), part_of, by_name(ties(model, part_of)))
     pairs = [sorted((part, owner)) for part, _, owner in found]
@@ -120,7 +120,7 @@ def _not_to_cut(model: torch.nn.Module, names: Sequence[str], modules: Sequence[
 
 
 def agreed(world: World, measure: Callable[[], list[Unit]], bound: float) -> tuple[list[Unit], float]:
-    """What all ranks have measured together, and their smallest bound. If it fails on one rank, all of them raise."""
+    """The measurements of all ranks, merged, and their smallest bound. If it fails on one rank, all of them raise."""
     failure: Exception | None = None
     told: dict[str, Any] = {}
     try:
@@ -140,7 +140,7 @@ def agreed(world: World, measure: Callable[[], list[Unit]], bound: float) -> tup
 
 
 def _joined(measured: Sequence[Unit]) -> Unit:
-    """One unit, as all ranks have measured it."""
+    """One unit, merged from the measurements of all ranks."""
     every = [asdict(unit) for unit in measured]
     most = {name: max(unit[name] for unit in every) for name in ("state", "inside", "entering", "joined", "leaving")}
     seconds = statistics.median(unit.seconds for unit in measured)

@@ -42,7 +42,7 @@ class MicroBatches:
         return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
-        """The outputs of all micro-batches, joined along the first dimension, in the structure of the model's."""
+        """The outputs of all micro-batches, joined along the first dimension, in the model's structure of outputs."""
         flat = [tree_flatten(output)[0] for output in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]
         return tree_unflatten([_join(leaves) for leaves in zip(*flat, strict=True)], structure)
@@ -81,7 +81,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def num_micro_batches(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> int:
-    """The number of micro-batches by pipeline_configs. A batch that cannot be split that way is an error."""
+    """The number of micro-batches by pipeline_configs. Raises StrategyError if the batch cannot be split that way."""
     if not micro_batch_size:
         if batch_size % accumulate_steps:
             raise StrategyError(

@@ -62,7 +62,7 @@ def forwards(rank_of: Sequence[int], num: int) -> list[list[Action]]:
 
 
 def orders(mode: str, size: int, vpp_degree: int, num: int) -> list[list[Action]]:
-    """The order of each rank, without receives. Raises StrategyError for numbers that the schedule cannot have."""
+    """The order of each rank, without receives. Raises StrategyError for numbers that the schedule does not support."""
     if mode not in ("1F1B", "F-then-B"):
         return _of_torch(mode, size, vpp_degree, num)
     found = []
@@ -89,7 +89,7 @@ def num_kept(orders: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
 
 
 class _StageOfTorch:
-    """What a schedule of torch reads of a stage when it computes its order."""
+    """Has the attributes of a stage that torch's schedules read when they compute an order."""
 
     def __init__(self, index: int, rank_of: Sequence[int]) -> None:
         self.stage_index, self.num_stages = index, len(rank_of)
@@ -123,7 +123,7 @@ def _action(found: Any) -> Action:
 def with_receives(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> list[list[Action]]:
     """The orders with an action for each receive, at which a rank starts to receive and goes on.
 
-    The orders are run step by step, without time; what a rank sends is added to the receiver's order at that moment.
+    The orders are simulated action by action; when a rank sends, the receive is appended to the receiver's order.
     So every rank sends and receives in one common order of all ranks, and no two of them wait for each other, even
     where a send lasts until it is received.
     """
@@ -157,7 +157,7 @@ def needed(action: Action, num_stages: int) -> set[Action]:
 
 
 def _receive(action: Action) -> Action | None:
-    """The receive of another stage that this action leads to, if that stage exists and is on another rank."""
+    """The receive in another stage that this action leads to. That stage may not exist, or be on the same rank."""
     if action.kind == FORWARD:
         return Action(RECEIVE_FORWARD, action.stage + 1, action.micro_batch)
     if action.kind in (BACKWARD, BACKWARD_INPUT):

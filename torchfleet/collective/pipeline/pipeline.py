@@ -77,7 +77,7 @@ class Pipeline(Strategy):
             self._rank_of = orders.ranks_of_stages(self._mode, self._axis.size, self._vpp_degree)
             self._wire = Wire(self._axis, world.device)
         self._own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._axis.rank]
-        self._stage = self._own[-1]  # the one that runs
+        self._stage = self._own[-1]  # the stage that runs now
         self.wants_batch = settings.pipeline_configs.cut == "measured"
         self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
@@ -277,7 +277,7 @@ class Pipeline(Strategy):
 
 
 def _check(settings: DistributedStrategy) -> None:
-    """Refuse what a rank with several stages, and a backward pass in two parts, cannot be combined with."""
+    """Refuse settings that conflict with several stages on a rank, or with a backward pass in two parts."""
     configs, is_split = settings.pipeline_configs, settings.pipeline_configs.schedule_mode.endswith("ZeroBubble")
     mode = f"pipeline_configs['schedule_mode']={configs.schedule_mode!r}"
     stage = settings.sharding_configs.stage

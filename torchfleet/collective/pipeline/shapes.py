@@ -67,7 +67,7 @@ class Wire:
         return dist.get_global_rank(self._axis.group, rank)
 
     def isend(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> Transfer:
-        """Start to send. The tensors must live until it is done. `tag`: one for each message under way."""
+        """Start to send. The tensors must live until the send is done. `tag`: unique among the messages under way."""
         sent = [_bytes(tensor.detach().to(self.device)) for tensor in tensors]
         return Transfer(self._post(dist.isend, sent, to, tag), sent)
 

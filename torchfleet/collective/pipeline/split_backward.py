@@ -7,7 +7,7 @@ second part.
 
 torch.distributed.pipelining has two functions for it, which are not used: they detach outputs in place, which fails
 where an activation keeps its output for backward (tanh), lose the gradients of outputs that do not depend on the
-inputs, and before torch 2.13 count twice what a weight gets that a stage uses twice.
+inputs, and before torch 2.13 count the gradient of a weight twice if a stage uses it twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SplitBackward:
         inputs: Sequence[torch.Tensor],
         weights: Iterable[torch.nn.Parameter],
     ) -> None:
-        """`outputs` need gradients, and `inputs` are leaves. A gradient of None stands for that of a loss."""
+        """`outputs` need gradients, and `inputs` are leaves. The gradient of an output that is a loss is None."""
         self._weights = {id(weight): weight for weight in weights}
         needing = {id(tensor): place for place, tensor in enumerate(inputs) if tensor.requires_grad}
         graph = _Graph([_node(output) for output in outputs], needing, self._weights)
@@ -112,7 +112,7 @@ class _Graph:
                 self._to_weights.add(node)
 
     def branches(self) -> list[tuple[list[Any], list[int]]]:
-        """(nodes on paths, ids of the weights whose branches leave there); groups have neither in common."""
+        """(nodes on paths, ids of the weights whose branches leave there); no two groups share a node or a weight."""
         groups: list[tuple[list[Any], list[int]]] = []
         for node in self._nodes:
             if node not in self.paths:

@@ -60,7 +60,7 @@ def best_cut(num_units: int, num_stages: int, cost: Cost, join: Join = max) -> l
     """
     best: list[tuple[float, list[int]]] = [(cost(0, 0, end) if end else math.inf, []) for end in range(num_units + 1)]
     for stage in range(1, num_stages):
-        for end in range(num_units, stage, -1):  # backwards: best[first] is still that of one stage less
+        for end in range(num_units, stage, -1):  # backwards: best[first] still has one stage less
             best[end] = min(
                 (join(best[first][0], cost(stage, first, end)), [*best[first][1], -first])
                 for first in range(stage, end)
@@ -82,7 +82,7 @@ class Cutting:
         return self._seconds[end] - self._seconds[first]
 
     def bytes(self, stage: int, first: int, end: int) -> float:
-        """Of the rank, for this stage."""
+        """The bytes that the rank takes for this stage."""
         entering, joined = self._units[first].entering, self._units[first].joined
         kept = entering - joined + self._kept[end] - self._kept[first] + self._units[end - 1].leaving
         return self._states[end] - self._states[first] + self._stages.num_kept[stage] * kept

@@ -26,7 +26,7 @@ def chain(model: torch.nn.Module, name: str = "") -> list[str]:
 
 
 def _is_sequential(module: torch.nn.Module) -> bool:
-    """Whether it behaves as Sequential and can be split: it has no hooks, which every stage would call."""
+    """Whether it behaves like a Sequential and can be split: it has no hooks, which every stage would call."""
     return (
         isinstance(module, torch.nn.Sequential)
         and getattr(module.forward, "__func__", None) is torch.nn.Sequential.forward
@@ -35,7 +35,7 @@ def _is_sequential(module: torch.nn.Module) -> bool:
 
 
 def refuse_guards(model: torch.nn.Module) -> None:
-    """Raise StrategyError if device_guard says where stages begin, and a dry step is to find it."""
+    """Raise StrategyError if device_guard says where stages begin: a dry step is to find that."""
     guarded = _guarded_starts(model)
     if guarded:
         raise StrategyError(
@@ -114,7 +114,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 def blocks(model: torch.nn.Module, name: str = "") -> list[str]:
-    """Modules of which stages can be made: those of lists, and outside of lists those that have none inside."""
+    """Modules of which stages can be made: the elements of lists, and outside of lists those that contain no list."""
     found: list[str] = []
     for own, child in model.named_children():
         path = f"{name}.{own}" if name else own
@@ -127,7 +127,7 @@ def blocks(model: torch.nn.Module, name: str = "") -> list[str]:
 
 
 def in_call_order(names: Sequence[str], called: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Those of `names` that were called once, in the order of the model's modules, `known`: others begin no stage."""
+    """Those of `names` that were called once, in the order of `known`, the model's modules. Only these begin stages."""
     places, last = {name: place for place, name in enumerate(known)}, -1
     found: list[str] = []
     for name in called:

@@ -1,4 +1,4 @@
-"""What is put right in the modules of a trace, so that they compute as the model's own."""
+"""Repairs of the modules of a trace, so that they compute like the model's own modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Ordered(torch.nn.Module):
 
 
 def in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
-    """A trace may reorder a module's inputs. Stand-ins of layers with several inputs copy them, to show the order."""
+    """`layer` with its own order of inputs, which a trace may change. Stand-ins copy their inputs to show the order."""
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
     copies = [node.args[0] for node in traced.graph.nodes if node.target is torch.ops.aten.clone.default]
     places = [inputs.index(source) for source in copies if source in inputs]

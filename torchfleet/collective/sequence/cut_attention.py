@@ -43,7 +43,7 @@ class CutAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """torch.nn.MultiheadAttention: a function of Python, inside of which modes are off."""
+        """torch.nn.MultiheadAttention calls a Python function, inside which modes are off: replace attention there."""
         if kwargs.get("need_weights", True):
             raise ModelError(
                 "context_parallel: torch.nn.MultiheadAttention is called with need_weights=True, which computes the "

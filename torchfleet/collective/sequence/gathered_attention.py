@@ -5,7 +5,7 @@
 torch's ring attention has no kernel for CPUs: it takes over the flash, efficient and cuDNN kernels of GPUs. This calls
 torch's flash kernel for CPUs itself. Under a causal mask each half of the queries is a chunk of the sequence: it
 attends to all chunks before its own, and causally to its own. The two results are joined by their logarithms of sums of
-exponentials. No matrix of scores is kept. Gathered keys and values are let go after forward, and gathered again in
+exponentials. No matrix of scores is kept. Gathered keys and values are freed after forward, and gathered again in
 backward; the gradients of keys and values are reduce-scattered.
 """
 
@@ -86,7 +86,7 @@ class GatheredAttention(torch.autograd.Function):
         is_causal, scale, axis = ctx.options
         keys, values = _whole(key, value, axis)
         of_queries = torch.zeros_like(query, dtype=torch.float32)
-        parts = key.new_zeros((axis.size, 2, *key.shape), dtype=torch.float32)  # of keys and values, by ranks
+        parts = key.new_zeros((axis.size, 2, *key.shape), dtype=torch.float32)  # gradients of keys and values, by rank
         for piece in _pieces(query.shape[_TOKENS], axis, is_causal):
             own, others = slice(piece.start, piece.stop), slice(piece.first, piece.last)
             found: Any = _attend_backward(

@@ -47,7 +47,7 @@ def add_to_parts(of_ranks: torch.Tensor, tensor: torch.Tensor, first: int, dim: 
 
 
 def own_sum(of_ranks: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over ranks of this rank's entry along the first dimension."""
+    """The sum over ranks of this rank's part, one of the parts along the first dimension."""
     own = of_ranks.new_empty(of_ranks.shape[1:])
     reduce_scatter_single(own, of_ranks.flatten(0, 1), group=axis.group)
     return own
@@ -56,8 +56,8 @@ def own_sum(of_ranks: torch.Tensor, axis: Axis) -> torch.Tensor:
 class WholeOutput(torch.autograd.Function):
     """The tokens of all ranks along dimension 1; in backward, this rank's tokens times the number of ranks.
 
-    Every rank computes the same loss from it. The mean of the ranks' gradients is taken afterwards, and their sum is
-    wanted.
+    Every rank computes the same loss from it. The ranks' gradients are averaged afterwards, and must be summed: hence
+    the factor.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ class RingAttention:
     """torch's ring attention among the ranks of `axis`. All of a model's attention is causal, or none of it."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        """Raises StrategyError where torch or the backend cannot."""
+        """Raises StrategyError if torch or the backend does not support it."""
         self._torch = _of_torch()
         assert axis.group is not None
         if dist.get_backend(axis.group) != "nccl":
@@ -40,7 +40,7 @@ class RingAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
     ) -> torch.Tensor:
-        if self._is_causal not in (None, is_causal):  # one setting of torch's for the whole process
+        if self._is_causal not in (None, is_causal):  # torch has one setting for the whole process
             raise ModelError(
                 "context_parallel: some attention of the model is causal and some is not, which torch's ring attention "
                 "does not take. Leave context_parallel out."

@@ -23,11 +23,11 @@ class CutInputs(NamedTuple):
     kwargs: dict[str, Any]
     length: int  # tokens of a sequence on this rank
     has_labels: bool  # at least two arguments have a value for each token
-    loss_factor: float  # by which the loss of this rank counts more than the mean over ranks
+    loss_factor: float  # the weight of this rank's loss in the mean over ranks
 
 
 class SequenceInputs:
-    """Cuts every tensor whose second dimension is that of the first such tensor, the length of the sequences."""
+    """Cuts every tensor whose second dimension is as long as that of the first tensor that has one: the sequences."""
 
     def __init__(self, model: torch.nn.Module, axis: Axis, position_argument: str) -> None:
         self._signature = inspect.signature(model.forward)
@@ -66,7 +66,7 @@ class SequenceInputs:
         return CutInputs(cut_args, {**cut_kwargs, **more}, share, num_cut - has_mask > 1, factor)
 
     def _added(self, given: Mapping[str, Any], whole: torch.Tensor, length: int) -> dict[str, Any]:
-        """Arguments that the model knows, for whole sequences."""
+        """Arguments to add that the model accepts, for whole sequences."""
         found: dict[str, Any] = {}
         if self._positions and given.get(self._positions) is None:
             found[self._positions] = torch.arange(length, device=whole.device).unsqueeze(0)
@@ -77,14 +77,14 @@ class SequenceInputs:
                     "context_parallel: attention_mask hides some tokens, and attention to all tokens or causal "
                     "attention can be cut: join the texts of a batch to sequences without padding"
                 )
-            # Given as ones: without it, transformers would take the gap between two chunks for that of two texts.
+            # Given as ones: without it, transformers would take the gap between two chunks for that between two texts.
             found["attention_mask"] = whole.new_ones(whole.shape[:2], dtype=torch.long) if mask is None else mask
         if "use_cache" in self._signature.parameters and given.get("use_cache") is None:
             found["use_cache"] = False  # keys of a part of the sequence are of no use to generate
         return found
 
     def _of_labels(self, labels: torch.Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-        """Arguments for the loss, and the factor of this rank's loss: tokens without a label count nothing."""
+        """Arguments for the loss, and the factor of this rank's loss: tokens without a label do not count."""
         if self._shifts:
             shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             num = given.get("num_items_in_batch")

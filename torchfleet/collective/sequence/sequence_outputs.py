@@ -1,4 +1,4 @@
-"""The outputs of a model for the tokens of one rank, made those of the whole sequence."""
+"""Turns the outputs of a model for the tokens of one rank into outputs for the whole sequence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_of_tokens(tensor: torch.Tensor, length: int) -> bool:
 
 
 def _whole_loss(loss: torch.Tensor, factor: float, axis: Axis) -> torch.Tensor:
-    """The mean of the ranks' losses, whose gradient is that of this rank's: gradients are averaged later."""
+    """The mean of the ranks' losses, with the gradient of this rank's own: gradients are averaged later."""
     own = loss * factor
     mean = own.detach().clone()
     dist.all_reduce(mean, group=axis.group)

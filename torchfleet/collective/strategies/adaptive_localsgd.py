@@ -92,7 +92,7 @@ class AdaptiveLocalSGD(LocalSGD):
 
 
 def next_interval(first_interval: int, first_lr: float, first_loss: float, lr: float, loss: float) -> int:
-    """The formula. A loss that is not a positive number is an error."""
+    """The formula. Raises FleetError unless `first_loss` is above 0 and `loss` is finite and not negative."""
     if not (first_loss > 0 and loss >= 0 and math.isfinite(loss)):
         raise FleetError(
             f"adaptive_localsgd needs a finite loss above 0, found {first_loss:g} at first and {loss:g} now: use "

@@ -22,8 +22,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """The indices of the `count` largest absolute values, exactly, unordered; `values` is flat. NaN counts as largest.
 
     On a CPU torch.topk passes over all values and their indices in one thread. Here a sample yields a bound that
-    somewhat more than `count` values should exceed, and only these are compared; if there are fewer, the sample was
-    misleading.
+    somewhat more than `count` values should exceed, and only these are compared; if fewer do, all values are.
     """
     sizes = values.abs()
     if values.is_cuda or count * 4 > sizes.numel() or sizes.numel() < 4 * _SAMPLE:
@@ -31,7 +30,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     bound = _bound(sizes, count)
     if bound == 0:
         return _largest_of_few(sizes, count)
-    candidates = _places(~(sizes.numpy() < bound))  # not >=, which NaN never is
+    candidates = _places(~(sizes.numpy() < bound))  # not >=, which is False for NaN
     if candidates.numel() < count:
         return _top(sizes, count)
     return candidates[_top(sizes[candidates], count)]
@@ -42,7 +41,7 @@ def _top(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _bound(sizes: torch.Tensor, count: int) -> float:
-    """A bound that, estimated from a sample, `count` values plus four standard deviations reach."""
+    """A bound, estimated from a sample, that `count` values reach, with a margin of four standard deviations."""
     step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd, to differ from layer widths that are powers of 2
     sample = sizes[::step]
     expected = count / step
@@ -51,7 +50,7 @@ def _bound(sizes: torch.Tensor, count: int) -> float:
 
 
 def _largest_of_few(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """The case that most values are 0, as in the gradients of embeddings."""
+    """`_top` if most values are 0, as in the gradients of embeddings."""
     candidates = _places(sizes.numpy() != 0)
     missing = count - candidates.numel()
     if missing <= 0:

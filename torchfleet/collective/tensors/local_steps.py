@@ -1,8 +1,8 @@
 """Steps of an optimizer on this rank's shards as plain tensors.
 
 torch dispatches every operation on a DTensor by itself, which takes longer than the operation if the shard is small:
-AdamW on 28 small parameters takes a quarter of the time without. Rules that treat every number by itself give the same
-bits either way. The state stays what the optimizer makes of DTensors, for saves and for its other users.
+without it, AdamW on 28 small parameters takes a quarter of the time. Rules that treat every number by itself give the
+same bits either way. The state stays what the optimizer makes of DTensors, for saves and for its other users.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from torchfleet.collective.tensors.local_tensors import shard
 
-# Not LBFGS, Adafactor and Muon, which look at whole parameters; and no classes of others, whose rules are not known.
+# Not LBFGS, Adafactor and Muon, which use whole parameters, nor classes from elsewhere, whose rules are not known.
 _BY_NUMBER = {optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax,
               optim.NAdam, optim.RAdam, optim.ASGD}  # fmt: skip
 
@@ -75,7 +75,7 @@ class LocalSteps:
                     plain.grad = None
 
     def _stand_in(self, parameter: Any) -> torch.nn.Parameter:
-        """The parameter's shard with the gradient's; a plain parameter itself."""
+        """The parameter's shard, with the gradient's shard; a plain parameter itself."""
         if type(parameter) is not DTensor:
             return cast(torch.nn.Parameter, parameter)
         own, plain = shard(parameter), self._plain.get(parameter)
@@ -95,7 +95,7 @@ def _own(value: Any) -> Any:
 
 
 def _take_back(state: dict[str, Any], of_shard: dict[str, Any], parameter: Any) -> None:
-    """Enter what the step has made anew, tensors of the shard's shape as DTensors like the parameter."""
+    """Put values that the step made into `state`; tensors of the shard's shape become DTensors like the parameter."""
     for key, value in of_shard.items():
         if value is not _own(state.get(key)):
             state[key] = _like(parameter, value) if _is_shard(value, parameter) else value

@@ -32,7 +32,7 @@ def is_local(parameter: torch.Tensor) -> bool:
 
 
 def dealt(parameters: Iterable[torch.Tensor], loads: list[int]) -> dict[torch.Tensor, int]:
-    """Assign parameters to ranks: largest first, each to the rank with the least. The result is equal on all ranks.
+    """Assign parameters to ranks: largest first, each to the rank with the least load. All ranks get the same result.
 
     `loads` are the numbers of elements that each rank already has; they are updated.
     """

@@ -33,7 +33,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], outputs: Any) ->
 
 
 def tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """All tensors in it, in order."""
+    """All tensors in `outputs`, in order."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -38,7 +38,7 @@ def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum a number of each rank's shard, for each of `parameters`, over the shards: one all-reduce per mesh axis."""
+    """Sum `squares`, a number for this rank's shard of each parameter, over the shards; an all-reduce per mesh axis."""
     if not are_cut(parameters):
         return squares
     cut: dict[dist.ProcessGroup, list[int]] = {}
@@ -72,7 +72,7 @@ def num_shards(parameter: torch.Tensor) -> int:
 
 
 def are_cut(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Whether any parameter is a DTensor."""
     return DTensor in set(map(type, parameters))
 
 

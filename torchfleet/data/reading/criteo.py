@@ -15,7 +15,7 @@ RANGE = np.array([20, 603, 100, 50, 64000, 500, 100, 50, 500, 10, 10, 10, 50], n
 
 
 class CriteoFormat:
-    """`label \\t I1..I13 \\t C1..C26` into `dense_input`, `C1`..`C26` and `label`, as in docs/data.md."""
+    """Maps `label \\t I1..I13 \\t C1..C26` to `dense_input`, `C1`..`C26` and `label`, as in docs/data.md."""
 
     def __init__(self, hash_size: int = 1_000_001, log_scale: bool = False) -> None:
         if not isinstance(hash_size, int) or not 1 <= hash_size < 1 << 63:

@@ -38,7 +38,9 @@ class DataGenerator:
         return same
 
     def run_from_stdin(self) -> None:
-        """Print the samples of every line of stdin. A failing line ends it, or is reported if bad lines are skipped."""
+        """Print the samples of every line of stdin. Raises DataError for a failing line, or reports it in the output if
+        bad lines are skipped.
+        """
         skip = os.environ.get("FLEET_ON_BAD_LINE") == "skip"
         out = sys.stdout
         for stream in (sys.stdin, out):
@@ -64,7 +66,9 @@ class DataGenerator:
     def lines(
         self, source: Iterable[str | None], complain: Callable[[int, Exception], None], names: list[str] | None = None
     ) -> Iterator[str]:
-        """The multi-slot text of all samples. `names`: the slots that they must have."""
+        """The multi-slot text of all samples. `complain`: gets the number of a failing line and its error. `names`: the
+        slots that every sample must have.
+        """
         self._names = names
         waiting: list[Any] = []
         for number, line in enumerate(source, 1):
@@ -79,7 +83,7 @@ class DataGenerator:
             yield self._text(waiting, number, complain)
 
     def _text(self, group: list[Any], number: int, complain: Callable[[int, Exception], None]) -> str:
-        """The group's text; if it fails, no text, and a complaint for each of its samples."""
+        """The group's text; if it fails, no text, and one call of `complain` for each of its samples."""
         try:
             return "".join(self._line(sample) for sample in self.generate_batch(group)() if sample is not None)
         except Exception as error:

@@ -24,7 +24,7 @@ ROWS = 1 << 15  # approximate number in a piece
 
 @dataclass(frozen=True)
 class ParquetFormat:
-    """Files are Parquet, and every slot is a column of its name, or what `columns` says.
+    """Files are Parquet. A slot has the values of the column of its name, or of what `columns` says.
 
     columns     slot → its column, or the columns that it joins side by side
     fill_null   the number that replaces a null; None: a null is an error. A null list always becomes an empty one
@@ -116,7 +116,7 @@ def _pieces(file: Any, path: str, size: int, names: list[str]) -> Iterator[Any]:
 
 
 def _damaged(file: Any, names: list[str]) -> str:
-    """The first row group and column that cannot be read, for an error; empty if each of them can be."""
+    """The first row group and column that cannot be read, for an error; empty if all can be read."""
     try:
         for group in range(file.num_row_groups):
             for name in names:

@@ -27,8 +27,8 @@ _POLL_MS = 100  # between two calls of `is_over`
 def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
     """The output of `command` with the file's contents as its input.
 
-    `skip`: a generator script skips bad lines. `is_over`: whether to end the command early; checked while it has no
-    output.
+    `skip`: tells a generator script to skip bad lines. `is_over`: whether to end the command early; checked while it
+    has no output.
     """
     is_plain = streams.is_local(path) and not streams.compression(path)
     stdin: Any = streams.open_file(path) if is_plain else subprocess.PIPE

@@ -105,7 +105,7 @@ class FileReader:
 
 
 def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
-    """The lines; one that is too long to be kept is an error."""
+    """Yield the lines. Raises DataError for a line of MAX_LINE characters or more."""
     for number in itertools.count(1):
         line = lines.readline(MAX_LINE)
         if len(line) == MAX_LINE and not line.endswith("\n"):

@@ -27,7 +27,7 @@ def is_local(path: str) -> bool:
 
 
 def check_files(files: Sequence[str]) -> list[str]:
-    """The paths as strings. Raises DataError unless `files` is a list of distinct, existing files."""
+    """The paths as strings. Raises DataError unless `files` is a list of distinct paths, and local files exist."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"set_filelist: expected a list of paths, found the single {files!r}; write [{files!r}]")
     if not isinstance(files, Iterable):
@@ -67,7 +67,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    """The stream in chunks; closes it. A stream that cannot be read or decompressed raises DataError."""
+    """Yield the stream in chunks, then close it. Raises DataError if it cannot be read or decompressed."""
     num_read = 0
     try:
         while data := stream.read(CHUNK):

@@ -1,7 +1,8 @@
-"""Ends pipe commands whose worker has died, for whatever reason: a process that waits for the worker's end of a pipe.
+"""The watchdog: a process that ends the pipe commands of a worker when the worker has died, for any reason.
 
-A worker's commands, and all processes that they start, carry its mark in their environment. When the worker dies, the
-system closes its end of the pipe; the watchdog then kills every process with the mark and exits.
+A worker's commands, and all processes that they start, carry its mark in their environment. The watchdog reads from a
+pipe. When the worker dies, the system closes the worker's end; the watchdog then kills every process with the mark and
+exits.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _start() -> tuple[str, int]:
 
 
 def _forget_in_child() -> None:
-    """Start anew in a forked process: it has its own commands, and must not keep its parent's watchdog waiting."""
+    """Forget the watchdog in a forked process, which has its own commands and must not keep its parent's pipe open."""
     global _watched, _lock
     _lock = threading.Lock()
     if _watched is not None:

@@ -65,7 +65,7 @@ class HealthPort:
         return self._child.returncode is None and not is_stuck
 
     def _is_in_step(self) -> bool:
-        """False for a backup that has not all rows yet: until then its primary must not be evicted."""
+        """False for a backup that does not have all rows yet: until then its primary must not be evicted."""
         try:
             found = json.loads(self._status_file.read_text())
         except (OSError, ValueError):

@@ -78,7 +78,7 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
     command = module_command if options.module else script_command
     is_elastic = isinstance(options.worker_num, tuple)
     least, most = options.worker_num if is_elastic else (None, options.worker_num)
-    size = getattr(options, "log_max_bytes", None)  # fleetrun slurm has no such option: its tasks do
+    size = getattr(options, "log_max_bytes", None)  # fleetrun slurm has no such option, but its tasks have it
     return JobSpec(
         command=tuple(command(options.script, options.arguments)),
         log_dir=Path(options.log_dir),

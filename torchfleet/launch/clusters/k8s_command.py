@@ -72,7 +72,7 @@ def _files(options: argparse.Namespace) -> tuple[list[SentFile], dict[str, str]]
 
 
 def described_defaults(options: argparse.Namespace) -> list[str]:
-    """Return a line about the cores and the memory that pods have because the user did not say how much."""
+    """Return a line with the default cores and memory of a process if the user left out any of them, else nothing."""
     is_collective = options.nproc_per_node is not None or options.nnodes is not None
     names = [f"{role}_{what}" for role in ("server", "worker") for what in ("cpus", "memory")]
     missing = [f"--{name}" for name in names[2 * is_collective :] if getattr(options, name) is None]
@@ -85,7 +85,7 @@ def describe(job: K8sJob, files: list[ScriptFile]) -> list[str]:
     lines = []
     for made in jobs(job, files):
         container = made["spec"]["template"]["spec"]["containers"][0]
-        num = made["spec"]["completions"]  # of an elastic job: the most
+        num = made["spec"]["completions"]  # of an elastic job: the maximum
         lines.append(f"{made['metadata']['name']}, {num} pod{'s' * (num > 1)}: {' '.join(container['command'])}")
         for variable in container["env"]:
             value = variable.get("value", variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath"))

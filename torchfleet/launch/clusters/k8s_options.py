@@ -28,7 +28,7 @@ FORMATS = ("plain", "kustomize", "jobset")
 CLEANING = ("Always", "Never", "OnCompletion", "OnFailure")
 _CLEANS_ON = {"OnCompletion": COMPLETE, "OnFailure": FAILED}
 _DAY = 86_400
-_LEAST_TTL = 600  # seconds in which the owner's pod finds the Jobs: after that it cannot have other objects removed
+_LEAST_TTL = 600  # seconds for the owner's pod to find the Jobs: it cannot make a removed Job an owner
 _MOST = 10_000  # pods of a role
 
 
@@ -184,7 +184,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
 
 
 def pod_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the options of add_pod_options say. Raises RoleError."""
+    """Return the values of the options of add_pod_options, by field of the job. Raises RoleError."""
     return {
         "claims": claims(options.pvc),
         "environment": variables(options.env),
@@ -210,7 +210,9 @@ def object_or_none(option: str, text: str | None) -> str | None:
 
 
 def _cleaning(options: argparse.Namespace) -> dict[str, Any]:
-    """When finished Jobs are removed. The TTL of a Job does not ask how it ended, so that a pod must do this."""
+    """Return the fields that decide when finished Jobs are removed. A Job's TTL does not depend on how the Job ended,
+    so a pod carries out OnCompletion and OnFailure.
+    """
     policy, least = options.clean_pod_policy, 0 if options.keep_objects else _LEAST_TTL
     if policy is None and options.ttl is not None and options.ttl < least:
         raise RoleError(

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(options of this command, what follows `--`: options of `fleet serve`)."""
+    """Return the options of this command, and the options of `fleet serve`, which follow `--`."""
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]
@@ -168,10 +168,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of `fleet serve` in the pods. Raises RoleError for those that the manifests set."""
+    """Parse the options of `fleet serve` in the pods. Raises RoleError for those that the manifests set or exclude."""
     parser = argparse.ArgumentParser("fleet")
     serve_command.add_commands(parser.add_subparsers())
-    # ends with status 2 for what fleet serve refuses
+    # parse_args exits with status 2 for options that fleet serve refuses
     passed, plain = (parser.parse_args(["serve", options.model, *more]) for more in (arguments, ()))
     given = {name for name in _OWN if getattr(passed, name[2:]) != getattr(plain, name[2:])}  # also if abbreviated
     given |= {part.partition("=")[0] for part in arguments} & set(_OWN)
@@ -185,7 +185,7 @@ def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.N
 
 
 def _check_model(options: argparse.Namespace, claimed: Sequence[str]) -> None:
-    """A path must be in a volume of the pods, or in the image if the user says so."""
+    """Raise RoleError for a path that is not in a volume of the pods, unless the user says that it is in the image."""
     if "://" in options.model or options.model_in_image:
         return
     path = posixpath.normpath(options.model)

@@ -35,7 +35,7 @@ from torchfleet.launch.server_nursery import TIE_TO_PARENT
 from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
-_INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # the second is set by an Indexed Job of Kubernetes
+_INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # an Indexed Job of Kubernetes sets the second
 _GROUPS = ("server", "worker")
 _MOST_SECONDS = 24 * 3600.0
 _PERIOD = 5.0  # seconds between two messages about a host name that does not resolve yet
@@ -72,7 +72,7 @@ def member_environment(found: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in found.items() if name not in ROLES or name in _KEPT}
     kept |= {"FLEET_ROLE": group.upper(), f"FLEET_{group.upper()}_INDEX": index, "PYTHONUNBUFFERED": "1"}
     kept.setdefault("OMP_NUM_THREADS", "1" if group == SERVER else str(usable_cores()))
-    kept.setdefault("FLEET_RESTART", ASK)  # a scheduler does not set it; the servers know
+    kept.setdefault("FLEET_RESTART", ASK)  # if the scheduler does not set it, the servers know it
     return kept
 
 

@@ -152,7 +152,7 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
 
 
 def _files(job: JobSpec, options: argparse.Namespace, is_function: bool) -> Files:
-    """Return what is sent to the nodes. Raises RoleError for keys among it."""
+    """Return the files that are sent to the nodes. Raises RoleError if there are keys among them."""
     script, module = (None, options.script) if options.module else (options.script, None)
     return package_files(job.folder, script, None if is_function else module, options.files, job.key_dir)
 

@@ -10,8 +10,8 @@ from typing import TypeGuard
 
 from torchfleet.base.errors import RoleError
 
-OWN = "torchfleet"  # the nodes have it, also where it lies beside the script
-_DYNAMIC = ("import_module", "__import__")  # followed if the name of the module is written out
+OWN = "torchfleet"  # the nodes have it: it is not sent even if it lies beside the script
+_DYNAMIC = ("import_module", "__import__")  # followed if the name of the module is a literal
 _MOST_NAME = 200  # characters of a text that may be the path of a file
 
 
@@ -23,11 +23,13 @@ class Sources:
     otherwise: str  # what the user can do about a source that cannot be read
     files: list[Path] = field(default_factory=list)  # the script first, each file before those that only it imports
     mentioned: dict[Path, Path] = field(default_factory=dict)  # by file: the source that names it
-    compiled: list[Path] = field(default_factory=list)  # modules that are no sources
-    unknown: dict[Path, list[int]] = field(default_factory=dict)  # by source: lines that import what is computed
+    compiled: list[Path] = field(default_factory=list)  # modules without a Python source
+    unknown: dict[Path, list[int]] = field(default_factory=dict)  # by source: lines that import a computed name
 
     def follow(self, scripts: Sequence[Path]) -> Sources:
-        """Add the scripts and all modules of the folder that they import, directly or by others. Raises RoleError."""
+        """Add the scripts and all modules of the folder that they import, directly or indirectly. Raises
+        RoleError.
+        """
         waiting = list(scripts)
         while waiting:
             path = waiting.pop(0)
@@ -46,13 +48,13 @@ class Sources:
         return self
 
     def modules(self, dotted: str) -> list[Path]:
-        """The sources that `python -m` executes for this module or package; none if it is not in the folder."""
+        """The sources that `python -m` executes for this module or package; empty if it is not in the folder."""
         return [
             *dict.fromkeys((*self._modules(tuple(dotted.split("."))), *self._modules((*dotted.split("."), "__main__"))))
         ]
 
     def _modules(self, name: tuple[str, ...]) -> Iterator[Path]:
-        """The files that are executed when this dotted name is imported; none for a module from elsewhere."""
+        """The files that are executed when this dotted name is imported; empty for a module from elsewhere."""
         place = self.folder
         if name[:1] == (OWN,):
             return
@@ -100,8 +102,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The dotted names that a file of `package` imports anywhere, also inside of functions. A name behind `from` may
-    be a module or not."""
+    """The dotted names that a file of `package` imports anywhere, also inside of functions. What is imported `from` a
+    package may be a module or not."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -121,7 +123,7 @@ def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def _unknown_imports(tree: ast.Module, package: tuple[str, ...]) -> list[int]:
-    """The lines that import a module whose name is not written out."""
+    """The lines that import a module whose name is not a literal."""
     return sorted(
         {node.lineno for node in ast.walk(tree) if _is_dynamic(node) and _dynamic_name(node, package) is None}
     )
@@ -132,7 +134,7 @@ def _is_dynamic(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _dynamic_name(call: ast.Call, package: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The dotted name of import_module("name", package="package"); None if it is not written out."""
+    """The dotted name of import_module("name", package="package"); None if it is not a literal."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     name = call.args[0] if call.args else given.get("name")
     anchor = given.get("package")
@@ -161,7 +163,7 @@ def _called(node: ast.expr) -> str:
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """The words of all texts of a source, without its docstrings."""
+    """The words of all string literals of a source, except docstrings."""
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:

@@ -1,6 +1,6 @@
-"""What makes a file look like a key or credentials: its name, or a line of it. The line itself is never repeated.
+"""Signs that a file is a key or credentials: its name, or one of its lines. Messages never repeat the line itself.
 
-Every repetition in a pattern has a bound, so that a search takes time in proportion to the text, whatever is in it.
+Every repetition in a pattern is bounded, so a search of any text takes time in proportion to its length.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MORE = r"([_-]?(key|value|default|base|[0-9])){0,9}"  # what may follow: SECRET
 _SPECIAL = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "special", "start", "end", "max", "min", "num")
 _TOKEN = rf"(?<![a-z]){''.join(f'(?<!{word}_)' for word in _SPECIAL)}token"
 _RANDOM = r"(?=[^\s\"']{0,99}[0-9])(?=[^\s\"']{0,99}[a-z])"
-# In settings any value counts, in a source only one that is written out and is no name of a variable.
+# In settings any value counts; in a source only a string literal that is not the name of a variable.
 _SETTINGS = (
     re.compile(
         rf"""(?im)(^|[{{,\s"'])[\w.-]{{0,60}}?{_WORDS}\w{{0,60}}"""
@@ -64,7 +64,7 @@ _TOKEN_VALUE = rf"""[rbu]{{0,2}}["'](?!(?-i:[A-Z_]{{1,99}})["']){_RANDOM}[^\s"'{
 
 
 def _written_out(name: str, value: str) -> re.Pattern[str]:
-    """What a Python source looks like that gives this value to a name that ends so."""
+    """Return a pattern of Python sources that assign `value` to a name that ends in `name`. Both are patterns."""
     quoted = rf"""["'][\w-]{{0,60}}{name}["']"""
     assigned = (
         rf"""{name}["']?\]?\s{{0,20}}(:\s{{0,20}}[a-z][\w\[\]., |]{{0,60}}?)?\s{{0,20}}(:?=|:)\s{{0,40}}{value}"""
@@ -107,7 +107,9 @@ def key_sign(name: str, text: str) -> str | None:
 
 
 def variable_sign(name: str, value: str) -> str | None:
-    """Return why a variable of the environment looks like a key or credentials; None if it does not, and for paths."""
+    """Return why a variable of the environment looks like a key or credentials; None if it does not. Its name does not
+    count if its value is a path.
+    """
     if value and _VARIABLE.search(name) and not _PATH.fullmatch(value):
         return "the name of a password, key or token"
     found = format_sign(f"{name}={value}")
@@ -115,7 +117,7 @@ def variable_sign(name: str, value: str) -> str | None:
 
 
 def format_sign(text: str) -> str | None:
-    """Return which known form of a key or of credentials is in a text, and in which line; None if there is none."""
+    """Return which known format of a key or of credentials a text contains, and in which line; None if it has none."""
     for what, pattern in _FORMATS.items():
         match = pattern.search(text)
         if match:

@@ -1,6 +1,6 @@
-"""What leaves this machine with a job: one list for every launcher that sends files, with a reason for each of them.
+"""Decides which files leave this machine with a job, for every launcher that sends files, with a reason for each file.
 
-A script, the modules of its folder that it imports, and what --files names. Keys are refused.
+They are the script, the modules of its folder that it imports, and what --files names. Keys are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SCRIPT, IMPORTED, NAMED = "the script", "imported", "--files"
 class Destination:
     """Where files go, and what a user should know about it."""
 
-    name: str  # of what holds the files
+    name: str  # of the object that holds the files
     readers: str  # a sentence: who can read it
     instead: str  # a sentence: what to do with a secret
     reader: str  # who needs the files
-    most_files: int  # of folders that --files names: one with more was probably not meant
-    alternative: str  # how to do without the list
+    most_files: int  # in a folder that --files names: a larger folder was probably not meant
+    alternative: str  # what a user can do instead of naming files
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class SentFile:
     place: str  # its path below the script's folder
     origin: str = SCRIPT  # why it is sent
     sign: str | None = None  # why it looks like credentials, although the user named it
-    unknown: tuple[int, ...] = ()  # lines that import a module whose name is not written out
+    unknown: tuple[int, ...] = ()  # lines that import a module whose name is not a literal
 
 
 def sent_files(
     sources: Sources, scripts: Sequence[Path], named: Sequence[str], to: Destination, key_dir: str | None = None
 ) -> tuple[list[SentFile], dict[str, str]]:
-    """Return the sources and the files that the user named; and the paths of files that a source names but that are not
-    sent, each with that source.
+    """Return the sources and the files that the user named. Also return the paths of files that a source names but that
+    are not sent, each with that source.
 
-    Raises RoleError for keys and for files of `key_dir`, and for what looks like credentials unless the user named this
-    very file.
+    Raises RoleError for keys, for files of `key_dir`, and for a file that looks like credentials unless the user named
+    the file itself.
     """
     folder = sources.folder
     origins = dict.fromkeys((*sources.files, *sources.compiled), IMPORTED) | dict.fromkeys(scripts, SCRIPT)
@@ -89,7 +89,7 @@ def described_files(files: Sequence[SentFile], left: dict[str, str], to: Destina
 
 
 def _below(text: str, folder: Path) -> Path:
-    """Return a path of --files. It must be below the script's folder: it has the same place below that of the job."""
+    """Return a path of --files. It must be below the script's folder: it has the same place in the job's folder."""
     path = Path(os.path.abspath(text))
     if not path.exists():
         raise RoleError(f"--files {text}: expected a file or a folder, found nothing at {path}")
@@ -153,7 +153,7 @@ def _checked_sign(
 
 
 def _beginning(path: Path) -> str:
-    """Return what is looked at of a file: its beginning, whatever the encoding."""
+    """Return the part of a file that is searched: its beginning, whatever the encoding."""
     try:
         with path.open("rb") as file:
             return file.read(MOST_TEXT).decode("utf-8", "replace")

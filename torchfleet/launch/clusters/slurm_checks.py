@@ -1,4 +1,4 @@
-"""Checks of the options of `fleetrun slurm`, and how their texts are written, before the file is."""
+"""Checks the options of `fleetrun slurm` before the file is written, and quotes their texts for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job_name(options: argparse.Namespace) -> str:
 
 
 def resume_words(text: str) -> list[str]:
-    """Return the arguments in the text of --resume. Quotes are read as a shell does; nothing else of a shell is.
+    """Return the arguments in the text of --resume. Quotes are read as a shell does; nothing is expanded.
 
     Raises RoleError if a quote is not closed.
     """
@@ -34,7 +34,7 @@ def resume_words(text: str) -> list[str]:
 
 
 def one_line(word: str) -> str:
-    """Return the word as bash reads it, without a line break: control characters are written as escapes."""
+    """Return the word quoted for bash, without a line break: control characters are written as escapes."""
     if not _CONTROL.search(word):
         return shlex.quote(word)
     escaped = _ESCAPED.sub(lambda found: "".join(f"\\x{byte:02x}" for byte in found[0].encode()), word)
@@ -57,7 +57,7 @@ def check(job: JobSpec, options: argparse.Namespace) -> None:
         raise RoleError(f"--time expects minutes, H:M:S or D-H:M:S; found {options.time!r}")
     if options.resume and not options.save_on_stop:
         raise RoleError("--resume needs --save_on_stop DIR, the folder in which it looks for a save")
-    # The flags alone: the variables of the job are those of the shell that submits it.
+    # Only the options: the job gets its environment variables from the shell that submits it.
     require_store(durability_variables(options, {}), "a folder that a requeued job finds again")
     _check_characters(options)
     if options.resume:

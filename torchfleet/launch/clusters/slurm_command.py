@@ -108,14 +108,14 @@ def _srun(job: JobSpec, options: argparse.Namespace) -> list[list[str]]:
     """
     if options.nproc_per_node:
         return [["srun", "--kill-on-bad-exit=1", *_cores(job.resources_of("rank"))]]
-    # Servers get the first ranks, which spreads them over the nodes.
+    # Servers have the first ranks: a cyclic distribution spreads them over the nodes.
     shared = ["--kill-on-bad-exit=1", "--distribution=cyclic"]
     server, worker = job.resources_of("server"), job.resources_of("worker")
     if not options.het:
         return [["srun", *shared, *_cores(worker)]]
     if server.cpus == worker.cpus:
         return [["srun", *shared, "--het-group=0,1", *_cores(worker)]]
-    # srun would give the cores of one component to the other if that had none.
+    # If only one component had a number of cores, srun would use this number for the other component, too.
     first, second = ([*shared, f"--het-group={i}", *_cores(each, 1)] for i, each in enumerate((server, worker)))
     return [["srun", *first], second]
 
@@ -126,7 +126,7 @@ def _cores(each: Resources, default: int | None = None) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as sbatch reads it as one value: in quotes if it has spaces, quotes or a #."""
+    """Quote the text if sbatch would not read it as one value: if it has spaces, quotes or a #."""
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -186,7 +186,9 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
 
 
 def _option(name: str, value: str) -> list[str]:
-    """Return the words of an option. A value that begins with - is in the same word: it would be read as an option."""
+    """Return the words of an option. A value that begins with - is in the word of its name: alone it would be read as
+    an option.
+    """
     return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
 
 

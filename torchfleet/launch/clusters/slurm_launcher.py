@@ -101,7 +101,7 @@ class SlurmLauncher:
 
 
 def _is_part(options: argparse.Namespace) -> bool:
-    """Whether fleetrun starts one machine's part of a job on several: then srun may start it once on each."""
+    """Whether fleetrun starts only this machine's part of a job: then srun may start fleetrun once on each machine."""
     machines = options.servers or options.workers or options.ips or options.nnodes not in (None, "1")
     return options.cluster is None and bool(machines)
 

@@ -41,8 +41,8 @@ class SlurmMeeting:
             ) from None
 
     def publish(self, name: str, kind: int) -> str:
-        """Choose a free host:port on this node, publish it to the other tasks as `name`, and return it. Each `kind` of
-        a job tries different ports."""
+        """Choose a free host:port on this node, publish it to the other tasks as `name`, and return it. Calls
+        with different values of `kind` try different ports."""
         address = self._step.own_address()
         place = f"{f'[{address}]' if ':' in address else address}:{self._free_port(kind)}"
         unfinished = self.folder / f".{name}.{os.getpid()}"
@@ -66,7 +66,7 @@ class SlurmMeeting:
         return str(made)
 
     def remove_keys(self) -> None:
-        """Remove the keys. Rank 0 calls this at its end, when no other task needs them."""
+        """Remove the keys at the end of rank 0, when no other task needs them. In other ranks this does nothing."""
         if self._step.rank == 0:
             shutil.rmtree(self.folder / "keys", ignore_errors=True)
 

@@ -85,7 +85,7 @@ def read_step(found: Mapping[str, str]) -> SlurmStep:
 
 
 def refuse_copies(found: Mapping[str, str]) -> None:
-    """Raise RoleError if srun has started several tasks of which this is one: each would start the whole job.
+    """Raise RoleError if this is one of several tasks that srun has started: each would start the whole job.
 
     A batch script, a shell in an allocation and `srun --pty` have one process, and may start a job on their node.
     """

@@ -18,7 +18,7 @@ from torchfleet.launch.processes import Process
 def watched(
     job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
 ) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Yield a function that looks at all roles, and one to call when the role of this task has finished.
+    """Yield a function that records and shows all roles, and one to call when the role of this task has finished.
 
     The first task is a server and ends after the workers. It records the roles, and shows them if it has a terminal
     (srun --pty). In the other tasks both functions do nothing.
@@ -36,7 +36,7 @@ def watched(
 
 
 class _Role(Process):
-    """The role of any task of the step."""
+    """The role of one task of the step, known from its status file."""
 
     def __init__(self, role: str, index: int, folder: Path) -> None:
         self.task = Task(role, index)

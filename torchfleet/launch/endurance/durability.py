@@ -70,9 +70,9 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
 
 
 def make_store(variables: Mapping[str, str], servers: Sequence[int], backups: Sequence[int] = ()) -> None:
-    """Make the given folder of the logs of `servers` and `backups`, if one is given. Raises RoleError if no server
-    could write there, if other users can (what they write would become the model), and if some of the servers have a
-    log and others have no folder: these would begin without their rows."""
+    """Create the folder for the logs of `servers` and `backups`, if one is given. Raises RoleError if servers could not
+    write there, if other users can (what they write would become the model), and if some servers have a log and others
+    have no folder: servers without a folder would begin without their rows."""
     if LOG_STORE not in variables:
         return
     folder = Path(variables[LOG_STORE])
@@ -97,7 +97,7 @@ def make_store(variables: Mapping[str, str], servers: Sequence[int], backups: Se
             f"{missing[0]} does not exist: that server would begin without its rows. Put the folder back, or give "
             "another --log_store and go on from the last checkpoint."
         )
-    if backups and not kept:  # so that a replica can tell whether the other one's folder is lost
+    if backups and not kept:  # so that a replica can tell whether the folder of the other replica is lost
         for each in [*folders, *others]:
             make_own(each)
 

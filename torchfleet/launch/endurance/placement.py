@@ -47,7 +47,7 @@ def waiting_variables(no_wait: bool, replicas: int) -> dict[str, str]:
 
 
 def refuse_waiting(no_wait: bool, replicas: int) -> None:
-    """Raise RoleError if the user says not to wait for backups, and there are none."""
+    """Raise RoleError if the user says not to wait for backups in a job without backups."""
     if no_wait and replicas == 1:
         raise RoleError("--no_wait_for_backups is about backups of servers, and there are none: add --replicas 2")
 
@@ -62,7 +62,7 @@ def num_replicas(given: int | None, environment: Mapping[str, str] = os.environ)
 
 def with_backups(servers: Sequence[str]) -> list[str]:
     """Return both addresses of every server. A backup is on the next host of the list, at a port above all ports of
-    servers; on the same host if there is only one. Raises RoleError if there is no such port."""
+    servers; on the same host if the list has only one host. Raises RoleError if there is no such port."""
     places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in servers)]
     hosts = list(dict.fromkeys(host for host, _ in places))
     ports = [port for _, port in places]
@@ -78,7 +78,9 @@ def with_backups(servers: Sequence[str]) -> list[str]:
 
 
 def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str | None:
-    """Return the URL given by the user; None: fleetrun provides the coordinator. Raises RoleError if it is invalid."""
+    """Return the URL given by the user. None: fleetrun provides the coordinator, or there are no backups. Raises
+    RoleError if the URL is invalid or missing.
+    """
     url = given or os.environ.get(VARIABLE) or None
     if replicas == 1:
         if given:

@@ -28,8 +28,8 @@ def loss_variables(
     min_workers: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the variables that tell servers and workers the rule, if one was given, how often a worker is started
-    again, and that the job is elastic, if `min_workers` is given. Raises RoleError."""
+    """Return the variables that tell servers and workers the rule (if one was given), how often a worker is restarted,
+    and the minimum number of workers (if the job is elastic). Raises RoleError."""
     rule = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
     elastic = {} if min_workers is None else {MIN_WORKERS: str(min_workers)}
     loss_of({MIN_WORKERS: environment.get(MIN_WORKERS) or "", **rule, **elastic}, num_workers)

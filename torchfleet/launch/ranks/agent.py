@@ -25,7 +25,7 @@ from torchfleet.launch.ranks.rank_logs import RankLogs, log_of, status_file_of
 from torchfleet.launch.ranks.rendezvous import Rendezvous
 from torchfleet.launch.ranks.standby import Standby
 
-_LOOK = 2.0  # seconds between two looks whether ranks can be replaced
+_LOOK = 2.0  # seconds between two checks whether ranks can be replaced
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
 # appended to the log, which torch itself would truncate at every start.
@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
         self._rendezvous_handler, self._watch, self._logs = rendezvous, watch, logs
         self._ranks: list[Rank] = []
         self._command, self._standby = job.command, Standby(logs.environment)
-        self._next_look = 0.0  # when to see whether a process in reserve is of use
+        self._next_look = 0.0  # when to check again whether a process in reserve is of use
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
         self.wants_requeue = False  # a rank saved a checkpoint because the job was asked to end
@@ -124,7 +124,7 @@ class Agent(LocalElasticAgent):
         """Start only the failed ranks again, if the others can go on with them. Returns whether they can.
 
         The script must be in fleet.elastic.run: its ranks then meet the new ones. A rank that has finished, or that
-        wants the job to be queued again, meets no one.
+        wants the job to be queued again, does not meet them.
         """
         cannot = any(rank.returncode in (0, REQUEUE) for rank in self._ranks)
         if cannot or not self._remaining_restarts:
@@ -132,7 +132,7 @@ class Agent(LocalElasticAgent):
         with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
             if not attempts.may_go_on():
                 return False
-            attempts.begin_next()  # before new processes start: they come to the next attempt
+            attempts.begin_next()  # before new processes start: they join the next attempt
         most = self._worker_group.spec.max_restarts
         self._remaining_restarts -= 1
         for rank in failed:

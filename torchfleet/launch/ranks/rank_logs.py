@@ -1,4 +1,4 @@
-"""The logs of the ranks of one machine, and the environment that torch's agent passes to them through here."""
+"""The logs of the ranks of one machine, and the ranks' environment, which torch's agent passes through RankLogs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchfleet.observe.watch.watchers import Watching
 
 
 class RankLogs(LogsSpecs):
-    """Both streams of rank N go to workerlog.N. torch passes the environment of the ranks through here as well."""
+    """Both streams of rank N go to workerlog.N. torch's agent passes the environment of the ranks through `reify`."""
 
     def __init__(
         self,

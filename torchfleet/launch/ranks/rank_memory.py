@@ -1,7 +1,7 @@
 """Memory of the launcher for copies of its ranks' state: a rank that is killed leaves them for its successor.
 
-The files are anonymous (memfd): no folder limits their size, and nothing is left when the launcher ends, whatever ends
-it.
+The files are anonymous (memfd): no folder limits their size, and nothing is left when the launcher ends, even if it is
+killed.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Rendezvous(RendezvousHandler):
 
     @contextlib.contextmanager
     def rank_attempts(self, num_ranks: int) -> Iterator[Attempts]:
-        """The attempts of the ranks, in the store of this start. `next_rendezvous` has returned before."""
+        """The attempts of the ranks, in the store of this start. Call this after `next_rendezvous` has returned."""
         with self._store_errors():
             if self._rank_store is None:
                 self._rank_store = reach(self._rank_address, self._report)

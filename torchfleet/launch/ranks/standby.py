@@ -19,10 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Standby:
-    """The launcher's process in reserve; none before `prepare`."""
+    """The launcher's process in reserve. `prepare` starts it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment`: what every rank has, and torch reads when it is imported."""
+        """`environment`: the variables that all ranks share. torch reads some of them when it is imported."""
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _redirect(log: str) -> None:
-    """As the process of a rank: no input, and all output to its log."""
+    """Redirect the streams of this process as those of a rank: no input, and all output to the log."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     end = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(end, 1)

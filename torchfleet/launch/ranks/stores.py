@@ -55,7 +55,9 @@ def serve(address: StoreAddress) -> TCPStore:
 
 
 def reach(address: StoreAddress, report: Report) -> TCPStore:
-    """Return a client of the store that another launcher serves. Blocks up to PATIENCE until it has started."""
+    """Return a client of the store that another launcher serves. Blocks until it has started. Raises
+    RoleError after PATIENCE seconds.
+    """
     deadline = time.monotonic() + PATIENCE
     for attempt in itertools.count():
         try:

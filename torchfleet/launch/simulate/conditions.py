@@ -53,7 +53,7 @@ class Conditions:
 
 
 def lognormal_deviation(jitter: float) -> float:
-    """Return the deviation of the logarithm, of a lognormal number whose deviation is `jitter` times its mean."""
+    """Return the deviation of the logarithm of a lognormal number whose own deviation is `jitter` times its mean."""
     return math.sqrt(math.log1p(jitter**2))
 
 

@@ -171,7 +171,7 @@ class Coordinator:
             self.members[to].expect(packet, sender.leave_port(packet))
 
     def _look_for_deadlock(self, live: Sequence[Member], is_certain: bool) -> None:
-        """Raise FleetError for a deadlock. Servers still tick and workers still send heartbeats then, but none
+        """Raise FleetError for a deadlock. Servers still tick and workers still send heartbeats then, but no worker
         trains."""
         workers = [member for member in live if member.part.role == "worker"]
         busy = sum(member.busy for member in workers)

@@ -51,7 +51,7 @@ class Child:
         self._used, self._num_silent = -1, 0  # processor ticks used so far; seconds without a new tick
 
     def _look_at_silence(self) -> None:
-        """Check that a process uses the processor during its turn. One that waits in real time would wait for ever."""
+        """Check that a process uses the processor during its turn. A wait in real time would last for ever."""
         self.look()
         with open(f"/proc/{self.pid}/stat") as status:
             fields = status.read().rpartition(")")[2].split()
@@ -85,7 +85,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # triggers many lazy imports
     compile_all()  # else every server would start a process that compiles
-    warm_up()  # loads them here if another process was compiling
+    warm_up()  # loads the kernels here if another process was compiling them
     gc.collect()
     gc.freeze()  # keeps pages shared: the collector does not write to them
 

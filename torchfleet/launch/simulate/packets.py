@@ -35,7 +35,7 @@ class Packet:
     sender: Address
     time: float  # the send time; on delivery, the arrival time
     sizes: tuple[int, ...]
-    body: Any  # the frames: a list at the sender, one buffer at the receiver
+    body: Any  # the frames in one buffer, each padded to a multiple of _ALIGN bytes
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Packet:
 @dataclass(slots=True)
 class Turn:
     """A message on the line. GRANT: run until `time`. YIELD: nothing to do before `time`. ENDED: with this exit
-    code."""
+    code. DESCRIBE: report what your threads wait for."""
 
     kind: int
     time: float = 0.0

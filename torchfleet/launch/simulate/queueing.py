@@ -42,7 +42,7 @@ class StepModel:
     is_joint: bool = False  # synchronous: the servers apply one step of all workers together
     pulls_ahead: bool = False  # the rows of the next batch are pulled before this batch is computed
     pushes_beside: bool = False  # training continues during a push
-    queue_size: int = 1  # pushes that may then be queued
+    queue_size: int = 1  # with pushes_beside: pushes that may be queued
     reduce_seconds: float = 0.0  # seconds of the all-reduce at the end of a step
     jitter: float = 0.0  # standard deviation of the computing time of a step, over its mean
     seed: int = 0
@@ -208,8 +208,8 @@ def _run_apart(model: StepModel, queues: Queues, record: _Record, num_steps: int
 
 
 def _worker(model: StepModel, queues: Queues, record: _Record, worker: int, computed: Times) -> Asking:
-    """Yield the requests of one worker. Each `yield` returns when the servers have served it and when the reply
-    arrives."""
+    """Yield the requests of one worker. Each `yield` returns the times when each server has served the request and
+    when the last reply arrives."""
     served, rows = yield (
         worker * float(model.compute[worker]) / model.num_workers,
         False,

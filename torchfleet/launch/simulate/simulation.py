@@ -48,7 +48,7 @@ class Simulation:
         trace: Trace | None = None,
         max_steps: int | None = None,
     ) -> None:
-        """`trace` receives all requests. With `max_steps` the simulation ends silently when each worker has made that
+        """`trace` receives all packets. With `max_steps` the simulation ends silently when each worker has made that
         many steps."""
         self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
         self.forecast = Forecast(len(job.servers), job.num_workers)

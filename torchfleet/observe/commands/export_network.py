@@ -29,7 +29,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exports_network(options: argparse.Namespace) -> bool:
-    """Whether the command is about the network. Raises FleetError if its options contradict."""
+    """Whether the command is about the network. Raises FleetError if its options contradict each other."""
     given = [f"--{name}" for name in _TARGETS if getattr(options, name) is not None]
     about_triton = [f"--{name}" for name in ("name", "version") if getattr(options, name) is not None]
     about_network = [*about_triton, *(["--inputs"] if options.inputs is not None else [])]

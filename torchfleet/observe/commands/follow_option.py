@@ -12,7 +12,7 @@ FILES, SERVERS = "files", "servers="
 
 
 def followed_servers(asked: str) -> list[str]:
-    """The addresses of the servers to follow; none for files alone.
+    """The addresses of the servers to follow; an empty list to follow files alone. Raises FleetError.
 
     `asked`: "files"; "servers=HOST:PORT,HOST:PORT"; or the folder of logs of a job that is running.
     """

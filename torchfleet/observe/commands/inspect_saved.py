@@ -67,7 +67,7 @@ class SavedModel:
         return num
 
     def _check_part(self, part: Part, arrays: Arrays) -> tuple[Part, Keys]:
-        """The part's keys. Raises TableError if its contents are not those of a part."""
+        """The part and its keys. Raises TableError if its contents are not those of a part."""
         saved = self._manifest.table(part.table)
         check_arrays(saved, part, arrays)
         arrays = widened(arrays)

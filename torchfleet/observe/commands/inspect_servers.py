@@ -21,7 +21,7 @@ _PATIENCE = Patience(timeout=10.0)
 def inspect_servers(
     endpoints: list[str], keys: str | None, tables: list[str], histograms: bool, top: int, as_json: bool
 ) -> None:
-    """Print the tables of these servers; histograms and top keys of `tables`, or of all that have rows."""
+    """Print the tables of these servers; histograms and top keys of `tables`, or of all sparse ones."""
     reached, keys = way_in(endpoints, keys)
     with Client.connect(reached, KeyFolder(keys) if keys else None, patience=_PATIENCE) as client:
         servers = client.stats()

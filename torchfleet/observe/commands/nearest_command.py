@@ -26,7 +26,7 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exports_index(options: argparse.Namespace) -> bool:
-    """Whether the command is about an index. Raises FleetError if its options contradict."""
+    """Whether the command is about an index. Raises FleetError if its options contradict each other."""
     if options.index is None:
         if options.metric is not None:
             raise FleetError("--metric is for --index: add --index exact, faiss or hnswlib")

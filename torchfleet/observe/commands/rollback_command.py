@@ -1,4 +1,4 @@
-"""`fleet rollback`: which versions of a served model there are, going back to one, and going on."""
+"""`fleet rollback`: lists the versions of a served model, goes back to one of them, or resumes."""
 
 from __future__ import annotations
 

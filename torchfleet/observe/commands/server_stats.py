@@ -47,7 +47,8 @@ def show_stats(asked: str, key_dir: str | None, as_json: bool) -> None:
 
 
 def servers_of_run(folder: Path) -> list[str]:
-    """Return the addresses of the running servers of a run, from its record. Raises FleetError if there is none."""
+    """Return the addresses of the running servers in a run's record, without backups. Raises FleetError if no server
+    is running."""
     runs = RunFolders([folder])
     (run_dir,) = runs.folders(runs.names()[0]) or []
     found: dict[str, dict[str, Any]] = {}  # the last record of every server
@@ -120,7 +121,7 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
 
 
 def _worker(line: dict[str, Any]) -> str:
-    """Describe a member: when it joined, and whether it is still alive."""
+    """Describe a worker: when it joined, and whether it is still alive."""
     lost = f", lost: silent for {line['silent']:.0f} s" if line["is_lost"] else ""
     return f"{line['worker']} ({line['place']}, joined {line['age']:,.0f} s ago{lost})"
 

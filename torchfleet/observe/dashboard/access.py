@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchfleet.base.errors import FleetError
 
-_NUM_BYTES = 16  # of a random token: its address is a line of an 80-column terminal
+_NUM_BYTES = 16  # of a random token: the URL with it fits into 80 columns
 _SHORTEST = 16  # characters of a token
 _LONGEST = 200
 

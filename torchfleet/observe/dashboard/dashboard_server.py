@@ -4,7 +4,8 @@ GET /                the page, and its files
 GET /api/runs        names of runs, the newest first, and of the run to compare them with
 GET /events          ?run=NAME: a stream of server-sent events: `snapshot`, then a `delta` a second, and `closing`
 GET /api/served      models that `fleet serve` serves: version, age, rate, latency
-GET /api/log         ?run=NAME&role=KEY: the end of a log; &file=&start= what follows, &file=&end= what stands before
+GET /api/log         ?run=NAME&role=KEY: the end of a log; &file=&start= what follows, &file=&end= what stands before,
+                     &before_file=1 the end of the rotated file
 GET /api/find        ?run=NAME&role=KEY&text=TEXT: lines of a log
 POST /login          the token as the body: a cookie comes back
 """
@@ -135,7 +136,7 @@ class Dashboard:
 
 
 class _Request(HttpRequest):
-    """What a request needs of the dashboard is set by `_handler`."""
+    """Answers for a dashboard, which `_handler` sets on a subclass."""
 
     dashboard: Dashboard
 
@@ -192,7 +193,7 @@ class _Request(HttpRequest):
         return False
 
     def _cookie_name(self) -> str:
-        return f"fleet_dashboard_{self.dashboard.port}"  # cookies of a machine are shared by all of its ports
+        return f"fleet_dashboard_{self.dashboard.port}"  # all ports of a machine share its cookies
 
 
 def _handler(dashboard: Dashboard) -> type[_Request]:

@@ -14,7 +14,7 @@ from torchfleet.observe.watch.watchers import ANY_PORT
 
 
 class DashboardWatcher:
-    """It must come after the writer of the record in the list of watchers, so that it sends the last lines.
+    """Must come after the writer of the record in the list of watchers, so that it sends the last lines.
 
     If the port cannot be opened, the job does not start; a later attempt continues without the page.
     """
@@ -32,13 +32,13 @@ class DashboardWatcher:
             report(f"[fleetrun] dashboard: {self._dashboard.url}")
 
     def look(self, snapshot: JobSnapshot) -> None:
-        """It reads the record."""
+        """Does nothing: the dashboard reads the record."""
 
     def note(self, line: str, is_event: bool) -> None:
-        """It reads the record."""
+        """Does nothing: the dashboard reads the record."""
 
     def end(self, snapshot: JobSnapshot) -> None:
-        """It reads the record."""
+        """Does nothing: the dashboard reads the record."""
 
     def close(self) -> None:
         if self._dashboard is not None:

@@ -21,8 +21,8 @@ _FIELDS = (
     "requests_per_s", "busy", "bytes_in", "bytes_out",
 )  # fmt: skip
 _TABLE_FIELDS = ("rows", "bytes", "evicted")
-_WARNING = "warning: "  # how the launcher's lines about what is off begin
-_OPEN = ("starting", "running", "waiting")  # states that no process of a job that is over has
+_WARNING = "warning: "  # prefix of the launcher's lines that are warnings
+_OPEN = ("starting", "running", "waiting")  # when the job has ended, a process in one of these states counts as stopped
 
 
 class JobRecord:
@@ -37,7 +37,7 @@ class JobRecord:
         self._head: dict[str, Any] = {"state": "starting", "attempt": 0, "started": None, "ended": None, "last": None}
         self._open: set[str] = set()  # sources that have begun and not ended
         self._changed: set[str] = set()
-        self._unsummed: float | None = None  # the time of a look at all processes whose sums are not made yet
+        self._unsummed: float | None = None  # the time of the last records whose sums over processes are not made yet
         self._is_anew = True  # a snapshot is needed: the grid has changed
 
     @property
@@ -111,14 +111,14 @@ class JobRecord:
         if not self._open:
             is_cut = self._head.pop("is_cut", False)
             self._head |= {"state": "failed" if is_cut else "finished", "ended": time}
-            self._changed |= self._roles.keys()  # those that it has stopped
+            self._changed |= self._roles.keys()  # those in an open state are shown as stopped from now on
             self._events.add(time, "end", "the job did not come to its end" if is_cut else "the job has finished")
 
     def _take_role(self, time: float, record: dict[str, Any]) -> None:
         key = plain_text(record.get("key"))
         if not key or (key not in self._roles and len(self._roles) >= _MOST_ROLES):
             return
-        if self._grid is None:  # a record whose beginning is lost
+        if self._grid is None:  # the beginning of the record is lost
             self._grid = Grid(time, MOST_POINTS)
         if time != self._unsummed:  # records of one look have the same time
             self._sum()

@@ -1,4 +1,4 @@
-"""Logs in bounded pieces: the end of one, what stands before it, what was added since, lines that hold a text."""
+"""Reads logs in bounded pieces: the end of a log, what precedes it, what was added since, lines that contain a text."""
 
 from __future__ import annotations
 

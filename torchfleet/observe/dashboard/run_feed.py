@@ -25,7 +25,7 @@ _MOST_KEPT = 4 << 20  # bytes of deltas that are kept for clients that come back
 
 
 class Feed:
-    """One run. Clients ask by the number of the last message that they have; messages are encoded once for all."""
+    """The messages of one run. Clients ask by the id of their last message; messages are encoded once for all."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders

@@ -74,7 +74,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _runs_below(folder: Path) -> dict[str, Path]:
-    """Names begin with the time of the start, so that their order is that of time."""
+    """The runs in a folder by name, the newest first: names begin with the time of the start."""
     try:
         found = [path for path in folder.iterdir() if not path.is_symlink() and _is_run(path)]
     except OSError:

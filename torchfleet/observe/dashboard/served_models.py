@@ -17,7 +17,7 @@ from torchfleet.base.errors import FleetError
 
 PERIOD = 2.0  # seconds between two looks; rates and latencies are those since the last one
 _TIMEOUT = 2.0  # seconds for an answer
-_MOST = 1 << 20  # bytes of it
+_MOST = 1 << 20  # bytes of an answer
 _LINE = re.compile(r'torchfleet_serve_(\w+?)(?:\{\w+="([^"]*)"\})? (\S+)')
 
 
@@ -33,7 +33,7 @@ class _Look:
 
 
 class ServedModels:
-    """Looks when it is asked, at most once in PERIOD. Threads may share it."""
+    """Asks the servers when `rows` is called, at most once in `period` seconds. Threads may share it."""
 
     def __init__(self, urls: Sequence[str] = (), token: str = "", period: float = PERIOD) -> None:
         """`urls`: as `fleet serve` prints them. `token`: sent to all of them. Raises FleetError for other addresses."""
@@ -82,7 +82,7 @@ def _since(before: _Look, look: _Look) -> dict[str, float | None]:
 
 
 def _difference(before: dict[str, float], now: dict[str, float]) -> dict[str, float] | None:
-    """None if the server has begun again."""
+    """The increase of each counter; None if the server has restarted."""
     found = {label: value - before.get(label, 0.0) for label, value in now.items()}
     return None if any(value < 0 for value in found.values()) else found
 

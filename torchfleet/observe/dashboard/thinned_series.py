@@ -62,7 +62,7 @@ class Columns:
         return {"begin": begin, "points": self.points[begin:], "values": values}
 
     def halve(self) -> None:
-        """Merge each two points into one, after the width of the grid has doubled."""
+        """Merge every two points into one, after the width of the grid has doubled."""
         points: list[int] = []
         values: dict[str, list[Value]] = {name: [] for name in self.values}
         for index, point in enumerate(self.points):

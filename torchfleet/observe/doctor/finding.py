@@ -25,5 +25,5 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def will_hurt(findings: Iterable[Finding]) -> bool:
-    """Whether any is more than a note."""
+    """Whether any finding is more than a note."""
     return any(finding.kind != NOTE for finding in findings)

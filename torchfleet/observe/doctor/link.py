@@ -1,4 +1,4 @@
-"""A link between two machines, measured as a worker would use it: latency, bytes each way, the other's clock."""
+"""A link between two machines, measured as a worker uses it: latency, bytes each way, the other machine's clock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PINGS = 200
 _PING_SECONDS = 5.0  # at most for all pings: a slow link needs fewer
 _SMALL, _LARGE = 1 << 17, 1 << 20  # bytes of a request, on slow links and on fast ones
 _FAST = 25e6  # bytes a second, from which on a link is fast
-_UNDER_WAY = 8  # requests
+_UNDER_WAY = 8  # requests in flight
 _PATIENCE = 10.0  # seconds for one reply
 
 
 class LinkFacts(msgspec.Struct):
-    """What was measured of the way to `place`."""
+    """The measurements of the link to `place`."""
 
     place: str
     is_encrypted: bool
@@ -40,7 +40,7 @@ class LinkFacts(msgspec.Struct):
 
 
 class Link:
-    """A conversation with a doctor's server."""
+    """A connection to a machine that runs `fleet doctor --serve`."""
 
     def __init__(self, place: str, key_dir: str | None) -> None:
         """`place`: HOST:PORT. Raises FleetError if nothing answers there."""
@@ -68,7 +68,7 @@ class Link:
     def measure(self, seconds: float) -> LinkFacts:
         """Measure the link. `seconds`: how long bytes are sent each way. Raises FleetError if the other end is
         silent."""
-        self._ask(Command.PING)  # the connection is made
+        self._ask(Command.PING)  # waits until the connection is made
         round_trips, offset, error = self._pings()
         to = self._rate(seconds, self._push)
         back = self._rate(seconds, self._pull)
@@ -78,7 +78,7 @@ class Link:
         return LinkFacts(self.place, self.is_encrypted, p50, p99, to, back, offset, error, facts)
 
     def _pings(self) -> tuple[list[float], float, float]:
-        """Return (milliseconds of all pings, clock offset from the fastest ping, half of that ping's time)."""
+        """Return (milliseconds of all pings, clock offset from the fastest ping, half of its time on the way)."""
         round_trips: list[float] = []
         best, deadline = (float("inf"), 0.0), time.monotonic() + _PING_SECONDS
         while len(round_trips) < _PINGS and time.monotonic() < deadline:
@@ -150,4 +150,4 @@ class Link:
         return reply
 
 
-_noise = np.random.default_rng(1).integers(0, 256, MAX_BYTES, np.uint8)  # no link compresses them
+_noise = np.random.default_rng(1).integers(0, 256, MAX_BYTES, np.uint8)  # random: no link compresses them

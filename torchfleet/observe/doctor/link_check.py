@@ -9,7 +9,7 @@ from torchfleet.observe.doctor.link import LinkFacts
 from torchfleet.observe.watch.figures import size
 
 _STEP_BYTES = 26 * 1000 * (8 + 2 * 4 * 16)  # ids, rows and gradients of 1000 samples with 26 ids of dim 16
-_SLOW_STEP = 0.05  # seconds for that
+_SLOW_STEP = 0.05  # seconds; a link on which these bytes take longer is slow
 _SLOW_MS = 2.0
 _CLOCK_MS = 100.0
 _SETTINGS = ("overcommit", "huge_pages", "governor", "open_files")

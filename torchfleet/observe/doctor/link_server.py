@@ -35,7 +35,7 @@ class LinkServer:
     def __init__(self, facts: Callable[[], object], incarnation: int) -> None:
         self._facts, self.incarnation, self.term = facts, incarnation, 0
         self.refusals = Refusals(self, Counters())
-        self._bytes = np.random.default_rng(0).integers(0, 256, MAX_BYTES, np.uint8)  # no link compresses them
+        self._bytes = np.random.default_rng(0).integers(0, 256, MAX_BYTES, np.uint8)  # random: no link compresses them
         self.num_requests = 0
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> Replies:

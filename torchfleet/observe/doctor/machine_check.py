@@ -169,7 +169,7 @@ def check_software(facts: SoftwareFacts, gpus: Sequence[str]) -> Iterator[Findin
 
 
 def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
-    """Ports of this machine that a job is to listen on."""
+    """Yield the ports of this machine on which a job could not listen."""
     for port in ports:
         with socket.socket() as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -192,7 +192,7 @@ def row_bytes(dim: int, rule: str) -> int:
 def check_fit(
     facts: MachineFacts, num_servers: int, num_workers: int, num_rows: float, dim: int, rule: str
 ) -> Iterator[Finding]:
-    """Whether a job of this size fits: all its servers and workers on this machine."""
+    """Yield whether a job of this size fits, with all its servers and workers on this machine."""
     rows = num_rows * row_bytes(dim, rule)
     needed = rows + num_servers * _SERVER_BYTES + num_workers * _WORKER_BYTES
     table = f"{num_rows:,.0f} rows of dim {dim} with {rule} take {size(rows)}" if num_rows else "without rows"

@@ -15,11 +15,11 @@ from torchfleet.base import cgroups
 
 _UNLIMITED = -1
 _ADJTIMEX_BYTES = 512  # more than its structure has, in every version
-_UNSYNCHRONIZED = 5  # what adjtimex returns then
+_UNSYNCHRONIZED = 5  # what adjtimex returns for a clock that is not synchronized
 
 
 class MachineFacts(msgspec.Struct):
-    """Bytes, unless a name says otherwise. None: this machine does not tell."""
+    """Bytes, unless a name says otherwise. None: unknown on this machine."""
 
     host: str
     kernel: str
@@ -34,7 +34,7 @@ class MachineFacts(msgspec.Struct):
     swap_used: int | None
     shared_memory_free: int | None  # /dev/shm
     temporary_free: int | None  # /tmp
-    open_files: int  # -1: no limit, as in the two that follow
+    open_files: int  # -1: no limit; so for the next two
     processes: int
     locked_memory: int
     somaxconn: int | None
@@ -44,7 +44,7 @@ class MachineFacts(msgspec.Struct):
     overcommit: int | None
     governor: str | None
     huge_pages: str | None  # transparent ones: always, madvise or never
-    is_synchronized: bool | None  # its clock
+    is_synchronized: bool | None  # the system clock
     gpus: list[str] = []
 
 

@@ -1,4 +1,4 @@
-"""Versions of what a job is made of, and where compiled kernels are kept."""
+"""Versions of the packages of a job, and where compiled kernels are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SoftwareFacts(msgspec.Struct):
     has_curve: bool
     unmet: list[str]
     kernel_folder: str  # cache of compiled kernels; empty: no cache, and every process compiles them
-    num_kernels: int  # that are there
+    num_kernels: int  # in that folder
 
 
 def software_facts(kernels: Path | None = None) -> SoftwareFacts:
@@ -49,7 +49,7 @@ def software_facts(kernels: Path | None = None) -> SoftwareFacts:
 def unmet(requirement: str) -> str:
     """What is wrong with a package that torchfleet needs, such as "numpy>=1.26"; "" if nothing is."""
     match = _REQUIREMENT.match(requirement)
-    if match is None or ";" in requirement:  # of an extra, which a user may leave out
+    if match is None or ";" in requirement:  # a package of an extra, which a user may leave out
         return ""
     name, bounds = match[1], match[2]
     found = _version(name)
@@ -86,8 +86,8 @@ def _requirements() -> list[str]:
 
 
 def _kernel_folder(sources: Path) -> Path | None:
-    """Return the folder that torchfleet/ps/kernels/jit.py uses: the user's, next to the sources, or the user's
-    cache."""
+    """Return the folder that torchfleet/ps/kernels/jit.py uses: NUMBA_CACHE_DIR, the one next to the sources, or the
+    user's cache. None: it is not writable."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     beside = sources / "__pycache__"

@@ -24,7 +24,7 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True)
 class JobSize:
-    """The reader's own numbers. Prices are per machine and hour; 0: unknown."""
+    """The user's own numbers. Prices are per machine and hour; 0: unknown."""
 
     rows: float
     dim: int
@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> None:
 
 
 def _traffic(plan: Plan) -> None:
-    """Of one worker's step. Every server has its share."""
+    """The bytes of one worker's step, which all servers share evenly."""
     size = plan.size
     keys = size.batch * size.ids_per_sample * plan.unit("distinct_share")
     values = size.dim * {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[size.dtype]
@@ -113,7 +113,7 @@ def _speed(plan: Plan) -> None:
     reduce = link.ring_seconds(int(reduced), size.workers, passes=2) if size.mode == "hybrid" else 0.0
     share = size.workers / size.servers
     seconds_of_keys = plan["keys"] * (plan.unit("pull_ns_per_key") + plan.unit("push_ns_per_key")) * 1e-9
-    copies = plan["copies"]  # a primary sends what it was pushed to its backup, which applies it, too
+    copies = plan["copies"]  # a primary sends each push to its backup, which applies it, too
     bounds = {
         "the workers' own work": compute + size.servers * messages / 2 + reduce,
         "the servers' processors": copies * share * seconds_of_keys + size.workers * messages / 2,
@@ -146,7 +146,7 @@ def _saves(plan: Plan) -> None:
 
 
 def _faults(plan: Plan) -> None:
-    """Failures of a day, and for how long each stops the job. Between two saves half of the time is lost on average."""
+    """Failures of a day, and how long each stops the job. With saves alone, half an interval is lost on average."""
     size, restart = plan.size, plan.unit("restart_s")
     if size.durability == "backups":
         server = plan.unit("takeover_s")

@@ -11,10 +11,10 @@ With Ψ bytes of parameters, as many of gradients, K of optimizer state and A of
 
 A is the most that forward and backward hold at a time, temporary tensors included (traced_step.py). U are the
 parameters of the largest unit that is gathered at once, R those outside of all units, which stay gathered from forward
-to backward. In backward, stage 3 has a unit's parameters, those of the next one on their way, and the unit's gradients
-before they are reduced: 3U. The buffer of gradients that is being reduced comes when the activations of the unit before
-are freed, and so do the gradients of R: s = max(0, 1 - A/Ψ) is the share for which these are too few. Stage 2 has
-gradients alone beside its gathered parameters.
+to backward. In backward, stage 3 holds a unit's parameters, the next unit's parameters, which are being gathered, and
+the unit's gradients before they are reduced: 3U. The buffer from which gradients are reduced, and the gradients of R,
+use memory that activations have left, which are freed before: s = max(0, 1 - A/Ψ) is the share that it does not cover.
+Beside its gathered parameters, stage 2 holds gradients only.
 
 The model is made and called on torch's meta device: no memory is taken and nothing is computed.
 """
@@ -53,7 +53,7 @@ class RankPlan:
     """What one rank holds and exchanges under a strategy."""
 
     strategy: str
-    state_bytes: float  # parameters, gradients, optimizer state, at rest
+    state_bytes: float  # parameters, gradients and optimizer state, at rest
     gathered_bytes: float  # parameters and gradients of other ranks, in a step
     activation_bytes: float
     exchanged_bytes: float  # in a step
@@ -64,7 +64,7 @@ class RankPlan:
 
 
 def size_of(path: str) -> ModelSize:
-    """The size of what `module:function` makes: a model, or a model and the tuple of its inputs."""
+    """The size of the model that `module:function` makes, alone or with the tuple of its inputs."""
     import torch
 
     from torchfleet.observe.plan.traced_step import traced_step
@@ -84,7 +84,7 @@ def size_of(path: str) -> ModelSize:
 
 def _function(path: str) -> Callable[[], Any]:
     module, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:  # a console script does not look there, as python -m does
+    if os.getcwd() not in sys.path:  # python -m looks there, a console script does not
         sys.path.append(os.getcwd())
     try:
         found: Callable[[], Any] = getattr(import_module(module), name)
@@ -129,11 +129,11 @@ def plans(size: ModelSize, ranks: int, optimizer: str) -> Iterator[RankPlan]:
 
 
 def _gathered(size: ModelSize, activations: float) -> float:
-    """What a rank has of others at a time under stage 3."""
+    """The most bytes of gathered parameters and their gradients on a rank under stage 3."""
     share = _uncovered(activations, size.parameters)
     return size.largest * (3 + share) + size.outside * (1 + share)
 
 
 def _uncovered(activations: float, parameters: int) -> float:
-    """s: the share of a unit's gradients that is larger than the unit's activations, which are freed before."""
+    """s: the share of a unit's gradients that the unit's activations, which are freed before, do not make room for."""
     return max(0.0, 1 - activations / parameters) if parameters else 0.0

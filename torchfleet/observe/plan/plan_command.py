@@ -103,7 +103,7 @@ def _plan_model(options: argparse.Namespace) -> int:
 def model_lines(
     size: ModelSize, found: Sequence[RankPlan], options: argparse.Namespace, seconds: float
 ) -> Iterator[str]:
-    """The plan of a model for a reader."""
+    """Yield the plan of a model as lines of text."""
     link = parse_link(options.link)
     yield (
         f"{_bytes(size.parameters)} of trained parameters, {_bytes(size.activations)} of activations, "
@@ -120,7 +120,7 @@ def model_lines(
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The plan for a reader."""
+    """Yield the plan as lines of text."""
     size = plan.size
     yield (
         f"{size.rows:.3g} rows × dim {size.dim}, {size.rule}, {size.dtype}: {plan['row_bytes']:.0f} bytes a row, "

@@ -26,10 +26,10 @@ _attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def traced_step(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> tuple[int, float]:
-    """(the most bytes that forward and backward hold at a time, beside parameters, gradients and buffers; operations).
+    """Return (the peak bytes of forward and backward beside parameters, gradients and buffers, their operations).
 
-    The inputs count. The loss is the number that the model returns, or else the mean square of what it returns. The
-    parameters, all on the meta device, have gradients afterwards.
+    The inputs count as held. The loss is the scalar that the model returns, or else the mean square of what it returns.
+    The parameters, all on the meta device, have gradients afterwards.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -56,12 +56,12 @@ def _loss(outputs: Any) -> torch.Tensor | None:
 
 
 class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, `most` is the most bytes of tensors that lived at a time, those of `known` left out."""
+    """Counts the bytes of live tensors while it is entered, without those of `known`. `most` is the peak."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = self._now = 0
-        self._kept = list(known)  # so that their addresses are not used again
+        self._kept = list(known)  # keeps their addresses from being used again
         self._known = set(map(storage_of, self._kept))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def count(self, made: Iterable[Any]) -> None:
-        """Count those that are tensors in storages not seen before, until the storages are freed."""
+        """Count the tensors whose storage was not counted before, until the storage is freed."""
         for tensor in made:
             if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._known:
                 storage = tensor.untyped_storage()
@@ -86,9 +86,9 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Attention by the operation that CPUs and GPUs have, which keeps no matrix of words by words.
+    """Replace attention by the fused operation of CPUs and GPUs, which keeps no matrix of tokens by tokens.
 
-    The meta device has none of its own, and composes attention of operations that keep such matrices.
+    The meta device has no fused one, and composes attention of operations that keep such matrices.
     """
     F.scaled_dot_product_attention = _fused
     try:
@@ -107,7 +107,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention of meta tensors; by the fused operation if they are (batch, heads, words, width)."""
+    """scaled_dot_product_attention of meta tensors; with the fused one if they are (batch, heads, tokens, width)."""
     if query.dim() != 4 or value.shape[-1] != query.shape[-1]:
         return _ORIGINAL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:

@@ -28,7 +28,7 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_units(changes: dict[str, float] | None = None) -> dict[str, Unit]:
-    """All units by name, with values of the caller's own in the place of some."""
+    """All units by name. `changes` replaces some values. Raises FleetError for unknown names and wrong values."""
     units = msgspec.json.decode(_FILE.read_bytes(), type=prepared(dict[str, Unit]))
     for name, value in (changes or {}).items():
         if name not in units:

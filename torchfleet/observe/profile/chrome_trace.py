@@ -16,9 +16,9 @@ from torchfleet.base.tracing.profile_folder import Part
 from torchfleet.base.tracing.span import HANDLE, REQUEST, Span
 from torchfleet.observe.profile.torch_events import TorchTrace
 
-_SERVERS = 1000  # the number of server 0 as a process of the trace, behind all workers
+_SERVERS = 1000  # added to a server's number in the trace, so that servers come after workers
 _TRACKS = {"steps": 0, "sender": 100, "exchange": 110, "requests to": 200, "requests": 0, "held": 100}
-_FIRST_THREAD = 1 << 23  # of our own tracks: above all numbers of threads that Linux gives
+_FIRST_THREAD = 1 << 23  # number of our first track: above all thread numbers of Linux
 
 Event = dict[str, Any]
 
@@ -105,7 +105,7 @@ class ChromeTrace:
 
 
 def _number(part: Part) -> int:
-    """As a process of the trace. Not its pid: those of several machines may be the same."""
+    """The number of this process in the trace. Not its pid, which may be the same on several machines."""
     return 1 + part.index + _SERVERS * (part.role == "server")
 
 
@@ -114,7 +114,7 @@ def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
 
 
 def _arrow(span: Span, process: int, thread: int, time: float) -> Event:
-    """From the request of a worker to what a server does for it."""
+    """One end of an arrow from a worker's request to the server's work for it."""
     ends = {"ph": "s"} if span.kind == REQUEST else {"ph": "f", "bp": "e"}
     place = {"pid": process, "tid": thread, "ts": time}
     return {**ends, "cat": "request", "name": "request", "id": f"{span.client:x}.{span.call:x}", **place}
@@ -123,8 +123,8 @@ def _arrow(span: Span, process: int, thread: int, time: float) -> Event:
 def _lanes(spans: Sequence[Span]) -> dict[int, tuple[int, str, int]]:
     """By index of a span: the thread that it is drawn in, its name, and its place among the threads.
 
-    Spans of one thread must follow one another or lie within one another. Those of a track that do not are drawn in
-    further threads beside it.
+    Spans of one thread must follow one another or be nested. Spans of a track that do neither are drawn in further
+    threads beside it.
     """
     found: dict[int, tuple[int, str, int]] = {}
     tracks = sorted({span.track for span in spans}, key=lambda track: (_place(track), track))
@@ -182,7 +182,7 @@ def clocks(parts: Sequence[Part]) -> dict[str, Clock]:
 
 
 def _edges(parts: Sequence[Part]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Machine to machine, both ways: the shortest round trip, and how far the second is ahead of the first."""
+    """By pair of machines, in both orders: the shortest round trip, and how far the second's clock is ahead."""
     machine_of = {part.process: part.machine for part in parts}
     best: dict[tuple[str, str], tuple[int, int]] = {}
     for part in parts:

@@ -12,7 +12,7 @@ from torchfleet.base.tracing.span import HANDLE, HELD, PHASE, REQUEST, STEP, WAI
 from torchfleet.base.tracing.step_spans import BACKWARD, DATA, FORWARD, LOSS, UNSEEN, UPDATE
 
 _ORDER = (DATA, UNSEEN, FORWARD, LOSS, BACKWARD, UPDATE)
-_STEPS = "steps"  # tracks of training threads begin so
+_STEPS = "steps"  # prefix of the tracks of training threads
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ServerLoad:
 
 
 class Summary:
-    """Figures of a profile. Steps of all workers are taken together."""
+    """Figures of a profile, over the steps of all workers together."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._workers = [part for part in parts if part.role != "server"]
@@ -94,7 +94,7 @@ class Summary:
         return [span for part in self._workers for span in part.spans if span.kind == kind]
 
     def _row(self, kind: str, name: str) -> Row:
-        """Sums by step, of those steps that have any."""
+        """Sums by step of the spans of this kind and name; no values if there are no such spans."""
         return Row(name, _by_step(self._workers, lambda span: span.kind == kind and span.name == name))
 
     def _waits(self) -> list[Row]:

@@ -19,7 +19,7 @@ from torchfleet.observe.profile.chrome_trace import ChromeTrace
 from torchfleet.observe.profile.phase_summary import Summary
 from torchfleet.observe.profile.profile_run import ProfileRun
 
-_LONGEST = 7 * 24 * 3600.0  # seconds that a profile is waited for
+_LONGEST = 7 * 24 * 3600.0  # seconds to wait for a profile
 _GRACE = 20.0  # seconds that a job has to end
 _DESCRIPTION = """Record some steps of a job: phases of every worker's step, what torch.profiler sees, requests and what
 servers do for them. Writes one trace of all processes, on one time axis, for chrome://tracing or ui.perfetto.dev, and
@@ -82,7 +82,8 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def running_folder(log_dir: Path) -> Path:
-    """Where the processes of the newest run below `log_dir` look for requests. Raises FleetError if none runs."""
+    """Where the processes of the newest run below `log_dir` look for requests. Raises FleetError if no run is found, or
+    another profile is under way."""
     run_dir = (log_dir / "latest").resolve() if (log_dir / "latest").exists() else log_dir.resolve()
     for root in (run_dir, run_dir / NAME):
         if (root / "request.json").exists():
@@ -135,7 +136,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _num_own(given: Sequence[str], own: dict[str, bool]) -> int:
-    """How many of the arguments are options of this command; `own`: by name, whether it stands alone."""
+    """How many of the arguments are options of this command; `own`: by name, whether it takes no value."""
     num = 0
     while num < len(given):
         name, equals, _ = given[num].partition("=")

@@ -13,8 +13,8 @@ from torchfleet.observe.profile.torch_events import TorchTrace
 
 _LOOK = 0.1  # seconds between two looks into the folder
 _LAST_ONE = 5.0  # seconds without a newcomer, after which no more workers are expected on this machine
-_AHEAD = 0.3  # seconds between the word to begin and the beginning
-_SERVERS = 10.0  # seconds that servers have for their parts
+_AHEAD = 0.3  # seconds from writing begin.json until the workers begin
+_SERVERS = 10.0  # seconds that servers have for writing their parts
 
 Ended = Callable[[], int | None]
 
@@ -23,7 +23,7 @@ class ProfileRun:
     """One request, from its file to the parts. The context removes all of its files on exit."""
 
     def __init__(self, root: Path, request: ProfileRequest, ended: Ended, timeout: float) -> None:
-        """`ended`: the exit status of the job, once it has one."""
+        """`ended`: returns the exit status of the job, or None while it runs."""
         self._root, self._request, self._ended = root, request, ended
         self._folder = root / request.id
         self._deadline = time.monotonic() + timeout
@@ -40,8 +40,8 @@ class ProfileRun:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def parts(self) -> list[Part]:
-        """Block until all processes have written their parts, and return them. Raises FleetError if there are none, or
-        after the timeout."""
+        """Block until all workers have written their parts, then for a limited time until all servers have. Returns the
+        parts. Raises FleetError if the job ends before all workers have written theirs, or after the timeout."""
         workers = self._wait_for_workers()
         if self._ended() is None:
             write(self._folder / "begin.json", Begin(time.time_ns() + int(_AHEAD * 1e9)))

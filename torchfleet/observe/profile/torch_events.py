@@ -1,4 +1,4 @@
-"""What torch.profiler saw of one process, moved to the time axis of a trace of many."""
+"""The events of torch.profiler of one process, moved to the time axis of the trace of all processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TorchTrace:
     """A file of torch.profiler. Its times are microseconds after a base, which is nanoseconds since 1970."""
 
     def __init__(self, path: Path, pid: int) -> None:
-        """`pid`: of the process that wrote it. Raises FleetError if it is no such file."""
+        """`pid`: of the process that wrote it. Raises FleetError if it is not a trace of torch.profiler."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
             self._base, self._events = int(found.get("baseTimeNanoseconds", 0)), list(found["traceEvents"])

@@ -1,1 +1,1 @@
-"""Shows and records a running job: all that a launcher, or `fleet`, tells people of it."""
+"""Shows and records a running job: its display, its warnings, its record, and exports to other tools."""

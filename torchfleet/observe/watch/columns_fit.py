@@ -22,7 +22,7 @@ _STATES = {"running": "green", "failed": "red bold", "starting": "yellow", "wait
 
 @dataclass(frozen=True)
 class Column:
-    """`rank`: columns with a higher rank are left out first. `number`: the value for folded rows; None: none."""
+    """`rank`: columns with a higher rank are left out first. `number`: the value to fold; None: nothing."""
 
     heading: str
     rank: int
@@ -69,7 +69,7 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: in
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], width: int, style: str) -> Text:
-    """Names come from processes: they are text, never markup."""
+    """Join the cells of a line. Names come from processes, so they are text, never markup."""
     text = Text(no_wrap=True, overflow="ellipsis", style="dim" if style == "dim" else "")
     for i, (cell, column, most) in enumerate(zip(cells, columns, widths, strict=True)):
         is_left = i == 0 or column.is_text

@@ -26,7 +26,7 @@ from torchfleet.observe.watch.screen import Screen
 
 _PERIOD = 0.95  # seconds between two updates: drawing costs most
 Name = tuple[str, int]  # role and index of a process
-_FOR_THE_LOG = 4  # one part in this many of the screen's height is left for lines of the job
+_FOR_THE_LOG = 4  # the screen's height divided by this is left for lines of the job
 
 
 class Display:

@@ -11,7 +11,7 @@ _SHARE = 1 / 600  # of the age of the job
 
 
 class DueRoles:
-    """A process is due when its state changes, and otherwise once a period if its status has changed.
+    """A process is due when its state changes or it restarts, and otherwise once a period if its status has changed.
 
     The period grows with the age of the job, from a second to a minute, so that the record of a week takes megabytes.
     """

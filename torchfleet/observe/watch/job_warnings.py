@@ -39,7 +39,7 @@ class JobWarnings:
 
     def __init__(self, log_dir: Path | None = None) -> None:
         self._log_dir = log_dir
-        self._looks: dict[str, deque[tuple[float, RoleSnapshot]]] = {}  # of a window, by key
+        self._looks: dict[str, deque[tuple[float, RoleSnapshot]]] = {}  # the snapshots of the last window, by key
         self._changed: dict[str, tuple[float, object]] = {}  # when a status last changed, and to what
         self._ages: deque[tuple[float, Ages]] = deque()
         self._machine: tuple[float, list[Found]] = (0.0, [])
@@ -169,7 +169,7 @@ class JobWarnings:
 
 
 def _held(key: str) -> float:
-    """Return for how long a warning is shown after its condition. One that tells seconds ends at once."""
+    """Return for how long a warning is shown after its condition has ended. Those with a running time end at once."""
     return 0.0 if key.startswith(_BACKUP) else _HOLD
 
 

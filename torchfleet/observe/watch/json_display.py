@@ -41,7 +41,7 @@ def print_json(line: str) -> None:
         text = line.removeprefix(_OWN).removeprefix(_QUOTED)
         level = "error" if is_bad else "warning" if line.startswith(WARNING) else None
         made = json_line(text, "fleetrun", 0, level=level)
-    sys.stdout.write(f"{made}\n")  # at once: threads print, too
+    sys.stdout.write(f"{made}\n")  # in one write, since other threads print, too
     sys.stdout.flush()
 
 

@@ -52,7 +52,7 @@ def place_of(variables: Mapping[str, str]) -> str:
 
 
 def served_on(host: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process of machine `host`, with the address at which others reach its port, if they do."""
+    """The variables of a process on machine `host`; a port open to other machines gets the address that they use."""
     return {**variables, **({HOST: host} if variables.get(HOST) in _EVERYWHERE else {})}
 
 

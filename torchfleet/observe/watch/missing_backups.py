@@ -50,8 +50,8 @@ def _unprotected(snapshot: JobSnapshot) -> Iterator[int]:
 
 
 def _has_backup(replicas: list[RoleSnapshot]) -> bool:
-    """Whether the primary among these replicas has a backup. One whose other replica runs on another machine, and may
-    be primary there, counts as such."""
+    """Whether the primary of these replicas has a backup. True for a single replica that is not primary: the other one
+    runs on another machine, and may be primary there."""
     primaries = [role for role in replicas if role.returncode is None and role.status.get("backup") is False]
     if not primaries:
         return len(replicas) == 1

@@ -1,4 +1,4 @@
-"""Shows a job without a terminal: in few lines, none of them twice."""
+"""Shows a job without a terminal, in few lines: a line is printed when something has changed."""
 
 from __future__ import annotations
 

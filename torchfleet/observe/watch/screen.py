@@ -15,7 +15,7 @@ from torchfleet.observe.watch.job_totals import JobTotals, Progress, totals_of
 from torchfleet.observe.watch.plain_lines import speed
 
 _MOST_WARNINGS = 3
-_LEAST = 4  # lines that are worth a table: headings and a few rows
+_LEAST = 4  # the fewest lines for which a table is shown: headings and a few rows
 
 
 def _state(role: RoleSnapshot) -> str:

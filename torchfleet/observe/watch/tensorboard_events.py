@@ -4,8 +4,8 @@
     DIR/2026-11-16_15-04-05_4711/worker.0       its metrics, speed, waits, memory
     DIR/2026-11-16_15-04-05_4711/server.0       requests, load, rows and bytes of tables, staleness
 
-Values stand against steps: of a worker or rank its own, of a server and of the job those of the worker that has made
-the most. They are written at the moments at which history.jsonl records them.
+Values are shown by step: those of a worker or rank by its own steps, those of a server and of the job by the steps of
+the worker that has made the most. They are written at the moments at which history.jsonl records them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FIELDS = {
     "busy": "server/busy",
     "memory": "memory/resident_bytes",
 }
-_SUMMED = ("steps_per_s", "samples_per_s")  # over workers, of the job
+_SUMMED = ("steps_per_s", "samples_per_s")  # over workers, in the run of the job
 _KINDS = ("dense", "sparse")
 _FLUSH = 10  # seconds that events may wait for the disk
-_ENDLESS = 0  # events that may wait for it: the launcher's loop never does
+_ENDLESS = 0  # no limit on events that wait for the disk: the launcher's loop never waits for it
 
 
 def scalars_of(role: RoleSnapshot) -> dict[str, float]:
@@ -154,7 +154,7 @@ class _Run:
 
 
 def _histogram(ages: Mapping[int, int]) -> Any:
-    """Make a histogram of staleness. Its sums are exact, from the counted values."""
+    """Make a histogram of staleness. Its sums take a key as the staleness, so they are exact below EXACT_AGES only."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     return HistogramProto(

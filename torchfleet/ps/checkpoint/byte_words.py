@@ -2,7 +2,7 @@
 
 A table holds finite float32 values. The bytes of an int64 or a bfloat16 read as float32 may be NaN, but float32
 represents every 16-bit integer exactly. So counters, masks and frozen half-precision weights are handled like all dense
-values: sent to every worker, saved, and resharded, without a kind of array of their own.
+values: sent to every worker, saved, and resharded. They need no separate kind of array.
 """
 
 from __future__ import annotations

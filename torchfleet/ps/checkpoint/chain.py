@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
-    """The statistics of a saved table: those that its policies read, or none if it was saved for prediction."""
+    """The statistics of a saved table: those that its policies read; empty if it was saved for prediction."""
     saved = manifest.table(table)
     kept = row_columns(saved.spec()) if not saved.is_dense and manifest.kind == "full" else ()
     return tuple(name for name in STATISTICS if name in kept)
@@ -34,7 +34,7 @@ def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
 def live_rows(
     storage: Storage, manifest: Manifest, table: str, choose: Choose | None = None
 ) -> Iterator[tuple[Keys, Arrays]]:
-    """`saved_rows`, with the float32 numbers of narrow rows, too, as `rows`."""
+    """Like `saved_rows`, but with narrow rows as float32 `rows`."""
     return ((keys, widened(arrays)) for keys, arrays in saved_rows(storage, manifest, table, choose))
 
 
@@ -45,7 +45,7 @@ def saved_rows(
     one file at a time.
 
     `choose` returns which keys are wanted. Arrays may be read-only; some are empty. Memory: a few files, and 20 to 30
-    bytes per wanted key: of all keys, or of one server's if all saves were made by the same number of servers.
+    bytes per wanted key of the table, or only of one server's if all saves were made by the same number of servers.
     """
     saved = manifest.table(table)
     if saved.is_dense:
@@ -72,7 +72,7 @@ class KeySet:
         self._found = np.empty(_CHUNK, np.int64)
 
     def add(self, keys: Keys) -> Mask:
-        """Add keys; returns a mask of the new ones, of equal keys the last."""
+        """Add keys; returns a mask of the keys that are new. Of equal keys, only the last one counts as new."""
         is_new = np.zeros(len(keys), np.bool_)
         for stop in range(len(keys), 0, -_CHUNK):
             chunk = keys[max(0, stop - _CHUNK) : stop][::-1].copy()

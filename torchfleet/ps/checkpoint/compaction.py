@@ -36,7 +36,7 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
 
     Number, token, time and extra are those of the chain's newest save, so that a job can continue it with deltas. A
     process that is killed at any moment leaves either the chain or the full save. Deltas saved meanwhile are kept, and
-    continue the full save; if another full save was made meanwhile, it is kept and this raises an error. `show`
+    continue the full save; if another full save was made meanwhile, it is kept and this raises CheckpointError. `show`
     receives the progress.
 
     Memory: one file per server, a few more in flight, and the keys of a table (`saved_rows`).
@@ -91,7 +91,7 @@ def _no_rows(table: Table) -> part_file.Arrays:
 
 
 def _replace(target: Storage, made: Manifest, compacted: list[Link] | None) -> Manifest:
-    """Commit the full save as the model, or as the start of its chain."""
+    """Commit the full save as the model, or, if deltas were saved meanwhile, as the start of their chain."""
     now = read_manifest(target) if compacted is not None else made
     later = now.links()[len(compacted or []) :]
     if compacted is not None and now.links()[: len(compacted)] != compacted:

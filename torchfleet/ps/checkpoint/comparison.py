@@ -38,7 +38,7 @@ class TableDifference(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """Names are those of tables and of dense parameters."""
+    """The differences of two models. Names are those of tables and of dense parameters."""
 
     only_in_a: list[str]
     only_in_b: list[str]
@@ -80,7 +80,7 @@ class Model:
         return Rows(self.storage, self.manifest, table, of_candidates)
 
     def sketch(self, table: str) -> npt.NDArray[np.uint8]:
-        """All blocks of the window's counters; for a block that two servers held, the larger counts."""
+        """All blocks of the window's counters. If two servers held a block, each counter has the larger value."""
         found = np.zeros((self.tables[table].spec().entry.num_blocks, BLOCK_BYTES), np.uint8)
         for part in self.manifest.links()[-1].parts_of(table, "sketch"):
             blocks = read_part(self.storage, self.manifest.save, part)["blocks"]
@@ -95,8 +95,8 @@ def compare(a: str, b: str, max_bytes: int | None = None, show: Show = lambda te
     """Compare the models in two folders: chains or single saves, by any numbers of servers. `show` receives the
     progress.
 
-    Memory: for one table at a time the rows of A, or `max_bytes` (default: half of the machine's memory): if the rows
-    need more, both models are read several times. Numbers, times and `extra` of the saves are not compared.
+    Memory: the rows of A, for one table at a time, up to `max_bytes` (default: half of the machine's memory): if the
+    rows need more, both models are read several times. Numbers, times and `extra` of the saves are not compared.
     """
     first, second = Model(a), Model(b)
     budget = physical_bytes() // 2 if max_bytes is None else max_bytes

@@ -18,7 +18,7 @@ from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays, entries_of, h
 
 FORMATS = ("parquet", "text", "safetensors")
 _LINES = 1 << 12  # of text, written at a time
-_TYPES = {"<i8": "I64", "<u4": "U32", "<f4": "F32"}  # by numpy's name of a type: that of safetensors
+_TYPES = {"<i8": "I64", "<u4": "U32", "<f4": "F32"}  # safetensors' name of a type, by numpy's name
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Arrays]
 Read = Callable[[], Iterator[Rows]]  # reads the rows from the first on, in the same order each time
@@ -32,12 +32,12 @@ def export_table(
     with_state: bool = False,
     with_statistics: bool = False,
 ) -> int:
-    """Write a sparse table's rows to a file, in chunks; returns how many. Keys are written as signed numbers.
+    """Write a sparse table's rows to a file, in chunks; returns the number of rows. Keys are written as signed numbers.
 
     `path` may be any path that fsspec opens. A folder on this machine must exist.
     The table's statistics follow the values in columns of their own, as saved: times in seconds since 1970, shows and
-    clicks as of the day of the row's last lookup. The file appears when it is complete. Of safetensors, which needs the
-    number of rows first, the model is read twice, and all keys and statistics are in memory.
+    clicks as of the day of the row's last lookup. The file appears when it is complete. For safetensors, which needs
+    the number of rows first, the model is read twice, and all keys and statistics are in memory.
     """
     if file_format not in FORMATS:
         raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")

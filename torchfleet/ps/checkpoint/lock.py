@@ -40,7 +40,8 @@ class _Chain(msgspec.Struct):
 
 @contextlib.contextmanager
 def alone(storage: Storage) -> Iterator[None]:
-    """Hold the lock from reading a manifest to removing the folders that its successor does not name; others block.
+    """Hold the lock of a folder of saves; other processes block. Callers hold it from reading the manifest until they
+    have removed the folders that the new manifest does not name.
 
     Only for folders on this machine: other stores have no locks. The lock is released when its process ends.
     """
@@ -57,9 +58,10 @@ def alone(storage: Storage) -> Iterator[None]:
 
 
 class Reservation:
-    """A folder of saves that belongs to one save, from `reserve` to `release`. A failed save leaves nothing in it.
+    """The folder of one save, which belongs to that save from `reserve` to `release`.
 
-    On this machine, a lock on its file shows that the process that makes the save is alive.
+    On this machine, a failed save leaves nothing in it, and a lock on its file shows that the process that makes the
+    save is alive.
     """
 
     def __init__(self, storage: Storage, number: int, folder: str, token: int) -> None:
@@ -177,7 +179,7 @@ def remove_all_but(storage: Storage, kept: set[str]) -> None:
 
 
 def is_held(storage: Storage, folder: str) -> bool:
-    """Whether a process is making this save. False on other stores, where it cannot be known."""
+    """Whether a process of this machine is making this save. False on other stores, where that cannot be known."""
     if not storage.is_local:
         return False
     place = storage.place(f"{folder}/{RESERVED}")

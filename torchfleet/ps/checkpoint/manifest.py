@@ -1,6 +1,6 @@
 """The manifest: which tables a saved model has, which files they are in, and a checksum of each file and of itself.
 
-The donefile beside it has one line of JSON per save of the chain, for programs that wait for new ones.
+The donefile beside it has one line of JSON per save of the chain, for programs that wait for new saves.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ def write_donefile(storage: Storage, manifest: Manifest) -> None:
 
 
 def present_model(storage: Storage) -> Manifest | None:
-    """The present model; None if there is none or it is damaged, in which case a save replaces it."""
+    """The model in this folder; None if the folder has no model, or a damaged one, which the next save replaces."""
     with contextlib.suppress(CheckpointError):
         return read_manifest(storage)
     return None
 
 
 def next_save(storage: Storage, newest: int | None = None) -> int:
-    """A number above those of all saves that are or were being made here.
+    """A number above the numbers of all saves in this folder, complete or not.
 
-    `newest`: the number of the present model, 0 for none, if the caller has read it.
+    `newest`: the number of the present model, if the caller has read it; 0 if there is no model.
     """
     if newest is None:
         present = present_model(storage)
@@ -126,7 +126,7 @@ def remove_others(storage: Storage, manifest: Manifest) -> None:
 
 
 def as_json(extra: Mapping[str, Any], function: str) -> dict[str, Any]:
-    """`extra` as it will be read back. An error names the function that got an unsupported value."""
+    """`extra` as it will be read back. Raises CheckpointError, which names `function`, for what JSON cannot hold."""
     try:
         kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:

@@ -1,7 +1,7 @@
-"""Consistency of a manifest: its checksum shows that it is as written, not that it describes a model.
+"""Checks that a manifest is consistent: its checksum only shows that it is as written, not that it describes a model.
 
-Every part is named and has its place, and no place is taken twice or missing. The contents of the files are checked
-when they are read (part_reader.py).
+Every part must have a name and a place, and no place may be taken twice or be missing. The contents of the files are
+checked when they are read (part_reader.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _check_whole(manifest: Manifest) -> None:
 
 
 def _check_chain(links: Sequence[Link], kind: str) -> None:
-    """A full save, followed by links that are each the child of the one before."""
+    """The first link must be a full save, and the parent of each other link is the link before it."""
     parent, folders = 0, set()
     for link in links:
         if not _SAVE.fullmatch(link.save):
@@ -170,7 +170,7 @@ def _check_block(table: Table, link: Link, parts: Sequence[Part]) -> None:
 
 
 def _check_sketch(table: str, parts: Sequence[Part], num_blocks: int) -> None:
-    """Blocks of counters: two servers may hold one block, and none is missing."""
+    """Blocks of counters: two servers may hold the same block, and no block may be missing."""
     at = 0
     for part in sorted(parts, key=attrgetter("start")):
         if part.start > at:

@@ -1,10 +1,11 @@
 """The file that commits a save: manifest.json, which is replaced atomically.
 
 On this machine it is replaced by a rename. Other stores may be unable to replace a file atomically. There the manifest
-is first written under a new name, manifest-000007.json, and read back; only then is manifest.json replaced. While that
-happens the numbered file is complete; while a numbered file is written, manifest.json is complete. So if manifest.json
-is damaged or missing, the file with the highest number is its replacement, and is read instead. If that one is damaged
-too, nothing is read: an older one may be older than a save that was reported as complete.
+is first written under a new name, manifest-000007.json, and read back; only then is manifest.json replaced. While
+manifest.json is replaced, the numbered file is complete; while a numbered file is written, manifest.json is complete.
+So if manifest.json is damaged or missing, the file with the highest number is its replacement, and is read instead. If
+that file is damaged too, nothing is read: a file with a lower number may be older than a save that was reported as
+complete.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NUMBERED = re.compile(r"manifest-([0-9]{6,18})\.json")
 def write_body(storage: Storage, body: bytes) -> None:
     """Replace the manifest: the last step of a save.
 
-    An error leaves the old one; or, on stores that cannot replace a file atomically, the old one or this one.
+    An error leaves the old manifest; or, on stores that cannot replace a file atomically, the old or the new one.
     """
     older = _numbered(storage)
     _restore(storage, older)

@@ -109,7 +109,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What the rule keeps, as RowRule.state_names."""
+        """The names of the rule's state, as RowRule.state_names."""
         rule = self.spec().rule
         return rule.row_rule.state_names(rule)
 

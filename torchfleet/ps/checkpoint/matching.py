@@ -57,7 +57,7 @@ class Rows:
         self.most = sum(part.rows for link in manifest.links() for part in link.parts_of(table, kind))
 
     def blocks(self, choose: Choose | None, names: tuple[str, ...]) -> Iterator[tuple[Keys, Words]]:
-        """Yield some thousand at a time: keys, and values, state and the statistics `names` side by side."""
+        """Yield up to _CHUNK rows at a time: keys; and values, state and the statistics `names` side by side."""
         for keys, arrays in self._live(*self._place, choose):
             for start in range(0, len(keys), _CHUNK):
                 some = slice(start, start + _CHUNK)
@@ -88,7 +88,7 @@ class Known:
         self.num += len(keys)
 
     def take(self, keys: Keys, num_words: int) -> tuple[npt.NDArray[np.bool_], Words]:
-        """(mask of the keys that are here, the rows of those)."""
+        """(mask of the keys that are known, their rows)."""
         at = self._find(keys)
         return at >= 0, self._words[at[at >= 0], KeyMap.offset : KeyMap.offset + num_words]
 
@@ -99,7 +99,7 @@ class Known:
 
 
 def match(a: Rows, b: Rows, max_bytes: int, show: Show) -> Difference:
-    """How the rows of `a` differ from those of `b`, which have as many values.
+    """How the rows of `a` differ from the rows of `b`. Both must have the same `dim`.
 
     The rows of `a` are held in memory. If they would take more than `max_bytes`, a share of the keys is compared at a
     time, and both models are read again for the next share.
@@ -130,7 +130,7 @@ def _share(number: int, num_shares: int) -> Choose:
 
 
 class Tally:
-    """Accumulates the differences of rows that both have."""
+    """Accumulates the differences of rows that both models have."""
 
     def __init__(self, a: Rows, b: Rows) -> None:
         self._a, self._b, self._dim = a, b, a.dim

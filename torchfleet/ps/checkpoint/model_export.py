@@ -22,7 +22,7 @@ from torchfleet.ps.checkpoint.part_writer import write_file
 
 DESCRIPTION, PARAMETERS = "model.json", "parameters.safetensors"
 _ENDINGS = {"parquet": "parquet", "text": "txt", "safetensors": "rows.safetensors"}
-# By torch's dtype: safetensors' name.
+# safetensors' name of a type, by torch's name.
 _TYPES = {
     **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -39,7 +39,7 @@ def export_model(
     with_statistics: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write all of a model into the folder `out`, which must be new or empty; returns the contents of `model.json`.
+    """Write a whole model into the folder `out`, which must be new or empty; returns the contents of `model.json`.
 
     parameters.safetensors has dense parameters and buffers by name and in their own types; every sparse table has a
     file, as `export_table` writes it; model.json, which is written last, lists the files. `out` may be any path that
@@ -77,15 +77,15 @@ def _prepare(target: Storage) -> None:
 
 
 def _described(table: Table, file: str, num_rows: int) -> dict[str, Any]:
-    """A table's entry. An id of a declared size without a row has its initial value, which follows from
-    seed and name.
+    """A table's entry in model.json. If the table has a declared size, an id without a row has its initial value, which
+    follows from seed and name.
     """
     size = {"num_embeddings": table.size} if table.size else {}
     return {"name": table.name, "file": file, "dim": table.dim, "rows": num_rows, **size}
 
 
 def _write_parameters(storage: Storage, manifest: Manifest, target: Storage) -> list[str]:
-    """Write the tensors; returns their names. Holds one table's block in memory at a time."""
+    """Write the tensors; returns their names. Holds the blocks of all dense tables in memory."""
     described, blocks = [], []
     for table in manifest.tables:
         values = read_dense(storage, manifest, table)[0] if table.is_dense else np.empty(0, np.float32)

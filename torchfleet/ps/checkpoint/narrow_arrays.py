@@ -1,8 +1,8 @@
 """Rows of narrow values in part files, and the float32 rows that they stand for.
 
 A part of rows has `rows` (values and state, float32), or `row_values` (bfloat16, float16 or int8), for int8 `scale`
-(the step of each row), and `row_state` (float32) if there is state. Which type it is says the array, so that the saves
-of a chain may differ.
+(the step of each row), and `row_state` (float32) if there is state. The array itself shows its type, so the saves of a
+chain may have different types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dtype_of(arrays: Arrays) -> str:
 
 
 def widened(arrays: Arrays) -> Arrays:
-    """The arrays with `rows` of float32 in place of narrow ones. Raises TableError if they hold what no table has."""
+    """The arrays with float32 `rows` in place of narrow ones. Raises TableError for NaN, infinity or a wrong step."""
     if "row_values" not in arrays:
         return arrays
     values = arrays["row_values"]

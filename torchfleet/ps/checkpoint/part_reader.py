@@ -1,4 +1,4 @@
-"""Reading part files into tables: every byte is checked, and every row goes to the shard that owns it now."""
+"""Reads part files into tables: every byte is checked, and every row goes to the shard that owns it now."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
 def read_parts(
     storage: Storage, folder: str, chosen: Sequence[Part], prepare: Callable[[Part, part_file.Arrays], Made]
 ) -> Iterator[Made]:
-    """Yield `prepare`'s result for each part, in order; threads read and prepare the next ones meanwhile.
+    """Yield `prepare`'s result for each part, in order; threads read and prepare the next parts meanwhile.
 
     An exception of `prepare` becomes a CheckpointError that names the file.
     """
@@ -70,7 +70,7 @@ def read_parts(
 
 @contextlib.contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Turn errors in a file's contents into ones that name the file."""
+    """Turn errors in a file's contents into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -81,8 +81,8 @@ def _naming(place: str) -> Iterator[None]:
 
 
 def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bool = False) -> int:
-    """Load all saved rows that this shard of the table owns, with their state if the rule is the same. Returns how
-    many.
+    """Load all saved rows that this shard of the table owns, with their state if the rule is the same. Returns the
+    number of rows in the table.
 
     `quiet`: print nothing if the state is not loaded.
     """
@@ -110,7 +110,7 @@ class Loading:
         self._same_cut = link.num_servers == table.spec.num_shards
 
     def rows(self) -> None:
-        """Drop the deleted rows, then load the present ones."""
+        """Drop the rows that this save lists as deleted, then load its rows."""
         self._load("gone")
         table = self._table
         share = 1 if self._same_cut else table.spec.num_shards
@@ -118,12 +118,12 @@ class Loading:
         self._load("rows")
 
     def candidates(self) -> None:
-        """Load the keys that were counted and had no row."""
+        """Load the candidates: keys that were counted and had no row."""
         self._load("candidates_gone")
         self._load("candidates")
 
     def sketch(self) -> None:
-        """Load the counters of the window; those of a different window have no meaning and are skipped."""
+        """Load the counters of the window. Counters of a different window have no meaning here, and are skipped."""
         entry, saved = self._table.spec.entry, self._saved.spec().entry
         if (saved.window_hours, saved.num_blocks) != (entry.window_hours, entry.num_blocks):
             return
@@ -140,9 +140,9 @@ class Loading:
                 repeated.add(part, arrays["keys"])
             with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
                 self._table.load_slice(SavedSlice(kind, arrays))
-        if self._table.num_rows == before + num_keys:  # every key has made a row: none repeats
+        if self._table.num_rows == before + num_keys:  # every key has made a row: no key repeats
             return
-        if is_first:  # read again: to hold the keys of all rows would take a third more memory
+        if is_first:  # read again: holding the keys of all rows would take a third more memory
             for part, arrays in self._read(kind):
                 repeated.add(part, arrays["keys"])
         repeated.check()
@@ -151,7 +151,7 @@ class Loading:
         return read_parts(self._storage, self._link.save, self._parts(kind), self._own)
 
     def _parts(self, kind: PartKind) -> list[Part]:
-        """The files that hold data of this shard."""
+        """The files that can hold data of this shard."""
         chosen = self._link.parts_of(self._table.spec.name, kind)
         is_own = self._same_cut and kind != "sketch"
         return [part for part in chosen if part.shard == self._table.spec.shard] if is_own else chosen
@@ -161,7 +161,7 @@ class Loading:
         return part, arrays
 
     def _own(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
-        """The part of the arrays that this shard owns."""
+        """The rows of the arrays that this shard owns. Raises TableError if the part has keys of another server."""
         spec = self._table.spec
         part_file.check_arrays(self._saved, part, arrays)
         found = dict(arrays)
@@ -174,7 +174,7 @@ class Loading:
         return part, self._fitting(found) if part.kind == "rows" else found
 
     def _fitting(self, found: part_file.Arrays) -> part_file.Arrays:
-        """Arrays of rows as the table takes them: narrow values as they are if it has the same type, else float32."""
+        """Arrays of rows as the table takes them: narrow values unchanged if it has the same type, else float32."""
         spec = self._table.spec
         wide = widened(found)
         width = self._table.num_words if self._is_whole else spec.dim
@@ -237,7 +237,7 @@ def load_dense(
 
 
 def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
-    """Report that state is not loaded. Tables that are not trained (prediction, fixed parameters) have none."""
+    """Report that state is not loaded. Tables that are not trained (prediction, fixed parameters) have no state."""
     if not spec.rule.lr or spec.name != saved.name:
         return
     num = saved.num_words - saved.dim
@@ -250,7 +250,7 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
 
 
 def _tell_of_rounding(saved: Table, spec: TableSpec) -> None:
-    """Report that values are rounded to a type in which they were not saved."""
+    """Report that values are rounded, because the table's type is not the one in which they were saved."""
     was, now = saved.spec().format, spec.format
     if now.is_narrow and (was.dtype, was.step) != (now.dtype, now.step):
         print(
@@ -285,5 +285,5 @@ def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
 
 
 def _same_rule(saved: Table, spec: TableSpec) -> bool:
-    """Whether the saved state, as far as there is any, has the meaning that it has for this table."""
+    """Whether the saved state, if there is any, has the same meaning as this table's state."""
     return saved.rule["name"] == spec.rule.name and saved.state_names == spec.rule.row_rule.state_names(spec.rule)

@@ -34,14 +34,14 @@ def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
 
 
 def write_made_file(target: Storage, name: str, buffers: Iterable[Any], num_bytes: int) -> None:
-    """Write a file from buffers, `num_bytes` in all, each of which is made when it is its turn."""
+    """Write a file of `num_bytes` bytes from buffers that are created one at a time, just before each is written."""
     with _naming(target):
         target.write_made(name, buffers, num_bytes)
 
 
 @contextlib.contextmanager
 def _naming(target: Storage) -> Iterator[None]:
-    """An error names the folder."""
+    """Turn the errors of a file system into a CheckpointError that names the folder."""
     try:
         yield
     except FleetError:
@@ -62,7 +62,7 @@ class Files:
         first: int = 0,
         num_threads: int = _UNDER_WAY,
     ) -> None:
-        """`first`: the number of the first file of each table, kind and server. `num_threads`: that write."""
+        """`first`: the number of the first file of each table, kind and server. `num_threads`: threads that write."""
         self._first, self._num_threads = first, num_threads
         self._target, self._folder, self._num_servers, self._show = target, folder, num_servers, show
         self._pool = ThreadPoolExecutor(num_threads)
@@ -76,8 +76,8 @@ class Files:
         self._pool.shutdown(cancel_futures=True)
 
     def put(self, spec: TableSpec, kind: PartKind, live: Live, nothing: part_file.Arrays) -> int:
-        """Write every row to a file of the server that owns it; returns how many. A server without rows gets a file
-        with `nothing`, or no file if that is empty.
+        """Write every row to a file of the server that owns it; returns the number of rows. A server without rows gets
+        a file with the arrays `nothing`, or no file if `nothing` is empty.
         """
         fillings = [Filling(spec.name, kind, server, self._first) for server in range(self._num_servers)]
         num = 0
@@ -101,7 +101,7 @@ class Files:
         return num
 
     def copy(self, source: Storage, link: Link, table: Table, kind: PartKind) -> None:
-        """Copy files that are whole in every save."""
+        """Copy the files of a kind that every save contains completely."""
         numbers: Counter[int] = Counter()
         for part, arrays in read_parts(source, link.save, link.parts_of(table.name, kind), lambda *both: both):
             filling = Filling(table.name, kind, part.shard, numbers[part.shard])
@@ -142,9 +142,7 @@ class Filling:
         self.pieces: part_file.Pieces = {}
 
     def takes(self, arrays: part_file.Arrays) -> bool:
-        """Whether these arrays fit: the same tensors for all keys, in the same types, and a file that does not become
-        too large.
-        """
+        """Whether these arrays fit: the file has the same tensors in the same types, and does not become too large."""
         if not self.pieces:
             return True
         size = self.size + sum(array.nbytes for array in arrays.values())

@@ -1,7 +1,7 @@
-"""Keys that are in one save more often than they may be.
+"""Detects keys that repeat in one save although they may not.
 
 A key is in a save once, unless its row was dropped and made again while the save was written. A server notes with every
-part how many rows it had dropped since the save began: no more keys may repeat.
+part how many rows it had dropped since the save began: no more keys than that may repeat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RepeatedKeys:
         self._parts: list[tuple[Part, Keys]] = []
 
     def add(self, part: Part, keys: Keys) -> None:
-        """Take the keys of a part. Saves of older versions do not say how many may repeat, and are not counted."""
+        """Take the keys of a part. Parts of older versions do not say how many keys may repeat, and are not checked."""
         if part.repeats is not None and len(keys):
             self._parts.append((part, keys))
 

@@ -1,4 +1,4 @@
-"""Asks a coordinator in a thread, so that the loop of a server does not wait for one that does not answer."""
+"""Asks a coordinator in a thread, so that a server's loop does not wait for a coordinator that does not answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchfleet.ps.coordination.view import ENDED, Coordinator, View
 
 _WAIT = 0.05  # seconds that a call waits for the answer; much less than the lease of a primary
 _WAIT_AT_END = 2.0  # seconds for the last change of a job, after which there is nothing to serve
-_KEPT = 0.5  # seconds after which an answer that no call has taken is outdated
+_KEPT = 0.5  # seconds after which an answer that no call has returned is outdated
 
 Result = TypeVar("Result")
 
 
 class BackgroundCoordinator:
-    """As Coordinator. Only one thread calls it.
+    """A Coordinator that asks another one. Only one thread calls it.
 
     One request is under way at a time. A call raises CoordinatorUnreachable if its answer has not come within _WAIT.
     The request goes on; the same call returns its answer later. Until then, other calls raise at once. `say` gets a

@@ -15,12 +15,12 @@ _LEASE = int(6 * RENEWAL)  # seconds after which etcd removes the records of a k
 
 
 class EtcdCoordinator:
-    """As Coordinator. Records are keys below torchfleet/NAME/. Each is attached to the lease of its last writer."""
+    """A Coordinator whose records are keys below torchfleet/NAME/. Each is attached to the lease of its last writer."""
 
     def __init__(self, gateway: EtcdGateway, name: str) -> None:
         self._gateway, self._name = gateway, name
         self._lease: str | None = None
-        self._seen: set[int] = set()  # shards whose record has been there
+        self._seen: set[int] = set()  # shards whose record this process has read or written
 
     def read(self, shard: int) -> View | None:
         found = self._gateway.ask("kv/range", {"key": self._key(shard)}, _Range).kvs
@@ -48,14 +48,14 @@ class EtcdCoordinator:
         except CoordinatorUnreachable:
             current = self.read(shard)
             if current == before:
-                self.renew()  # a lease that is gone may be why
-                raise  # the change may be on its way
+                self.renew()  # etcd may have refused the change because the lease has expired
+                raise  # the change may still be carried out
             return current == after
-        return self.read(shard) == after  # a member that did not answer may have made the change before this one
+        return self.read(shard) == after  # a member that did not answer may have made the same change before
 
     def renew(self) -> None:
         if self._lease is not None and not self._keep_alive(self._lease):
-            self._lease = None  # etcd has removed it: the next change is written under a new one
+            self._lease = None  # etcd has removed the lease: the next change is written under a new one
 
     def _keep_alive(self, lease: str) -> bool:
         return self._gateway.ask("lease/keepalive", {"ID": lease}, _KeptAlive).result.TTL not in ("", "0")

@@ -1,7 +1,7 @@
 """A client of etcd's JSON gateway (version 3), over plain HTTP or TLS. Environment variables name the key files.
 
-A member that answers badly counts as one that does not answer. Bad answers are: an error of etcd or of a proxy before
-it, a redirect, which is not followed, half of an answer, too long an answer, JSON of another type.
+A member that gives a bad answer is treated like a member that does not answer. Bad answers are: an error of etcd or of
+a proxy before it, a redirect, which is not followed, an incomplete answer, too long an answer, JSON of another type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHOWN = 200  # bytes of a bad answer in an error
 
 @dataclass(frozen=True)
 class Access:
-    """How to access etcd. Without `tls`: in the clear, and without a user."""
+    """How to access etcd. Without `tls`: unencrypted, and without a user."""
 
     tls: ssl.SSLContext | None = None
     user: str = ""
@@ -39,7 +39,9 @@ class Access:
 
 
 def secure_access(environment: Mapping[str, str] = os.environ) -> Access:
-    """Access over TLS, with the files and the user that the environment names. Raises RoleError if one is unusable."""
+    """Access over TLS, with the files and the user that the environment names. Raises RoleError if a file is unusable,
+    or if only one of two variables that belong together is set.
+    """
     found = {name: environment.get(name, "") for name in (CA, CERT, KEY, USER, PASSWORD_FILE)}
     for one, other in ((CERT, KEY), (USER, PASSWORD_FILE)):
         if bool(found[one]) != bool(found[other]):
@@ -56,7 +58,7 @@ def secure_access(environment: Mapping[str, str] = os.environ) -> Access:
 
 
 def plain_access(environment: Mapping[str, str] = os.environ) -> Access:
-    """Access in the clear. Raises RoleError if the environment names keys, because they would not be used."""
+    """Unencrypted access. Raises RoleError if the environment names files or a user, because they would not be used."""
     for name in (CA, CERT, KEY, USER, PASSWORD_FILE):
         if environment.get(name):
             raise RoleError(f"{name} is for an etcd with TLS: give --coordinator etcds://host:port/NAME, or unset it")
@@ -64,7 +66,7 @@ def plain_access(environment: Mapping[str, str] = os.environ) -> Access:
 
 
 class Answer(msgspec.Struct):
-    """What every answer of etcd has. A subclass adds what is read of it."""
+    """The field that every answer of etcd has. A subclass adds the fields that are read."""
 
     header: dict[str, Any]
 
@@ -77,7 +79,9 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class EtcdGateway:
-    """Sends requests to the members of one etcd cluster, until one answers. The next request tries that one first."""
+    """Sends a request to the members of one etcd cluster in turn, until one answers. The next request tries that member
+    first.
+    """
 
     def __init__(self, places: Sequence[str], access: Access) -> None:
         """`places`: host:port of the members."""
@@ -92,8 +96,8 @@ class EtcdGateway:
     def ask(self, what: str, body: dict[str, Any], kind: type[Kind]) -> Kind:
         """Send a request, wait for the answer, and return it.
 
-        Raises CoordinatorUnreachable, which says what each member did, if none gives an answer of this kind. It is then
-        unknown whether the request was carried out.
+        Raises CoordinatorUnreachable, which says what each member did, if no member gives an answer of this kind. It is
+        then unknown whether the request was carried out.
         """
         problems = []
         for place in list(self._places):
@@ -145,7 +149,7 @@ class EtcdGateway:
 
 
 class _BadAnswer(Exception):
-    """A member answers, and not as etcd does when it carries a request out."""
+    """A member's answer is not the one that etcd gives when it has carried out a request."""
 
     def __init__(self, text: str, is_refusal: bool = False) -> None:
         super().__init__(text)

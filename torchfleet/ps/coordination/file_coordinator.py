@@ -1,6 +1,6 @@
 """The coordinator of jobs on one machine: files in a folder that fleetrun makes.
 
-Each term is one file, which can be created only once; the first one, whatever its term, is number 0. The replica that
+Each term is one file, which can be created only once; the first file has number 0, whatever its term. The replica that
 creates the file of the next term has changed the view. There is no lock, so a process that is suspended in the middle
 does not block the others.
 """
@@ -19,7 +19,7 @@ from torchfleet.ps.coordination.view import View, pack_view, unpack_view
 
 
 class FileCoordinator:
-    """As Coordinator, for processes of one machine and one user."""
+    """A Coordinator for processes of one machine and one user."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises SecurityError if other users can write to the folder, CoordinatorUnreachable if it does not exist."""

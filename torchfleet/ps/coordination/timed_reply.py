@@ -30,9 +30,9 @@ def read_reply(connected: socket.socket, until: float) -> tuple[int, bytes]:
 
 
 class _Timed(io.RawIOBase):
-    """The bytes of a socket until a time. Has `makefile`, as HTTPResponse expects of a socket.
+    """Reads a socket until a time. Has `makefile`, as HTTPResponse expects of a socket.
 
-    A time-out of the socket is for each part that arrives, so a server that sends byte by byte would never meet it.
+    The socket's own time-out begins anew with each `recv`, so a server that sends byte by byte would never exceed it.
     """
 
     def __init__(self, connected: socket.socket, until: float) -> None:

@@ -6,7 +6,7 @@ two replicas that propose different changes only one succeeds. The changes:
 (t, P, B)  → (t+1, P, "")   the primary goes on without its backup
 (t, P, B)  → (t+1, B, "")   the backup takes over
 (t, P, "") → (t+1, P, B)    a backup is in step: from now on the primary acknowledges only what the backup has
-(t, P, B)  → (t+1, P, B)    the backup that the primary wanted to go on without, and perhaps has, is there again
+(t, P, B)  → (t+1, P, B)    the backup is heard again, after the primary asked to go on without it and got no answer
 (t, P, ..) → (t+1, ENDED)   the job is over
 
 Going on alone and taking over change the same record, so they cannot both happen. Only the backup that the view names
@@ -77,8 +77,8 @@ def pack_view(view: View) -> bytes:
 
 
 def unpack_view(data: bytes, where: str) -> View:
-    """The inverse of pack_view. Raises CoordinatorUnreachable, which names `where`, if `data` is not a view: what keeps
-    something else in this place does not say who is primary."""
+    """The inverse of pack_view. Raises CoordinatorUnreachable, which names `where`, if `data` is not a view: other data
+    in this place does not say which replica is primary."""
     try:
         return msgspec.json.decode(data, type=prepared(View))
     except (ValueError, RecursionError) as error:

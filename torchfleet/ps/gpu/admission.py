@@ -125,7 +125,7 @@ class Admission:
         return dict(zip(self._names, words.unbind(1), strict=True))
 
     def arrays_of(self, block: RowBlock) -> Columns:
-        """As servers save them."""
+        """The statistics of a block of candidates, as servers save them."""
         return _arrays(self.columns_of(block))
 
     def load(self, keys: torch.Tensor, columns: dict[str, npt.NDArray[np.uint32]], now: int) -> None:

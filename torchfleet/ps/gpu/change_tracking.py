@@ -42,8 +42,8 @@ class ChangeTracking:
             self._gone[1].append(keys.clone())
 
     def begin(self, is_committed: bool) -> None:
-        """Begin a save, which must write everything since the previous save began; also what that one wrote, if it was
-        not committed.
+        """Begin a save, which must write everything that changed since the previous save began, and if that save was
+        not committed, also what it had to write.
         """
         with self._lock:
             marks, gone = self._grown(self._marks[1]), self._gone[1]
@@ -59,7 +59,7 @@ class ChangeTracking:
 
     @property
     def gone(self) -> torch.Tensor:
-        """Distinct keys that lost a row since the previous save began; some may have a new one."""
+        """Distinct keys that the current save must write as deleted; some may have a new row."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._table.device)
         distinct: torch.Tensor = torch.unique(torch.cat([nothing, *self._gone[0]]))
         return distinct

@@ -143,7 +143,7 @@ class DeviceTable:
         dtype: torch.dtype = torch.float32,
         padding: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(slots, values), as `find` and `gather` together, with one kernel less."""
+        """(slots, values), as `find` and `gather`, with one kernel less."""
         keys, inserts = self.begin(keys, insert, padding)
         how = inserts, dtype, padding, self.deterministic
         slots, values = self.kernels.find_and_gather(self.memory, self.layout, keys, *how)
@@ -299,7 +299,7 @@ class DeviceTable:
             self._grow(max(len(keys) - self.occupancy.room, self.capacity))
 
     def _grow(self, num_rows: int) -> None:
-        """Add at least `num_rows` rows; as many again as exist, if memory allows."""
+        """Add at least `num_rows` rows. Raises TableError if the table must not grow, or has no memory for them."""
         num_rows = self.memory.rows.rounded(num_rows)
         if self.is_captured or self.max_rows is not None or self.capacity + num_rows > MAX_SLOTS:
             raise device_errors.full(self, num_rows)

@@ -79,8 +79,8 @@ def row_limit(spec: TableSpec, width: int) -> int | None:
 
 
 def make_room(table: EvictableTable, keys: torch.Tensor) -> int:
-    """Drop the rows used least recently, so that the new ones among these keys fit. Rows looked up since the last
-    update stay. Returns how many were dropped.
+    """Drop the least recently used rows, so that new rows for these keys fit. Rows looked up since the last update
+    stay. Returns how many rows were dropped.
     """
     assert table.max_rows is not None
     distinct = torch.unique(keys)
@@ -92,7 +92,9 @@ def make_room(table: EvictableTable, keys: torch.Tensor) -> int:
 
 
 def drop_oldest(table: EvictableTable, least: int, most: int) -> int:
-    """Drop the rows used least recently: `most`, or as many as are not in use, which must be at least `least`."""
+    """Drop the `most` least recently used rows, or fewer: rows looked up since the last update stay. Returns how many
+    were dropped. Raises TableError, with nothing dropped, if these would be fewer than `least`.
+    """
     place = table.layout.num_words + table.layout.columns.index("tick")
     keys, ticks = [], []
     for block in table.rows():

@@ -95,7 +95,7 @@ class GroupMemory:
         return distance
 
     def segments(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """These segments in device memory. Batches of the same shapes have the same ones, which are written once."""
+        """These segments in device memory. Batches of the same shapes have the same segments, written once."""
         key = tuple(rows)
         found = self._segments.get(key)
         if is_capturing(self.device):

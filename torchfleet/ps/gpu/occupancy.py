@@ -55,7 +55,7 @@ class Occupancy:
         self.share(CounterCopies(memory.counters.unsqueeze(0)), 0)
 
     def share(self, copies: CounterCopies, place: int) -> None:
-        """Read the counters from copies that other tables read, too: those at `place`. Waits for the device."""
+        """Read the counters at `place` of copies that other tables read, too. Waits for the device."""
         self._copies, self._place = copies, place
         self.refresh()
 
@@ -81,7 +81,7 @@ class Occupancy:
             self._num_since = self._num_copied if self._begun == self._taken else 0
 
     def note(self, num_keys: int) -> None:
-        """A call that may insert this many keys was issued."""
+        """Record that a call was issued that may insert this many keys."""
         self.add(num_keys)
         if self._is_cuda:
             self._copies.begin()
@@ -89,7 +89,7 @@ class Occupancy:
     def add(self, num_keys: int) -> None:
         """`note`, where the caller begins the copy: one for several tables."""
         self._look()
-        if self._begun != self._copies.num_begun:  # it contains all calls before
+        if self._begun != self._copies.num_begun:  # a copy that began since contains all earlier calls
             self._begun, self._num_copied = self._copies.num_begun, 0
         self._num_since += num_keys
         self._num_copied += num_keys

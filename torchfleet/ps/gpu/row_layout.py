@@ -29,7 +29,7 @@ class RowLayout:
     initializer: Initializer
     stream: int  # of first values, as a signed integer
     first_state: float
-    size: int  # ids are those below it; 0: any
+    size: int  # ids are below it; 0: any id
 
     @classmethod
     def of(cls, spec: TableSpec) -> RowLayout:

@@ -34,18 +34,18 @@ def owners(spec: TableSpec, keys: torch.Tensor, num_ranks: int) -> torch.Tensor:
 class Route:
     """The way of a lookup's distinct ids to their rows."""
 
-    first: int  # of the numbers that the lookup's ids have until the step
+    first: int  # the first of the numbers that the lookup's ids have until the step
     place: torch.Tensor  # by id: its place among the distinct ones, sorted by owner; their number for padding
     sent: list[int]  # distinct ids by owner
     received: list[int]  # ids that other ranks ask this one for, by rank
-    slots: torch.Tensor  # of those, in this rank's own table
+    slots: torch.Tensor  # of these received ids, in this rank's own table
 
 
 class ShardedTable:
-    """This rank's part of a table, `own`, and the way to the others, as a LookupTable of ps/worker/lookup. All ranks
-    make the same calls in the same order, with any number of ids, which may be none.
+    """This rank's shard of a table, `own`, and the exchange with the other shards, as a LookupTable of
+    ps/worker/lookup. All ranks make the same calls in the same order, each with any number of ids, also 0.
 
-    What it calls slots are numbers of the ids that were looked up for training since the last update.
+    Its slots are numbers of the ids that were looked up for training since the last update.
     """
 
     def __init__(self, own: DeviceTable, group: dist.ProcessGroup) -> None:
@@ -110,7 +110,7 @@ class ShardedTable:
         self.own.push(own, torch.cat([sums for _, sums in found] or [grads[:0]]), lr)
 
     def rows(self, num_rows: int = 1 << 18) -> Iterator[RowBlock]:
-        """Refuses: a rank has a part of the rows only."""
+        """Raises ModelError: a rank has only its own shard of the rows."""
         raise ModelError(
             f"table '{self.name}' has its rows on {self.num_ranks} ranks: save it with fleet.save(dirname), or give "
             'its embedding state="none" to leave it out of state_dict()'

@@ -27,7 +27,7 @@ def shape_of(table: DeviceTable) -> Hashable:
 
 
 class TableGroup:
-    """Two or more tables with the same shape. Calls are equal to those of each table, one after the other."""
+    """Tables with the same shape. A call has the same result as calls to each table, one after the other."""
 
     def __init__(self, tables: Sequence[DeviceTable]) -> None:
         """Waits for the device. Raises TableError if the tables differ, or a CUDA graph has captured one."""

@@ -31,7 +31,7 @@ TAKEN = 0  # rows given to keys since the list of free rows was made
 NUM_FREE = 1  # rows in that list, which are given first
 FRESH = 2  # the first row that no key has ever had, when that list was made
 LIMIT = 3  # rows that exist
-REFUSED = 4  # keys that got no row, because there was none
+REFUSED = 4  # keys that got no row, because no row was left
 READY = 5  # of the rows taken, those that have their first values
 NUM_OF_ROWS = 6  # the counters above, which are about rows
 STEP = 6  # updates so far
@@ -93,7 +93,7 @@ def stored_keys(keys: torch.Tensor) -> torch.Tensor:
 
 
 def new_memory(width: int, capacity: int, device: torch.device, is_fixed: bool = False) -> TableMemory:
-    """`is_fixed`: exactly `capacity` rows, which never become more."""
+    """The memory of an empty table. `is_fixed`: exactly `capacity` rows, which never become more."""
     rows = RowMemory(width, capacity, device, is_fixed)
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     counters[LIMIT] = rows.num_rows

@@ -47,7 +47,7 @@ class BlockOnItsWay(NamedTuple):
     slots: torch.Tensor
     words: torch.Tensor
     is_finite: torch.Tensor
-    arrival: Any = None  # CUDA event after which they are there; None without a GPU
+    arrival: Any = None  # CUDA event after which the tensors above are there; None without a GPU
 
 
 class TableSaves:
@@ -274,5 +274,5 @@ def write_tables(
 
 
 def described_tables(tables: Mapping[str, TableSaves], with_state: bool) -> list[Table]:
-    """Their entries in a manifest."""
+    """The entries of these tables in a manifest."""
     return [described(saves.spec, with_state, saves.step, saves.num_rows, []) for saves in tables.values()]

@@ -64,8 +64,8 @@ def find(
     slots_SP: np.ndarray, over_SB: np.ndarray, sizes_S: np.ndarray, salts_2: np.ndarray,
     keys_N: np.ndarray, skips_N: np.ndarray, first_place: np.uint64, places_N: np.ndarray,
 ) -> int:  # fmt: skip
-    """places_N[i] = the place of the entry with the tag of keys_N[i], after skipping skips_N[i] of them; -1 if there is
-    none. Places below `first_place` are left out. Returns how many were found.
+    """places_N[i] = the place of an entry with the tag of keys_N[i], after skipping skips_N[i] such entries; -1 if no
+    other is left. Places below `first_place` are left out. Returns how many were found.
     """
     num_found = 0
     for i in range(min(_AHEAD, len(keys_N))):
@@ -136,7 +136,7 @@ def replace(
     counts_S: np.ndarray, keys_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray,
 ) -> int:  # fmt: skip
     """Change the places of keys that are in the map from old_N to new_N; a negative new place removes the entry.
-    Returns how many were not found: 0.
+    Returns how many were not found, which should be 0.
     """
     num_lost = 0
     for i in range(len(keys_N)):
@@ -165,7 +165,7 @@ def replace(
 
 @inlined
 def _take_back(over_SB: np.ndarray, sub: np.uint64, size: np.uint64, home: np.uint64, bucket: np.uint64) -> None:
-    """An entry that the buckets from `home` to before `bucket` had passed on is gone."""
+    """Note that an entry is removed, which the buckets from `home` to the one before `bucket` had passed on."""
     while home != bucket:
         if over_SB[sub, home] < MOST_PASSED:
             over_SB[sub, home] -= 1

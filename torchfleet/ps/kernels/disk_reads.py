@@ -1,7 +1,7 @@
 """Reads of many blocks by Linux's asynchronous I/O, without Python's lock: the system calls io_submit and io_getevents.
 
-While a thread waits for the disk here, or looks at what has come, other threads run Python. The pages of a block are
-looked at as soon as it has come, while the disk reads the next ones.
+While a thread waits for the disk here, or checks pages, other threads run Python. The pages of a block are checked as
+soon as it has been read, while the disk reads the next blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def read_blocks(
     read of each, or -errno.
 
     requests_DW, pointers_D to them, events_DW: as many as may be under way in `context`. pages_PD: the same memory as
-    pages; a block with a page that does not have its number in numbers_P, or not its checksum, gets -EBADMSG. Without
-    numbers, pages are not looked at.
+    pages; a block with a page whose number is not that in numbers_P, or whose checksum is wrong, gets -EBADMSG. Without
+    numbers, pages are not checked.
     """
     num, depth, per_block = len(offsets_N), len(requests_DW), len(numbers_P) // max(1, len(offsets_N))
     begun = ended = error = 0

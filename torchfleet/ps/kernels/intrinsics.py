@@ -42,7 +42,7 @@ def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: 
     """to[to_at + i] += source[source_at + i] for i below `num_words`: float32, arrays that do not overlap.
 
     Uses vectors of four, two and one: the equivalent loop is vectorized only behind an overlap check at every row, and
-    takes half as long again for a row of ten.
+    takes 1.5 times as long for a row of ten.
     """
     signature = types.void(to, to_at, source, source_at, num_words)
     integer, number = ir.IntType(64), ir.FloatType()

@@ -75,7 +75,7 @@ def _forget_old_kernels(kept: Path, stamp: str) -> None:
 
 
 def mark_of_all() -> Path:
-    """The file whose existence says that all kernels are cached: of these sources, these versions, this processor.
+    """The file whose existence says that all kernels are cached, for these sources, versions and this processor.
 
     numba compiles a kernel again when its source file is newer, so the time of the sources counts, too.
     """

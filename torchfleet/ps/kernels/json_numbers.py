@@ -1,4 +1,4 @@
-"""Reads the numbers of JSON texts that are alike: all but the numbers in some of their arrays is known before."""
+"""Reads the numbers of JSON texts of one form: all text except the numbers in some arrays is known beforehand."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def read_arrays(
     bits_1: np.ndarray,
     double_1: np.ndarray,
 ) -> bool:
-    """Read a text that consists of literals and, between two of them, arrays of numbers; False if it is another one.
+    """Read a text that consists of literals and, between two of them, an array of numbers; False for any other text.
 
     Literal t ends at ends_T[t] of literals_L; array t follows it. Its numbers are written to the columns from
-    columns_T2[t, 0] to columns_T2[t, 1] of ints_NI or floats_NF, sample by sample. Also False for numbers that need
-    Python's own reading, and for those that int64 or float32 does not hold. `double_1` is a view of `bits_1`. text_B
+    columns_T2[t, 0] to columns_T2[t, 1] of ints_NI or floats_NF, sample by sample. Also False for numbers that only
+    Python can read exactly, and for those that int64 or float32 does not hold. `double_1` is a view of `bits_1`. text_B
     and literals_L end with a newline and eight more bytes; the last literal is the rest of the text.
     """
     at, begin = _U0, _U0
@@ -99,7 +99,7 @@ def _has_zeros_first(text_B: np.ndarray, first: np.uint64, at: np.uint64) -> boo
 
 @inlined
 def _int(text_B: np.ndarray, at: np.uint64) -> tuple[np.int64, np.uint64, bool]:
-    """(number, place behind it, whether it is one of int64; its lowest one is left to others)."""
+    """(number, place behind it, whether it fits int64; also False for the lowest one, -2^63)."""
     is_negative = text_B[at] == _MINUS
     first = at + np.uint64(is_negative)
     value, at = read_digits(text_B, first, _U0)

@@ -45,8 +45,8 @@ def _candidates(
 ) -> np.uint64:
     """rows_B[i] = a row whose key has the tag of keys_B[i], or MISSING. The caller must use the result.
 
-    A map that is not growing has separate loops: deciding for every key which of two arrays holds it takes half as long
-    again. Tags are computed once and kept in rows_B; the home of a tag is a multiplication.
+    A map that is not growing has separate loops: deciding for every key which of two arrays holds it makes the search
+    take 1.5 times as long. Tags are computed once and kept in rows_B; the home of a tag is a multiplication.
     """
     moved, secret = np.uint64(state[MOVED]), secret_at(state, SECRET)
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
@@ -132,7 +132,7 @@ def _read_ahead(
     out_NC: np.ndarray,
 ) -> int:
     """`read` in a map that is not growing, by prefetch instructions: while the rows of one stretch of keys are copied,
-    those of the next and the buckets of the one after it are on their way.
+    the rows of the next stretch and the buckets of the one after it are being prefetched.
     """
     width, num_words, num = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1]), len(keys_N)
     num_new, secret, words = num_buckets[NEW], secret_at(state, SECRET), words_RW.reshape(-1)
@@ -198,8 +198,8 @@ def read(
 def keep_found(
     words_RW: np.ndarray, used_R: np.ndarray, tick: np.uint32, keys_N: np.ndarray, rows_N: np.ndarray, num_words: int
 ) -> np.uint64:
-    """rows_N[i] stays as it is if that row is in use and has the key keys_N[i], and gets the tick; otherwise it becomes
-    MISSING. What is returned says nothing, as in kernels/rows.py.
+    """If row rows_N[i] is in use and has the key keys_N[i], it gets the tick; otherwise rows_N[i] becomes MISSING. The
+    return value only keeps the prefetches from being optimized away.
 
     used_R: NEVER for a row that is not in use. Leaves the first `num_words` words of every row in the cache.
     """

@@ -1,4 +1,6 @@
-"""Following a table: which keys were noted before, and rows of a stack of maps, whose newest one with a key decides."""
+"""For followers of a table: which keys were noted before, and reads of a stack of maps, where the newest map that has a
+key decides.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def read_level(
 def take_new(noted_F: np.ndarray, keys_N: np.ndarray, new_N: np.ndarray) -> int:
     """new_N = those of keys_N that noted_F does not have, which then has them; returns how many.
 
-    noted_F forgets: it has one place for each hash, 0 if empty, and a power of two of them. Key 0 is always new.
+    noted_F has one place for each hash, 0 if empty; its length is a power of two. A key that is overwritten by another
+    key of its place counts as new again. Key 0 is always new.
     """
     num, mask = 0, np.uint64(len(noted_F) - 1)
     for i in range(len(keys_N)):

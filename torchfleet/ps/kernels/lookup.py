@@ -10,7 +10,7 @@ from torchfleet.ps.kernels.merge import place_of
 from torchfleet.ps.kernels.row_vectors import add_to_rows, sum_rows
 
 ABSENT = -1
-NOTHING = np.float32(-0.0)  # a sum without addends: what is added to it is the sum, to the bit, also -0.0
+NOTHING = np.float32(-0.0)  # a sum without addends: NOTHING + x is x bit for bit, also for -0.0
 _ONE = np.uint64(1)
 _AHEAD = np.uint64(12)  # samples to prefetch ahead
 

@@ -12,7 +12,7 @@ from torchfleet.ps.kernels.team import TEAM
 
 FEW_PLACES = 1 << 15  # 128 KB
 _FEW_KEYS = 1 << 12
-FEWEST_SHARED = 1 << 14  # keys of a thread, where several share the work
+FEWEST_SHARED = 1 << 14  # fewest keys per thread, if several threads share the work
 _S32 = np.uint64(32)
 
 # Per process, so that a client that chooses keys cannot make them collide. Passed to the kernels, because numba would
@@ -72,10 +72,10 @@ def unique_parts(
     salt: np.uint64,
 ) -> bool:
     """`unique_inverse` of several parts of keys_N, of which part t ends at ends_T[t]: its distinct keys are
-    distinct_N[starts_T1[t] : starts_T1[t + 1]]. inverse_N counts from the first part's first key, own_N from the own
-    part's. places_P: twice as long as the longest part at least, a power of two.
+    distinct_N[starts_T1[t] : starts_T1[t + 1]]. inverse_N counts from the first part's first key, own_N from the first
+    key of the key's own part. places_P: a power of two, at least twice as long as the longest part.
 
-    Returns whether all keys of each part are below its number in sizes_T.
+    Returns whether all keys of each part t are below sizes_T[t].
     """
     first, num, is_below = 0, 0, True
     for t in range(len(ends_T)):
@@ -152,8 +152,8 @@ class _Distinct:
         return self._keys[: self._num]
 
     def add(self, keys_N: np.ndarray, inverse_N: np.ndarray) -> None:
-        """inverse_N[i] = the number of keys_N[i] among the distinct keys. Places grow with them: those for all keys of
-        a large batch, which mostly repeat, would not fit into the cache.
+        """inverse_N[i] = the number of keys_N[i] among the distinct keys. `places` grows with these: places for all
+        keys of a large batch, which mostly repeat, would not fit into the cache.
         """
         at, self._num = unique_inverse(keys_N, 0, self.places, self._keys, self._num, inverse_N, SALT)
         while at < len(keys_N):
@@ -190,9 +190,9 @@ def unique(keys_N: np.ndarray, many_repeat: bool = True) -> tuple[np.ndarray, np
 
 
 def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct keys, their summed gradients); the inputs themselves when no key repeats, as in what workers push."""
+    """(distinct keys, their summed gradients); the inputs themselves if no key repeats, as in pushes of workers."""
     num = len(keys_N)
-    if num <= _FEW_KEYS:  # what workers push is distinct: to find that takes less than to number the keys
+    if num <= _FEW_KEYS:  # workers push distinct keys: checking that takes less time than numbering the keys
         places = np.empty(1 << max(4, (2 * num - 1).bit_length()), np.int32)
         if all_distinct_keys(keys_N, places, SALT):
             return keys_N, grads_ND

@@ -79,7 +79,7 @@ def wide_to_bf16(
 
 @kernel
 def f16_to_wide(halves_NH: np.ndarray, wide_NC: np.ndarray, bits_NC: np.ndarray, dim: int) -> None:
-    """Another zero point of the exponent; subnormal numbers by multiplication."""
+    """Shifts the zero point of the exponent; converts subnormal numbers by multiplication."""
     for i in range(len(wide_NC)):
         for d in range(dim):
             half = np.uint32(halves_NH[i, d])

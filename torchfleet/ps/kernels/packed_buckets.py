@@ -5,15 +5,15 @@ A row's number is its place. Places stand in buckets of sixteen. A place has a t
 the tags of a bucket are two words of `tags`, compared eight at a time. The key is in the first two words of the row.
 The high half of a key's hash decides its home bucket, the low half its tag.
 
-A bucket is filled from its front; a key that finds its home full lives in the next bucket that is not. What holds at
-all times: every bucket between a key's home and the bucket it lives in is full. So a search ends at the first bucket
-with an empty last place. Spare buckets behind the last home make it a straight walk without wrap-around. There are
-enough of them for all keys of the map (tables/rows/packed_map.py), so that there is room whatever the keys are. The
-hash depends on a secret of the map, so that a client that chooses keys cannot make them collide.
+A bucket is filled from its front; a key whose home is full is stored in the next bucket that is not. Invariant: every
+bucket between a key's home and the bucket that holds it is full. So a search ends at the first bucket with an empty
+last place. Spare buckets behind the last home make it a straight walk without wrap-around. There are enough of them for
+all keys of the map (tables/rows/packed_map.py), so that there is room whatever the keys are. The hash depends on a
+secret of the map, so that a client that chooses keys cannot make them collide.
 
 Home buckets are in the order of the hash, `high half * num_buckets >> 32`, so with more buckets every home lies at its
 old number or above. A map therefore grows inside its own array, from the last bucket down (kernels/packed_moves.py).
-Keys whose old home is below `unmoved` still count from there, all others from their new one.
+The search for a key begins at its old home if that is below `unmoved`, otherwise at its new home.
 
 Rows stay at their places while keys are found and inserted. They move when keys are erased and while the map grows.
 

@@ -1,5 +1,5 @@
-"""Operations on a packed map (kernels/packed_buckets.py) that move its rows, erase and growth; and
-iteration over rows.
+"""Operations on a packed map (kernels/packed_buckets.py) that move its rows: erase and growth. Also iteration over
+rows, and their marks.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def migrate(
     """Move the keys of at least `num_to_move` old home buckets to their new homes, from the last bucket down.
 
     A stretch begins and ends behind a bucket that is not full, so all keys of its homes lie inside, and no others. All
-    its rows are lifted out and put back. Returns the number of old homes not moved yet, or TOO_LONG with the stretch
-    that is too long for the buffers not moved: the caller makes larger ones and goes on.
+    its rows are lifted out and put back. Returns the number of old homes not moved yet, or TOO_LONG if the next stretch
+    does not fit into the buffers: it is not moved, and the caller makes larger buffers and calls again.
     """
     target = max(state[UNMOVED] - num_to_move, 0)
     while state[UNMOVED] > target:

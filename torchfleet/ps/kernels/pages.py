@@ -142,8 +142,8 @@ def take_used(
     """Copy the records of pages that are in use: out_NW their words from `head` on, keys_N their keys, slots_N their
     numbers. Returns how many.
 
-    slots_P: the numbers of each page's first record to take and, ends_P, of the one behind its last. Left out are
-    records that were changed before save `since` and, from the number marked_P of each page on, those with `bit`.
+    slots_P: the number of each page's first record to take; ends_P: the number behind its last. Leaves out records that
+    were changed before save `since`, and from the number marked_P of each page on, records with `bit`.
     """
     width, skipped = np.uint64(out_NW.shape[1]), np.uint64(head)
     flat, num = out_NW.reshape(-1), _ZERO

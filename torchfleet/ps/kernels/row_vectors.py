@@ -19,7 +19,7 @@ _TILES = (32, 16, 8, 4, 2, 1)  # numbers of a row that are handled at once, from
 
 
 class _Code:
-    """Instructions of one intrinsic, by the numbers of its arguments."""
+    """Emits the instructions of one intrinsic, whose arguments are given by their numbers."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.builder = builder

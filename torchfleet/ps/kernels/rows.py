@@ -4,8 +4,8 @@ A store is one flat float32 array of rows of `width` words: `offset` words for t
 is the key), the value (`dim`), then the rule's state (0, dim or 2 dim). `rows_N` are row numbers, all different in
 the functions that write. `low` and `high` bound the value after an update (-inf, inf: no bounds).
 
-The rules take rows in blocks, and fetch all of a block before they change the first of it. What they return says
-nothing: it keeps those loads from being optimised away.
+The rules take rows in blocks, and prefetch all rows of a block before they change the first of them. Their return value
+only keeps the prefetches from being optimised away.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def largest_of(bits_N: np.ndarray) -> float:
 
 
 def largest(values: np.ndarray) -> float:
-    """The largest magnitude in a block of float32 numbers; infinity or NaN if one of them is."""
+    """The largest magnitude in a block of float32 numbers; infinity or NaN if the block has such a number."""
     return largest_of(values.reshape(-1).view(np.uint32))
 
 

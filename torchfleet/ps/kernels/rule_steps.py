@@ -49,8 +49,8 @@ def ftrl_step(
     σ = ((n + g²)^p - n^p) / α;  z ← z + g - σ w;
     w ← 0 where |z| ≤ l1, else -(z - sign(z) l1) / ((β + (n + g²)^p) / α + l2)
 
-    `before` and `root` are n^p and (n + g²)^p. The kernel computes them, in loops of their own for p = 1/2: vectors
-    have roots, and no powers.
+    `before` and `root` are n^p and (n + g²)^p. The kernels compute them, with a separate loop for p = 1/2: there are
+    vector instructions for roots, but not for powers.
     """
     moved = z + (g - (root - before) * w / rate)
     moved = min(max(moved, -MOST), MOST)

@@ -4,11 +4,11 @@ A block is 16 words of 32 bits: the number of the newest pane of time that it ha
 counters of one byte, those of the panes p, p - 1, p - 2 and p - 3; pane p is byte p % 4 of a position's word. A key has
 one block, by the hash that also decides its owner, and three distinct positions in it, by another hash.
 
-What holds for every pane by itself: each of a key's three counters is at least the number of its appearances in that
-pane. One appearance raises only those that are the least of the three, which keeps that true. So the sum over panes of
-the least counter is never below the number of appearances in the window, as long as none has reached 255. (To compare
-sums over the window instead would not do: where a sum is large by what other keys left in an old pane, the appearance
-is not noted, and is missing when that pane is over.)
+Invariant of every pane: each of a key's three counters is at least the number of its appearances in that pane. An
+appearance raises only the least of the three counters, or several equal ones, which keeps this true. So the sum over
+panes of the least counter is never below the number of appearances in the window, as long as no counter has reached
+255. (Comparing sums over the window instead would be wrong: if a sum is large because of other keys in an old pane, the
+appearance would not be noted, and would be missing when that pane is over.)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _least(x: np.uint64, y: np.uint64, z: np.uint64, pane: np.uint64) -> np.uint
 
 @inlined
 def _appear(words_W: np.ndarray, key: np.uint64, pane: np.uint64) -> np.int64:
-    """One appearance in a block's newest pane; returns the number in the window, this one included."""
+    """Count one appearance in a block's newest pane. Returns the number in the window, this one included."""
     a, b, c = _positions(key)
     x, y, z = np.uint64(words_W[a]), np.uint64(words_W[b]), np.uint64(words_W[c])
     least = _least(x, y, z, pane)
@@ -124,7 +124,8 @@ def count(words_BW: np.ndarray, keys_N: np.ndarray, blocks_N: np.ndarray, pane: 
 def absorb(words_BW: np.ndarray, others_BW: np.ndarray) -> None:
     """Set every counter to the larger of the two of the same pane; panes that expired by the newer block are cleared.
 
-    Each appearance was counted in one of the two blocks: the larger counter is still not below them. Changes both.
+    All appearances of a key were counted in one of the two blocks, so the larger counter is not below their number.
+    Changes both arrays.
     """
     for block in range(len(words_BW)):
         newest = _advance(words_BW, block, np.uint64(others_BW[block, 0]))

@@ -59,7 +59,7 @@ class Scratch(NamedTuple):
     firsts: Any  # of each window: its place in the row of `near`
     lasts: Any
     near: Any  # per word: logits, then gradients, of the words around it; itself in the middle
-    far: Any  # per word: the same of the negatives
+    far: Any  # per word: logits, then gradients, of the negatives
     negatives: Any  # this step's, and the next one's
     d_emb: Any
     d_emb_w: Any
@@ -182,7 +182,7 @@ def _far_logits(tables: Tables, scratch: Scratch, start: int, num: int, at: int)
 
 @inlined
 def _measure(scratch: Scratch, window: int, num: int, share: np.float32) -> None:
-    """Add this step's loss, before it changes anything."""
+    """Add this step's loss, before the step changes anything."""
     for i in range(num):
         pairs = scratch.lasts[i] - scratch.firsts[i] - 1
         loss = 0.0

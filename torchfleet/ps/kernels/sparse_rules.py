@@ -1,4 +1,4 @@
-"""Further rules on rows of a store, beside those of kernels/rows.py, whose layout and conventions they have.
+"""Further rules on rows of a store. Their layout and conventions are those of kernels/rows.py.
 
 The state of a row stands behind its values: one run of `dim` words for each number of state per value, then the numbers
 of the row as a whole.
@@ -121,7 +121,7 @@ def rmsprop(
     """s ← α s + (1 - α) g²;  w ← w - lr g / (√s + eps)
 
     centered:  m ← m + (1 - α)(g - m), and √(s - m²) in place of √s. With momentum, g / (√s + eps) goes through a
-    velocity, u ← μ u + g / (√s + eps). The state of a value is s, then m, then u, as far as there are any.
+    velocity, u ← μ u + g / (√s + eps). The state of a value is s, then m if centered, then u with momentum.
     """
     dim = np.uint64(grads_ND.shape[1])
     grads, bits = grads_ND.reshape(-1), store.view(np.uint32)

@@ -1,4 +1,4 @@
-"""Several tables in one call: with few rows of each, a call takes longer than what it does.
+"""Kernels that handle several tables in one call: with few rows of each, a call takes longer than its work.
 
 The rows of a table lie in a store of their own, at an address. A row number is an id divided by the number of servers,
 and an id has a row if its mark is set (tables/rows/keyrange.py). Table t is described by `tables_TK[t]`:
@@ -53,7 +53,7 @@ _floats_at, _bits_at, _keys_at, _marks_at = map(_array_at, (types.float32, types
 def _rows_of(
     keys: np.ndarray, marks: np.ndarray, size: np.uint64, shard: np.uint64, num_shards: np.uint64, rows_N: np.ndarray
 ) -> bool:
-    """rows_N[i] = the row of keys[i]. Returns False if one of them has none here."""
+    """rows_N[i] = the row of keys[i]. Returns False if a key has no row here."""
     for i in range(len(keys)):
         key = keys[i]
         row = key // num_shards

@@ -1,7 +1,7 @@
 """Threads that share the work of a kernel call: each takes a range of its items.
 
-Kernels run without Python's lock. Every item is handled by one thread, in the same way as by one alone, so results do
-not depend on the number of threads.
+Kernels run without Python's lock. Every item is handled by one thread, in the same way as without helpers, so results
+do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Part(Generic[Result]):
 
     def __init__(self, work: Work[Result], start: int, stop: int) -> None:
         self._work, self._start, self._stop = work, start, stop
-        # of this call alone: what an interrupted call has left behind is no result of the next one
+        # a queue of its own: what an interrupted call has left behind must not become a result of the next call
         self._done: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class Team:
             self._one.release()
 
     def forget(self) -> None:
-        """After a fork: threads did not come along."""
+        """Called in the child after a fork: it does not have the helpers' threads."""
         self._helpers, self._one = [], threading.Lock()
 
 

@@ -239,7 +239,7 @@ def parse_criteo(  # noqa: PLR0912
 
 @inlined
 def number(text_B: np.ndarray, first: np.uint64, end: np.uint64) -> tuple[float, bool]:
-    """A decimal integer (up to 15 digits) or nothing."""
+    """(a decimal integer, 0 for an empty field; whether it is valid: at most 15 digits)."""
     negative = end > first and text_B[first] == np.uint8(45)
     at = first + np.uint64(negative)
     value = np.int64(0)

@@ -1,6 +1,6 @@
 """Small matrix products on rows of tables, in registers.
 
-A compiler left alone neither keeps a tile of sums in registers nor sees that two rows do not overlap, so these are
+The compiler by itself neither keeps a tile of sums in registers nor sees that two rows do not overlap, so these are
 written as vector instructions. A row is found through a list of row numbers; its width is that of the array, a multiple
 of LANES (`padded`). Capital letters are two-dimensional arrays.
 """

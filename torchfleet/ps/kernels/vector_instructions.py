@@ -30,7 +30,7 @@ def padded(dim: int) -> int:
 
 
 class Code:
-    """Instructions of one intrinsic, by the numbers of its arguments."""
+    """Emits the instructions of one intrinsic, whose arguments are given by their numbers."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.builder = builder

@@ -19,7 +19,7 @@ def warm_up_workers() -> None:
 
 
 def _split(keys: np.ndarray, values: np.ndarray) -> None:
-    """By server, and together again."""
+    """Split keys by server, and gather and scatter their rows."""
     owners, places = np.zeros(_NUM, np.int32), np.zeros(_NUM, np.int64)
     partition.owners_by_hash(keys, 2, owners)
     partition.group_by_owner(keys, owners, np.zeros(3, np.int64), keys.copy(), places)

@@ -1,17 +1,17 @@
-"""Words in blocks of text: counted, looked up, written as numbers, and numbers read back.
+"""Counts the words in blocks of text, looks them up, writes them as numbers, and reads such numbers.
 
 White space is blank, tab, newline, carriage return, vertical tab and form feed; all other bytes are parts of words. A
 text holds whole words only, from `begin` to `end`, and eight blanks behind its end, which stop every search.
 
-A map from words to indices, 0, 1, 2, ... as they came, is kept in four arrays:
+A map from words to indices, 0, 1, 2, ... in order of first appearance, is kept in four arrays:
 
 - slots_S, a power of two: `tag << 32 | index + 1` or 0 when empty, where the tag is the hash's high half and its low
-  bits are the home; a word whose home is taken lives in the next empty slot. At most half of them are taken.
+  bits are the home; a word whose home is taken is stored in the next empty slot. At most half of the slots are taken.
 - entries_D3: where the word begins in the arena, its size, its count.
 - arena_A: the words' bytes one behind the other, with eight bytes to spare.
 - state: how many words there are, how many bytes of the arena are used, and the salt of the hash.
 
-Two words are the same if all their bytes are: hashes that collide cost time, never a word.
+Two words are the same if all their bytes are the same: colliding hashes cost time, but never mix up words.
 """
 
 from __future__ import annotations
@@ -191,8 +191,9 @@ def encode_words(
     """Writes the ids of the words of text_B[begin:end] that are kept, line by line; stops when out_O might not hold
     another one, and returns the place.
 
-    ids_D1[i] is the id of the map's word i, and its last element that of words which the map does not have; -1: it is
-    left out. Word number n of the whole text, from 0, is kept if draw(seed, n) < keep_D1[i], where a draw is 53 bits.
+    ids_D1[i] is the id of the map's word i, and its last element the id of words that the map does not have; words with
+    id -1 are left out. Word number n of the whole text, from 0, is kept if draw(seed, n) < keep_D1[i], where a draw is
+    53 bits.
     """
     at, stop, salt = np.uint64(begin), np.uint64(end), np.uint64(map_state[SALT])
     stream = mix(mix(seed) + _GOLDEN)
@@ -249,7 +250,7 @@ def write_ids(ids_N: np.ndarray, begin: int, max_words: int, out_O: np.ndarray, 
 @kernel
 def parse_ids(text_B: np.ndarray, begin: int, end: int, num_ids: int, ids_N: np.ndarray, state: np.ndarray) -> int:
     """Reads ids from text_B[begin:end] into ids_N, behind those that it holds, and END_OF_LINE after every line that
-    has words. Stops at what is no number below num_ids (state tells why and where), and when ids_N is full."""
+    has words. Stops at a word that is no number below num_ids (state tells why and where), and when ids_N is full."""
     at, stop, limit = np.uint64(begin), np.uint64(end), np.uint64(num_ids)
     num, whole, is_open, num_read = state[NUM_IDS], state[WHOLE_LINES], state[IN_OPEN], 0
     state[REASON] = FINE

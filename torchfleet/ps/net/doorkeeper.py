@@ -2,8 +2,8 @@
 
 ZeroMQ delivers whole messages, and has a single size limit for frames, before the handshake and after it. So the
 doorkeeper regularly asks the kernel how many bytes each connection has received, and shuts down a connection with too
-many; ZeroMQ then frees its buffers. Its connections take no resets (packet_filter.py). Linux and tcp:// only; elsewhere
-nothing is watched.
+many; ZeroMQ then frees its buffers. The connections ignore resets (packet_filter.py). Linux and tcp:// only;
+elsewhere nothing is watched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Door:
     is_known: bool = False  # it has sent a message
     base: int = 0  # bytes received when the last message was complete
     over_since: float | None = None  # when it was first found over the limit
-    suspected: int | None = None  # the turn at which it was so for GRACE: complete messages were in the queue by then
+    suspected: int | None = None  # the turn when it had been so for GRACE: complete messages are in the queue by then
 
 
 class Doorkeeper:
@@ -55,8 +55,8 @@ class Doorkeeper:
         self._doors: dict[int, Door] = {}
         self._turn = 0  # counts requests, and jumps ahead when the queue is empty
         self.news: list[str] = []  # connections that were shut down and why, for the log
-        self._condemned: list[tuple[int, str]] = []  # to be shut; added since the last look
-        self._told: list[tuple[int, str]] = []  # to be shut; added before it, so their peers could read the reason
+        self._condemned: list[tuple[int, str]] = []  # to be shut down; added since the last look
+        self._told: list[tuple[int, str]] = []  # to be shut down; added before the last look: peers could read why
         self._spoken: set[int] = set()  # connections that have sent a message since the last look
         self._is_watching = endpoint.startswith("tcp://") and sys.platform == "linux"
         self._listening = listening
@@ -93,7 +93,7 @@ class Doorkeeper:
         self._turn += len(self._doors) + 1
 
     def look(self, now: float) -> None:
-        """Shut down connections that have sent too much, or are condemned."""
+        """Shut down connections that have sent too much, or that `shut_later` has named."""
         if not self._is_watching:
             return
         self._follow_events(now)
@@ -111,7 +111,7 @@ class Doorkeeper:
     def _judge(self, number: int, door: Door, num_bytes: int, now: float) -> None:
         """Shut down a connection with too many bytes of an incomplete message.
 
-        The message may be complete: first not yet in the queue, then in the queue and not yet received.
+        The message may be complete. GRACE lets it reach the queue, and the turns after it let it be received.
         """
         limit = MAX_MESSAGE if door.is_known else MAX_FIRST
         if num_bytes <= limit:
@@ -156,7 +156,7 @@ class Doorkeeper:
     def _accept(self, number: int, now: float) -> None:
         self._doors[number] = Door(_address(number), now)
         with contextlib.suppress(OSError), _borrowed(number) as connection:
-            take_no_resets(connection)  # one that came before the listening socket had its filter
+            take_no_resets(connection)  # it may have come before the listening socket had its filter
 
     def _thin_out(self, now: float) -> None:
         """Shut down the oldest silent connections of each address that has too many."""

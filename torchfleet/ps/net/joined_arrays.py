@@ -1,6 +1,7 @@
-"""The arrays of a message, and many small ones in a frame that they share.
+"""The arrays of a message, and many small arrays in a frame that they share.
 
-A frame costs the same whatever its size, and so does an object: a message for many small tables has neither for each.
+Every frame and every object has a fixed cost, however small it is. A message for many small tables has one frame, and
+no object per table.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Array:
 
 
 class JoinedArrays(Sequence[Array]):
-    """Arrays in one frame, each filled up with zeros to whole words. An Array is made when it is asked for.
+    """Arrays in one frame, each filled up with zeros to whole words. An Array is made when it is accessed.
 
     `entries`: as they are in the header. `starts`: the word at which each array begins, and the number of all words.
     """
@@ -49,7 +50,7 @@ class JoinedArrays(Sequence[Array]):
 
     @classmethod
     def room_for(cls, entries: npt.NDArray[Any]) -> JoinedArrays:
-        """Arrays of these sizes; the caller writes their numbers, and zeros behind them."""
+        """Uninitialized arrays of these sizes: the caller writes the numbers, and the zeros behind each array."""
         starts = _starts(entries)
         return cls(entries, np.empty(int(starts[-1]), np.uint64), starts)
 
@@ -85,7 +86,7 @@ class JoinedArrays(Sequence[Array]):
 
     @property
     def floats(self) -> npt.NDArray[np.float32]:
-        """The frame as float32 numbers, two in a word."""
+        """The frame as float32 numbers, two per word."""
         return self.words.view(np.float32)
 
 

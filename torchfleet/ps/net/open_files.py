@@ -27,7 +27,7 @@ class OpenFiles:
         self._was_full = False
 
     def lacking(self) -> int:
-        """The number of descriptors that the reserve lacks: ZeroMQ has accepted as many connections with them."""
+        """The number of descriptors that the reserve lacks: ZeroMQ has accepted this many connections with them."""
         self._fill()
         return _RESERVE - len(self._reserve)
 
@@ -43,7 +43,7 @@ class OpenFiles:
             self._listening.close()
 
     def _fill(self) -> bool:
-        """Open what the reserve lacks. False: no descriptor is free beside it."""
+        """Fill the reserve. Returns False if no descriptor is free beside it."""
         try:
             while len(self._reserve) < _RESERVE:
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY))

@@ -54,7 +54,7 @@ def unpack_request(packed: Sequence[Any]) -> Request:
 
 
 def away(peer: bytes) -> bytes:
-    """Mark a peer of another server's socket. No peer of this server equals it, because those begin with a zero."""
+    """Mark a peer of another server's socket. No peer of this server equals it: those begin with a zero byte."""
     return _AWAY + peer
 
 

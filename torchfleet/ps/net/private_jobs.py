@@ -2,7 +2,7 @@
 
 torchfleet-UID/          see own_folders.py
     job-XXXXXXXX/        one job's; locked as long as its launcher lives
-        servers          host:port of every server, one a line
+        servers          host:port of every server, one per line
         keys/            the job's own keys; or
         HOST:PORT        the socket of a server
 """
@@ -40,7 +40,7 @@ class Way:
 
     def endpoint(self, place: str) -> str:
         """The address to listen on or to connect to, for the server named `place` (host:port). For a server with
-        replicas it has the addresses of all."""
+        replicas it has the addresses of all replicas."""
         if SEPARATOR in place:
             return SEPARATOR.join(map(self.endpoint, place.split(SEPARATOR)))
         if self.address_book:
@@ -100,7 +100,7 @@ class PrivateJob:
 def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], str | None]:
     """The addresses to connect to, and the folder of keys, for servers that a user names by `endpoints`.
 
-    If the servers belong to a running private job of this user, these are the job's; else the arguments unchanged.
+    If the servers belong to a running private job of this user, returns those of the job; else the arguments unchanged.
     """
     places = [endpoint.replace("tcp://", "") for endpoint in endpoints]
     way = _way_to([each for place in places for each in place.split(SEPARATOR)])

@@ -1,8 +1,8 @@
 """A client's channel to a server with replicas. It leads to the replica that is primary.
 
 A replica that is not primary refuses every request (NotPrimary). After a refusal, or SILENCE seconds without a message,
-the channel asks all replicas (PING). The one that answers under the highest term is the primary. The client must then
-send its unanswered requests again.
+the channel asks all replicas (PING). The replica that answers with the highest term is the primary. The client must
+then send its unanswered requests again.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class ReplicaChannels:
                 return None
 
     def take_move(self) -> bool:
-        """Whether the channel has switched since the last call: to another replica, to the same one after it refused
-        requests and became primary again, or to a later process of it."""
+        """Whether the channel has switched since the last call: to another replica, to the same replica after it
+        refused requests and became primary again, or to a later process of this replica."""
         moved, self._has_moved = self._has_moved, False
         return moved
 

@@ -20,7 +20,7 @@ class Request:
     hold: object = None  # charges the client's budget while the request waits
     frames: Sequence[Frame] = ()  # as received
     taken: int = (
-        0  # of a traced request: when the server received it, and when it had computed, in nanoseconds since 1970
+        0  # of a traced request, in nanoseconds since 1970: when the server received it; `computed`: when it had run it
     )
     computed: int = 0
 

@@ -28,8 +28,8 @@ _DESK_PAUSE = 0.005  # seconds between two checks for handshakes, under load
 _UNCONFIRMED_MS = 30_000  # time without an acknowledgement of sent bytes, after which the peer counts as gone
 _HANDSHAKE_MS = 10_000
 _CONNECT_MS = 5_000  # then the next attempt, from another port: the system would repeat this one ever more rarely
-# Connections that wait to be accepted; ZeroMQ's own is 100. All workers of a job come at once, and the system tells one
-# that finds no place to try again after 1 s, 2 s, 4 s and so on.
+# Connections that wait to be accepted; ZeroMQ's default is 100. All workers of a job connect at once, and the client's
+# system retries a connection that finds no place after 1 s, 2 s, 4 s and so on.
 _BACKLOG = 1024
 _KEEPALIVE = 10  # seconds between two keepalive probes of a silent peer
 # As plain numbers: pyzmq's own are enumerations, and an | of two of them takes as long as sending a frame.
@@ -138,8 +138,8 @@ class Listener:
         return None
 
     def _receive_more(self, last: list[zmq.Frame]) -> None:
-        """Receive some of the requests behind `last`, and show them to `look_ahead`, if there is anything to do for
-        them. None is received behind a request with too many frames, before these are dropped.
+        """Receive some of the requests behind `last`, and show them to `look_ahead`, if it has anything to do for them.
+        Nothing is received behind a request with too many frames before these frames are dropped.
         """
         if self.look_ahead is None or not self.look_ahead.is_on:
             return
@@ -243,7 +243,7 @@ class SocketChannel:
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message seems to wait. Costs a seventh of a `recv` that raises zmq.Again. ZeroMQ may be wrong about it:
-    `received` then finds none.
+    `received` then returns None.
     """
     return bool(int(socket.get(_EVENTS)) & _READABLE)
 
@@ -262,17 +262,17 @@ def received(socket: zmq.Socket[bytes], most: int = sys.maxsize) -> list[zmq.Fra
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
-    """Queue a message, by reference. Raises zmq.ZMQError, and then none of it is queued: zmq.Again if there is no room.
-    As `send_multipart`, which looks at every frame twice."""
+    """Queue a message, by reference. Raises zmq.ZMQError (zmq.Again if there is no room); then no frame is queued.
+    Does the same as `send_multipart`, which looks at every frame twice."""
     for frame in frames[:-1]:
         socket.send(frame, _NOW | _MORE, False)
     socket.send(frames[-1], _NOW, False)
 
 
 def _received(frame: Frame) -> Frame:
-    """The message of ZeroMQ whose whole content is `frame`, if it is one that was received; else `frame` itself. ZeroMQ
-    sends it again by reference, and frees it. Of other memory a thread of pyzmq has to be told when it was sent, which
-    takes the interpreter's lock from the thread that serves."""
+    """The received ZeroMQ message whose whole content is `frame`, if there is one; else `frame` itself. ZeroMQ sends
+    such a message by reference, and frees it. For other memory, ZeroMQ must tell a thread of pyzmq when it was sent,
+    and that thread takes the interpreter's lock from the thread that serves."""
     owner: object = frame.obj if isinstance(frame, memoryview) else None
     return owner if isinstance(owner, zmq.Frame) and len(owner) == frame.nbytes else frame
 

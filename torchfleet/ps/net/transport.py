@@ -75,7 +75,8 @@ class Handler(Protocol):
         TICK seconds."""
 
     def work(self) -> bool | None:
-        """Do one slice of long work. Returns None if there is no work, False if it waits for a disk and did nothing."""
+        """Do one slice of long work, and return True. Returns None if there is no work, False if it waits for a disk
+        and did nothing."""
 
     def rest(self) -> bool:
         """Do some work that was postponed in favour of requests. Returns whether more is left. Call it when no request
@@ -91,10 +92,10 @@ class LookAhead(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to do for them."""
+        """Whether there is anything to do for waiting requests."""
 
     def note(self, frames: Sequence[Frame]) -> None:
-        """A request was received, and is handled after the ones before it."""
+        """Called when a request was received. It is handled after the requests before it."""
 
 
 class ServerSocket(Protocol):

@@ -1,9 +1,9 @@
 """Requests, replies and their frames. docs/protocol.md describes every byte.
 
-A message, request or reply, is a header frame and one frame per array, or one for all of them if they are many and
-small: what a frame costs does not depend on its size then. The header holds the count, width and dtype of every array.
-Decoding refuses a frame whose length differs from the header, before it makes anything of the frame. It allocates
-nothing whose size depends on a number in the message.
+A message (a request or a reply) is a header frame and one frame per array, or one frame for all arrays if they are many
+and small: the cost of a small frame does not depend on its size. The header holds the count, width and dtype of every
+array. Decoding refuses a frame whose length differs from the header, before it makes anything of the frame. It
+allocates nothing whose size depends on a number in the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ARRAYS = 4096
 MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message between servers, which may contain a whole client message
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
-FEW_ARRAYS = 8  # more of them, if they are small, travel in one frame
+FEW_ARRAYS = 8  # a message with more arrays sends them in one frame if they are small
 MAX_JOINED = 1 << 20  # bytes of such a frame
 HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # the same in every version
@@ -73,7 +73,7 @@ class Command(IntEnum):
     LOST = 25
     TABLES = 26
     SUBSCRIBE = 27
-    FORWARD = 28  # of heter workers, as BACKWARD
+    FORWARD = 28  # of heter workers, like BACKWARD
     BACKWARD = 29
     EXCHANGE = 30
     ENTER = 31
@@ -191,7 +191,7 @@ def encode(message: Message) -> list[Frame]:
 
 def encode_bytes(message: Message, frames: Sequence[Frame]) -> list[Frame]:
     """As `encode`, for a message whose arrays are the bytes of `frames`. The result has the frames themselves, unless
-    they are many and small: a transport sends one that it has received without touching its content."""
+    they are many and small: a transport sends a frame that it has received without touching its content."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     if len(sizes) <= FEW_ARRAYS and (
         not sizes or max(sizes) <= MAX_FRAME

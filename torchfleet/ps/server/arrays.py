@@ -80,7 +80,7 @@ def pairs(
 
 
 def given_steps(last: Sequence[Array], num: int) -> list[int]:
-    """The steps of `num` tables, from the last array of a request. Raises WireError for others."""
+    """The steps of `num` tables, from the last array of a request. Raises WireError for a wrong number or value."""
     steps = column(last[0], np.uint64).tolist() if last else []
     if len(steps) != num or any(step > MAX_STEP for step in steps):
         raise WireError(f"expected the steps of {num} tables, each at most {MAX_STEP}, found {steps[:8]}")

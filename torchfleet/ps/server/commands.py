@@ -104,7 +104,8 @@ def create_table(state: State, request: Request) -> Answer:
 
 
 def given_tables(state: State, request: Request) -> Answer:
-    """A server that serves has its tables: this is a repeat. Raises TableError if it names others."""
+    """Check a repeat of TABLES: a server that runs commands has its tables already. Raises TableError if a table that
+    the request describes is missing, or differs."""
     for spec in unpack(only(request), GivenTables, MAX_BYTES).tables:
         state.check_same(spec)
     return []
@@ -123,7 +124,7 @@ def pull_again(state: State, request: Request) -> Answer | None:
 
 
 def _pull_together(state: State, arrays: JoinedArrays, flags: int) -> Answer | None:
-    """A pull of many small tables, of rows that exist; None if it must be made table by table."""
+    """The reply to a pull of existing rows from many small tables; None if it must be made table by table."""
     reply = pull_grouped(state.grouped, state.tables, arrays, flags)
     if reply is not None and state.counters.hot_keys.is_on:
         _note_hot_keys(state.counters.hot_keys, key_sections(state, arrays))
@@ -190,7 +191,7 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
     # the mean of several pushes is made table by table
     is_alone = kind in (0, BOUNDED) or (kind == SYNC and state.num_workers == 1)
     grouped = push_grouped(state.grouped, state.tables, request) if is_alone else None
-    if grouped is None:  # a group makes no rows
+    if grouped is None:  # a push to grouped tables creates no rows
         state.budgets.check_new_rows(request.peer, request.arrived)
     sections = checked_sections(state, request, grouped)
     if kind == SYNC:
@@ -218,7 +219,7 @@ def _add(state: State, request: Request) -> Answer:
 
 
 def _applied(state: State, request: Request, sections: Sequence[Checked], apply: Callable[[Checked], None]) -> Answer:
-    """Apply checked sections, and charge the rows that they make to their client."""
+    """Apply checked sections, and charge the rows that they create to the client's budget."""
     num_new = 0
     for section in sections:
         before = section.table.num_rows
@@ -243,7 +244,7 @@ def pull_changed(state: State, request: Request) -> Answer:
     tables = [state.table(array.number) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
-    if not received[0]:  # begins anew: not for a late copy of a request of the worker's predecessor
+    if not received[0]:  # 0 resets the worker's records: refuse a late copy of its previous process's request
         state.meetings.presence.check_joined(request.message.worker, request.message.incarnation)
     most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
     message = request.message

@@ -17,12 +17,12 @@ from torchfleet.ps.server.meeting.rounds import MAX_BUCKETS, MAX_RATES, MAX_ROUN
 from torchfleet.ps.server.quorum_exchange import check_quorum, close_with_quorum, give_or_ask, missing_in_quorum
 from torchfleet.ps.server.state.state import State
 
-_SKIPPED = 2  # a new beginning skips this many numbers, which a lost worker may have used on other servers alone
+_SKIPPED = 2  # from the newest round to that of a new beginning: a lost worker may have used the number in between
 
 
 class EnterBody(msgspec.Struct, forbid_unknown_fields=True):
-    number: int  # numbers the requests of the worker's process: a repeat gets the same answer; 0: it does not enter
-    made: int = 0  # > 0: brings the network as it is after this round, for workers that enter later
+    number: int  # counts the requests of the worker's process: a repeat gets the same answer; 0: it does not enter
+    made: int = 0  # > 0: the request brings the network as it is after this round, for workers that enter later
 
 
 def exchange(state: State, request: Request) -> Answer | None:
@@ -42,7 +42,7 @@ def exchange(state: State, request: Request) -> Answer | None:
         return answer
     if body.again:
         return rounds.again(body)
-    state.budgets.hold(request, waits=False)  # it is kept when it is answered, until the next round is made
+    state.budgets.hold(request, waits=False)  # kept beyond its answer, until the next round is made
     answer = rounds.arrive(body, request)
     if answer is not None:
         return answer
@@ -85,7 +85,8 @@ def enter(state: State, request: Request) -> Answer | None:
 
 
 def close_rounds(state: State) -> None:
-    """Make the rounds that wait for no worker anymore, and begin anew if all that took part are gone."""
+    """Make the rounds that wait for no worker anymore. If all workers that took part are gone, start those at the
+    entrance."""
     for bucket in sorted(state.meetings.rounds.open):
         _make_if_complete(state, bucket)
     close_with_quorum(state)
@@ -93,7 +94,7 @@ def close_rounds(state: State) -> None:
 
 
 def forget_rounds(state: State, worker: int) -> None:
-    """The worker's process was replaced: what it gave to open rounds does not count."""
+    """The worker's process was replaced: its parts of open rounds no longer count."""
     state.meetings.rounds.forget(worker)
     state.meetings.quorum.forget(worker)
     state.meetings.entrance.forget(worker)
@@ -144,7 +145,7 @@ def _make_if_complete(state: State, bucket: int) -> None:
 
 
 def _begin_if_complete(state: State) -> None:
-    """Let the workers at the entrance begin together, if no worker takes part and none of those to wait for lacks."""
+    """Let the workers at the entrance begin together, if no other worker takes part and no expected one is missing."""
     meetings, entrance = state.meetings, state.meetings.entrance
     if not entrance.waiting or entrance.members - meetings.members.absent or _missing_at_entrance(state):
         return
@@ -156,9 +157,9 @@ def _begin_if_complete(state: State) -> None:
 
 
 def _missing_at_entrance(state: State) -> set[int]:
-    """The workers without which those at the entrance do not begin."""
+    """The workers that those at the entrance wait for before they begin."""
     members, entrance, presence = state.meetings.members, state.meetings.entrance, state.meetings.presence
-    if entrance.members - members.absent:  # others are at work, and let them in
+    if entrance.members - members.absent:  # workers that take part now will admit them
         return set()
     expected = members.expected(state.num_workers)
     is_together = members.on_loss == LOSS_END and not state.meetings.quorum.is_on

@@ -1,6 +1,6 @@
 """Requests for many small tables: one call of a kernel for all of them (tables/table_group.py).
 
-What cannot be answered so is answered table by table: these functions then return None, and have changed nothing.
+If a request must be answered table by table, these functions return None, and have changed nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MOST_KNOWN = 64
 
 @dataclass(slots=True)
 class Grouped:
-    """The tables of a request, in the order of its sections: a group, and others (dense ones)."""
+    """The tables of a request, in the order of its sections: those of one group, and the dense ones."""
 
     tables: list[Table]
     group: TableGroup
     places: npt.NDArray[np.int64]  # of the group's tables among the sections
-    others: list[int]  # places of the other ones
+    others: list[int]  # places of the dense tables
 
     def is_of(self, tables: Mapping[int, Table]) -> bool:
         """Whether the server still has these tables."""
@@ -39,7 +39,7 @@ class Grouped:
 
 
 class GroupedTables:
-    """What is known of requests for several tables, by the numbers of these tables."""
+    """Caches the Grouped of requests for several tables, by the numbers of these tables."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Grouped | None] = {}
@@ -71,11 +71,11 @@ def _grouped(tables: Sequence[Table | None]) -> Grouped | None:
 class GroupSection:
     """The sections of a push for the tables of a group. It was checked when it was made."""
 
-    table: Table  # the first of them
+    table: Table  # the first of these tables
     update: GroupUpdate
     pulled_at: list[float]  # by table; NaN: unknown
     tables: Sequence[Table]
-    arrays: JoinedArrays  # keeps the frame
+    arrays: JoinedArrays  # owns the memory that `update` reads
 
     def check(self) -> None:
         """As Section.check."""
@@ -88,7 +88,7 @@ class GroupSection:
         self.update.apply()
 
     def staleness(self) -> int:
-        """As Section.staleness, which is asked for dense tables only."""
+        """As Section.staleness. Callers use it for dense tables only, and no table of a group is dense."""
         return 0
 
 
@@ -98,7 +98,7 @@ AnySection = Section | GroupSection
 def pull_grouped(
     known: GroupedTables, tables: Mapping[int, Table], arrays: JoinedArrays, flags: int
 ) -> JoinedArrays | None:
-    """The answer to a pull of rows that all exist."""
+    """The reply to a pull; None unless all tables form one group and all rows exist."""
     entries = arrays.entries
     if flags & (STATE | BOUNDED) or (entries["code"] != KEYS).any() or (entries["columns"] != 1).any():
         return None
@@ -124,7 +124,7 @@ def pull_grouped(
 
 
 def push_grouped(known: GroupedTables, tables: Mapping[int, Table], request: Request) -> list[AnySection] | None:
-    """The sections of a push whose tables of rows are updated together, in rows that all exist."""
+    """The sections of a push: the dense tables, then one GroupSection for all others. None unless all rows exist."""
     arrays = request.message.arrays
     if not isinstance(arrays, JoinedArrays):
         return None
@@ -156,7 +156,7 @@ def push_grouped(known: GroupedTables, tables: Mapping[int, Table], request: Req
 
 
 def _fit(found: Grouped, heads: Any, keys: npt.NDArray[Any], grads: npt.NDArray[Any]) -> bool:
-    """Whether the arrays are those that a push to these tables has."""
+    """Whether the arrays have the dtypes and shapes of a push to these tables."""
     places = found.places
     return bool(
         heads["code"] == DOUBLES

@@ -43,7 +43,7 @@ def gather_push(state: State, request: Request, sections: Sequence[AnySection]) 
 
 def apply_gathered(state: State) -> TableError | None:
     """Update the tables once with the mean of the gathered pushes, summed in the order of the workers. Returns the
-    error if their mean cannot be applied, and drops them: this never raises, as the pushes are taken out in any case.
+    error if their mean cannot be applied, and drops them. Never raises, because the pushes are taken out in any case.
 
     Dense gradients beyond the maximum staleness are dropped. Sparse gradients are always used.
     """

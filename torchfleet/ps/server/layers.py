@@ -44,8 +44,8 @@ class Recorder(Layer, Protocol):
     def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
         """Call `run(now, pause)`, which advances the server's time and returns whether anything changed.
 
-        `pause`: seconds before `now` that do not count. Returns False if the server's time stands still; `run` is then
-        not called.
+        `pause`: seconds before `now` in which the server itself stood still. Returns False, without a call of `run`, if
+        the server's time stands still now.
         """
 
     def work(self, run: Callable[[], bool]) -> bool:

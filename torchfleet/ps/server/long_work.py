@@ -69,7 +69,7 @@ def in_slices(
 
 
 def check_queue(state: State, request: Request, token: int) -> None:
-    """Raise ServerBusy if `in_slices` would. A command that changes something before it calls that asks this first."""
+    """Raise ServerBusy if `in_slices` would. Call it first in a command that changes something before `in_slices`."""
     if token in state.work.requests:
         return
     waiting = [long for long in state.work.requests.values() if long.result is None]

@@ -1,4 +1,4 @@
-"""Requests that wait in the queue: tables begin to read from the disk what they will need."""
+"""Looks at requests that wait in the queue: their tables begin to read the rows of these requests from the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchfleet.ps.server.state.state import State
 
 
 class LookAhead:
-    """As transport.LookAhead. Changes nothing but what is read when: a request that is refused later does no harm."""
+    """As transport.LookAhead. It affects only when rows are read, so a request that is refused later does no harm."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -27,8 +27,8 @@ class LookAhead:
         return self._is_on
 
     def note(self, frames: Sequence[Frame]) -> None:
-        """A request waits behind others."""
-        with contextlib.suppress(FleetError):  # its own answer says what is wrong with it
+        """Begin to read the rows of a pull that waits behind other requests. Other requests are ignored."""
+        with contextlib.suppress(FleetError):  # the answer to the request reports it
             message = decode(frames)
             if message.command == Command.PULL:
                 for table, keys in key_sections(self._state, message.arrays):

@@ -38,7 +38,7 @@ def give_or_ask(state: State, body: ExchangeBody, request: Request) -> Answer | 
             quorum.take_out(body.round, body.parts)
         return kept.ask(body, request)
     quorum.check(body, request)
-    state.budgets.hold(request, waits=False)  # gradients are kept until a round has them, or they are too old
+    state.budgets.hold(request, waits=False)  # gradients are kept until a round uses them, or they are too old
     state.meetings.presence.hear(request.message.worker, request.arrived)
     state.meetings.members.come(request.message.worker)
     state.meetings.rounds.newest = max(state.meetings.rounds.newest, body.round)
@@ -61,7 +61,7 @@ def close_with_quorum(state: State) -> None:
 
 
 def missing_in_quorum(state: State) -> set[int]:
-    """The workers that others wait for."""
+    """The workers that others wait for in rounds with a quorum."""
     meetings, found = state.meetings, set()
     for kept in meetings.quorum.buckets.values():
         found |= kept.missing(meetings.presence.incarnation, meetings.members.absent)
@@ -71,7 +71,7 @@ def missing_in_quorum(state: State) -> set[int]:
 
 
 def _make(state: State) -> None:
-    """Make the open round, tell its workers, and let in those at the entrance."""
+    """Make the open round, answer its workers, and admit the workers at the entrance."""
     members, quorum, entrance = state.meetings.members, state.meetings.quorum, state.meetings.entrance
     number, on_time = quorum.number, sorted(quorum.waiting)
     for worker in sorted(entrance.members.intersection(members.lost).difference(on_time)):
@@ -88,7 +88,7 @@ def _make(state: State) -> None:
         "entering": entering,
         "members": sorted(entrance.members),
     }
-    if staying:  # by turns, so that no worker sends the network more often than others
+    if staying:  # in turn, so that no worker sends the network more often than others
         told["sender"] = staying[number % len(staying)]
     if not entrance.members:
         told["leaver"] = on_time[0]

@@ -1,6 +1,6 @@
 """A server of a saved model: it loads one shard of the rows, answers reads, and refuses everything that changes rows.
 
-Serving reads tables from such servers when they are larger than one machine (apps/serve/sharded_model.py).
+Serving reads tables from such servers when they are larger than one machine (apps/serve/shards/sharded_model.py).
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def serve_saved(server: Server, dirname: str, shard: int, num_shards: int) -> in
 
 
 def served_spec(saved: Table) -> TableSpec:
-    """A saved table as it is served: the same rows by the same keys, without training's rule, policies and state."""
+    """The spec with which a saved table is served: the same rows and keys, without a rule, policies and state."""
     return TableSpec(saved.name, saved.kind, saved.dim, saved.size, Rule(lr=0.0))
 
 
 def _described(manifest: Manifest, shard: int, num_shards: int) -> dict[str, Any]:
-    """What STATS tells of the served model: clients compare it with the model that their network is of."""
+    """The description of the served model in STATS. Clients compare it with the save that their network comes from."""
     place = {"shard": shard, "num_shards": num_shards}
     return {"save": manifest.save, "token": manifest.token, "time": manifest.links()[-1].time, **place}
 

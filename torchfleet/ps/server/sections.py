@@ -27,7 +27,7 @@ class Section:
         self.table.check_push(self.keys, self.grads, self.rate)
 
     def apply(self) -> None:
-        """Update the table. Call `check` first, and do nothing to the table in between."""
+        """Update the table. Call `check` first, and do not change the table in between."""
         if self.pulled_at is not None:
             self.note_staleness()
         self.table.update(self.keys, self.grads, self.rate)

@@ -75,7 +75,7 @@ class Server:
         self.traced = TracedRequests()
         self._is_traced = False
         self._loading = ""
-        self.take_tables: Callable[[Request], None] | None = None  # of a server that waits for its tables
+        self.take_tables: Callable[[Request], None] | None = None  # takes TABLES, on a server that waits for its tables
         self._recorder: Recorder | None = None
         self._read_only: Layer | None = None
         self._run: Run = self._execute
@@ -334,7 +334,7 @@ class Server:
         return any(table.settle() for table in self.state.tables.values())
 
     def wakes(self) -> tuple[object, ...]:
-        """As Handler.wakes: only requests and time cause work here."""
+        """As Handler.wakes. Empty: only requests and passing time cause work in this class."""
         return ()
 
 

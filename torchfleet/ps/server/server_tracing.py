@@ -17,14 +17,14 @@ from torchfleet.ps.net.wire import Command
 from torchfleet.ps.server.layers import Result, Run
 
 _HELD_NS = 50_000  # a reply that leaves within this time does not count as held
-MOST_OF_ONE = 100_000  # requests of one connection with spans, at once: half of what a recorder keeps
-_PER_SECOND = 1_000  # more of them, per second
+MOST_OF_ONE = 100_000  # requests of one connection that may have spans, in a burst: half of what a recorder keeps
+_PER_SECOND = 1_000  # further requests with spans, per second
 _MAX_SHARES = 4_096  # connections that are counted
 
 
 class Shares:
-    """What each connection has left of the spans of its requests: one that sends traced requests without end leaves
-    the others their part of a profile.
+    """Limits how many requests of each connection have spans, in total and per second. A connection that sends traced
+    requests without end then leaves room in a profile for the others.
     """
 
     def __init__(self) -> None:

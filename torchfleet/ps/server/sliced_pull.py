@@ -41,7 +41,7 @@ def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], c
 
 
 def pulled(table: Table, flags: int) -> Callable[[npt.NDArray[np.uint64], bool, int | None], npt.NDArray[Any]]:
-    """The method that a pull with these flags calls: rows with their state, or values as the reply has them."""
+    """The method that a pull with these flags calls: rows with their state, or values as the reply encodes them."""
     return table.pull_rows if flags & STATE and not table.spec.is_dense else table.pull_encoded
 
 

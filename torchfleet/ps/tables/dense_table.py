@@ -112,7 +112,9 @@ class DenseTable(Table):
         self._check_state(values.reshape(1 + self.num_states, self.size))
 
     def _check_state(self, block: Floats) -> float:
-        """The largest magnitude in rows of values and state."""
+        """The largest magnitude in rows of values and state. Raises TableError if a number is not finite, or a sum of
+        squares is negative.
+        """
         squares = self.spec.rule.row_rule.squares if len(block) > 1 else ()
         if any(block[1:][state].min(initial=0.0) < 0 for state in squares):
             raise TableError(f"dense table '{self.spec.name}': a negative sum of squares in the state of its elements")
@@ -139,7 +141,7 @@ class DenseTable(Table):
         return np.concatenate([self._weights[None], self._states])
 
     def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
-        """As Table.save_slices: always one slice, as a block is small next to what a server holds."""
+        """As Table.save_slices: always one slice, because a block is small next to what a server holds."""
         first, _ = shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)
         yield SavedSlice("rows", {"values": self.block()[:1].copy() if mode == "inference" else self.block()}, first)
 
@@ -157,7 +159,7 @@ class DenseTable(Table):
         self.is_set, self.loaded = notes["is_set"], [(start, stop) for start, stop in notes["loaded"]]
 
     def begin_run(self) -> None:
-        """As Table.begin_run: `is_set` is set when worker 0 has pulled the values."""
+        """As Table.begin_run. `is_set` is True again when worker 0 has pulled these values and set them."""
         if self.is_set:
             self.loaded = [shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)]
             self.is_set = False
@@ -258,7 +260,7 @@ class DenseTable(Table):
             )
 
     def _check_finite(self, values: Floats) -> float:
-        """The largest magnitude among them."""
+        """The largest magnitude in `values`. Raises TableError if one of them is not finite."""
         largest = rows.largest(values)
         if not largest < np.inf:
             at = int(np.flatnonzero(~np.isfinite(values.reshape(-1)))[0])

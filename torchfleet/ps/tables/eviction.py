@@ -20,7 +20,7 @@ from torchfleet.ps.tables.settings.policy import EVICTION_NAMES, Shrink
 
 SLICE = 8192  # row numbers per slice: one or two milliseconds
 FEW = 100  # rows that a shrink may always drop, whatever the share
-MAX_ROUNDS = 4  # rounds to reach a capacity: rows looked up during a round stay, so another round picks others
+MAX_ROUNDS = 4  # rounds to reach a capacity: rows looked up during a round stay, and the next round picks other rows
 
 _KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
 _HOW = {
@@ -34,7 +34,9 @@ _HOW = {
 
 
 def check_policy(table: RowStore, policy: Shrink) -> None:
-    """Raise TableError if the table does not keep the statistics that the policy reads."""
+    """Raise TableError if the table has a declared size or lacks statistics that the policy reads, or if the policy's
+    limit leaves this server no row.
+    """
     kept = table.statistics.names if table.statistics is not None else ()
     if isinstance(table.index, KeyRange):
         raise TableError(f"table '{table.spec.name}' has a declared size: rows of such tables are not dropped")
@@ -108,7 +110,7 @@ def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_
 
 
 def _shrink_candidates(candidates: Candidates, decisions: Decisions, policy: Shrink, now: int) -> Iterator[int]:
-    """Forget candidate keys (without a row) by the same time limits."""
+    """Forget candidate keys (without a row) that exceed the policy's time limits."""
     start = 0
     is_asked = policy.delete_after_unseen_days is not None or policy.ttl_days is not None
     while is_asked and start < candidates.index.num_row_numbers:

@@ -1,5 +1,5 @@
-"""How the rows of a table come and go: rows are assigned, loaded, made for keys that appear, dropped and saved, here
-or as another server decided. Pulls and pushes are in sparse_table.py.
+"""The life of a table's rows: they are assigned, loaded, created for keys that appear, dropped and saved. The table
+decides this itself or follows the decisions of another server. Pulls and pushes are in sparse_table.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KeyedTable(RowStore):
             check_squares(self.spec, keys, values)
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError if `assign` could not take this."""
+        """Raise TableError if `assign` cannot apply this."""
         self.check_values(keys, values)
         self.check_keys(keys, create=True)
         self.index.reserve_for(keys)
@@ -52,7 +52,7 @@ class KeyedTable(RowStore):
 
     def _put(self, keys: Keys, stored: Floats, columns: Columns | None) -> None:
         """`assign` for rows as they are stored, after the checks."""
-        is_whole = stored.shape[1] == self._row_words  # then no initial value would remain
+        is_whole = stored.shape[1] == self._row_words  # overwrites whole rows: they need no initial values
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
@@ -85,7 +85,7 @@ class KeyedTable(RowStore):
             if self.watch is not None:
                 self._tell(keys)
             return
-        # which rows were dropped is recorded by a later save of the chain, not this one
+        # no eviction during a load: a later save of the chain has the keys of rows that were dropped
         capacity, self._capacity = self._capacity, None
         try:
             self.check_keys(keys, create=True)
@@ -112,10 +112,10 @@ class KeyedTable(RowStore):
 
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
         """Record that keys were looked up for training: admit or count them, create rows, mark them as seen. Returns
-        their rows, -1 for a key without one.
+        their rows, -1 for a key without one. `worker`: keys without a row wait for `admit_waiting`.
         """
         at = self.find(keys)
-        self._see(at)  # first, so that rows of this batch are not evicted for others of it
+        self._see(at)  # first, so that new rows of this batch do not evict its other rows
         missing = at < 0
         if missing.any():
             strangers = unique(keys[missing])[0]
@@ -133,7 +133,9 @@ class KeyedTable(RowStore):
             self._mark(at)
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Create rows for those of these distinct keys without a row that the table's policies admit."""
+        """Create rows for the keys that the table's policies admit. `keys` are distinct and have no rows; the rows
+        `in_use` are not evicted.
+        """
         keys, carried = admitted(keys, in_use, self.admission, self._capacity, self.decisions)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)

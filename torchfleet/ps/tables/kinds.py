@@ -46,8 +46,8 @@ KINDS["dense"] = TableKind(lambda spec, max_bytes, _: DenseTable(spec, max_bytes
 def make_table(
     spec: TableSpec, max_bytes: int, clock: Clock | None = None, default_storage: TierStorage = IN_MEMORY
 ) -> Table:
-    """An empty table for this description. Raises TableError if its memory cannot be reserved. `default_storage`: where
-    rows of any id are if the description does not say.
+    """An empty table for this description. Raises TableError if its memory cannot be reserved. `default_storage`: the
+    storage of a `sparse` table whose description sets no storage.
     """
     clock = clock or Clock()
     storage = default_storage if spec.storage == IN_MEMORY else spec.storage

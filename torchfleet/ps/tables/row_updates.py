@@ -24,8 +24,8 @@ class RowUpdates:
     def change(
         self, store: Floats, layout: Layout, keys: Keys, at: Rows, grads: Floats, rate: float | None, step: int
     ) -> None:
-        """Update the distinct rows numbered `at` of a store by the rule, or without a rate add `grads` to them; `keys`
-        are theirs.
+        """Update the distinct rows numbered `at` of a store, whose keys are `keys`, by the rule. If `rate` is None, add
+        `grads` to them instead.
         """
         if rate is None:
             rows.sgd(store, *layout, at, grads, -1.0, -np.inf, np.inf)
@@ -45,8 +45,8 @@ class RowUpdates:
     def change_copies(
         self, copies: Floats, keys: Keys, at: Rows, grads: Floats, rate: float | None, step: int
     ) -> float:
-        """Apply `change` to those of the wide rows `copies` that are numbered `at`. Returns the largest magnitude in
-        them. Raises TableError if a result is not finite. `keys` and `grads` have one row per copy.
+        """Apply `change` to the rows numbered `at` of the wide rows `copies`. Returns the largest magnitude in these
+        rows. Raises TableError if a result is not finite. `keys` and `grads` have one row per copy.
         """
         num_words = copies.shape[1]
         RowUpdates.change(self, copies.reshape(-1), (num_words, 0), keys[at], at, grads[at], rate, step)

@@ -233,7 +233,7 @@ class RowStore(Table):
     def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
         """(wide copies of the rows of these distinct keys, numbers of the copies of keys that have a row).
 
-        `create`: a key without a row has the row that it would get; otherwise its copy has zeros.
+        `create`: the copy of a key without a row is the row that it would get, and counts as a row; otherwise zeros.
         """
         at, stored = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
         rows.gather(self.index.store, *self._layout, at, stored)

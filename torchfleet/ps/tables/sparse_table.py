@@ -70,7 +70,7 @@ class SparseTable(KeyedTable):
             num_missing = self.index.read(keys, at, out)
             if num_missing and create:
                 self._make_rows(self.index, keys, at, out, num_missing)
-            # in a sync step all workers push as one
+            # a sync step ends with one push of all workers' keys, not with the keys of one pull
             if create and worker is None and len(keys) >= kept_requests.FEWEST_KEYS:
                 self.index.recent.note(keys, at)
             return out
@@ -86,7 +86,7 @@ class SparseTable(KeyedTable):
         return self.copies(keys, create=False)[0]
 
     def look_up(self, keys: Keys, create: bool = True) -> Floats:
-        """`pull`, with its check."""
+        """`check_pull`, then `pull`."""
         self.check_pull(keys, create)
         return self.pull(keys, create)
 
@@ -187,7 +187,7 @@ class SparseTable(KeyedTable):
         return at if self.index.recent.are_distinct(at) else None
 
     def note_updated(self, at: Rows) -> None:
-        """Rows of a table of a range were updated from outside (table_group.py)."""
+        """Record that table_group.py has updated these rows, of a table of kind `array`."""
         self._mark(at)
         if self.watch is not None:
             self._tell(self.index.alive(at)[0])

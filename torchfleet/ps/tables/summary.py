@@ -19,7 +19,7 @@ _NEGATIVE, _ZERO, _FIRST = 0, 1, 2
 _LEAST, _MOST = -20, 40  # powers of two; smaller numbers share the first bin, larger ones the last
 _NUM_REALS = _FIRST + _MOST - _LEAST + 2
 _DAY_BINS = np.array([(day - 1).bit_length() + 1 if day else 0 for day in range(1 << 16)])  # 0, 1, 2, 3-4, 5-8, ...
-_NUM_DAYS = int(_DAY_BINS[-1]) + 1  # more than 32 bits of seconds contain
+_NUM_DAYS = int(_DAY_BINS[-1]) + 1  # bins up to 2^16 days, more than 32 bits of seconds contain
 
 
 class Summary:

@@ -147,8 +147,8 @@ class Table(ABC):
         self.step = 0  # updates so far
         self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
-        # Called with the table's number, the keys of rows that changed or went, and the numbers of these rows: None if
-        # they are not known, or may come to have others. No keys: the block of a dense table changed. Arrays are valid
+        # Called with the table's number, the keys of rows that changed or were dropped, and their row numbers, or None
+        # if these are not known or may change. No keys: the block of a dense table changed. The arrays are valid only
         # during the call.
         self.watch: Callable[[int, Keys, Rows | None], None] | None = None
         self.pushed_rows = pushed_rows(spec)
@@ -269,7 +269,7 @@ class Table(ABC):
 
     # Saves and loads
 
-    num_dropped = 0  # rows that were dropped so far: each may be in a save that is being written twice
+    num_dropped = 0  # rows dropped so far: the key of each may come twice in a save that is being written
 
     def begin_save(self, is_committed: bool) -> None:
         """Begin a save: later changes belong to the next one. `is_committed`: the previous save is durable."""
@@ -291,11 +291,11 @@ class Table(ABC):
         """Start recording decisions that depend on more than the request: evicted rows, admitted keys."""
 
     def end_noting(self) -> Noted | None:
-        """The decisions since `begin_noting`; None if there were none."""
+        """The decisions since `begin_noting`; None if nothing was decided."""
         return None
 
     def follow(self, noted: Noted) -> None:
-        """Follow recorded decisions until `follow_no_more`: the next requests were applied by another server before."""
+        """Follow recorded decisions until `follow_no_more`: another server has already applied the next requests."""
 
     def follow_no_more(self) -> None:
         """Stop following: the recorded requests have been applied."""
@@ -310,7 +310,7 @@ class Table(ABC):
         self.staleness.restore(notes["staleness"])
 
     def end_copy(self, notes: dict[str, Any]) -> None:
-        """Called when all rows of another server's table are here; `notes` is the other's `export_notes`."""
+        """Called when all rows of another server's table are here; `notes` is the `export_notes` of that table."""
 
     def begin_run(self) -> None:
         """Begin a new run: its workers start from the present values, as if they had been loaded from a saved model."""
@@ -325,7 +325,7 @@ class Table(ABC):
         self._refuse("say which keys have a row")
 
     def present_at(self, at: Rows) -> tuple[Keys, Floats]:
-        """(keys, values) of those of these rows that are in use. `at`: numbers that `watch` was called with."""
+        """(keys, values) of the rows `at` that are in use. `at`: row numbers that `watch` was called with."""
         self._refuse("say which rows are in use")
 
     def _tell(self, keys: Keys, at: Rows | None = None) -> None:
@@ -336,7 +336,9 @@ class Table(ABC):
     # Between requests
 
     def settle(self) -> bool:
-        """Do less than a millisecond of deferred work while the server is idle. Returns False if there is none."""
+        """Do less than a millisecond of deferred work while the server is idle. Returns False if there was nothing
+        to do.
+        """
         return False
 
     def _refuse(self, what: str) -> NoReturn:

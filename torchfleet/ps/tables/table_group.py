@@ -1,7 +1,8 @@
-"""Tables that a request reads or updates in one call of a kernel: ids of a range in memory, float32, one rule.
+"""Groups of `array` tables with rows of float32, which a request reads in one call of a kernel, and updates in one if
+they have the same rule.
 
 The results are those of the tables' own methods. What needs more than a kernel (a new row, a key that repeats, an
-error) is left to these methods: then a group answers None, and nothing has changed.
+error) is left to these methods: then the group's method returns False or None, and no row has changed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Places = npt.NDArray[np.int64]
 
 
 class TableGroup:
-    """Several tables, each once."""
+    """Several distinct tables."""
 
     def __init__(self, tables: Sequence[SparseTable]) -> None:
-        """Of tables for which `may_join` holds."""
+        """`tables`: those for which `may_join` holds."""
         self.tables = list(tables)
         ranges = [_range_of(table) for table in tables]
-        self._kept = [(index.store, index.marks) for index in ranges]  # whose addresses the kernels use
+        self._kept = [(index.store, index.marks) for index in ranges]  # kept alive: the kernels use their addresses
         described = [
             (store.ctypes.data, marks.ctypes.data, index.size, index.width, table.spec.dim)
             for (store, marks), index, table in zip(self._kept, ranges, self.tables, strict=True)
@@ -49,7 +50,7 @@ class TableGroup:
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> TableGroup | None:
-        """A group of these tables; None if they cannot be one."""
+        """A group of these tables; None if they cannot form one."""
         own = [table for table in tables if isinstance(table, SparseTable) and may_join(table)]
         if len(own) < len(tables) or len(own) < 2 or len({id(table) for table in own}) < len(own):
             return None
@@ -57,9 +58,10 @@ class TableGroup:
         return cls(own) if len(shards) == 1 else None
 
     def read(self, frame: int, keys: Places, counts: Places, out: Floats, outs: Places) -> bool:
-        """Write the values of all rows to `out`: those of table t from number 2 * outs[t] on. False: not here.
+        """Write the values of all rows to `out`: those of table t from number 2 * outs[t] on. Returns False if the
+        tables' own methods must do it.
 
-        `frame`: the address of the words in which keys[t] is the place of its first key.
+        `frame`: the address of the request's 64-bit words; the first key of table t is word keys[t].
         """
         most = int(counts.max(initial=0))
         if most > MOST_KEYS:
@@ -71,7 +73,9 @@ class TableGroup:
     def checked(
         self, frame: int, keys: Places, grads: Places, counts: Places, rates: Sequence[float | None]
     ) -> GroupUpdate | None:
-        """An update of all tables, as `check_push` of each allows it. `rates`: by table; None: its own."""
+        """An update of all tables that is checked as by `check_push` of each; None if the tables' own methods must do
+        it. `rates`: by table; None: the table's own.
+        """
         if self._kernel is None or counts.max(initial=0) > MOST_KEYS:
             return None
         rows, largest = np.empty(int(counts.sum()), np.int64), np.empty(len(self.tables))

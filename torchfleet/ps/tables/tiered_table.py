@@ -1,7 +1,7 @@
 """A table of rows by key that is larger than memory: the rows used last are in memory, all others on disk.
 
-Every request has the result that it would have on a table in memory: before it touches rows, those that are on disk are
-brought into memory. Only the methods that look at all rows differ.
+Every request has the same result as on a table in memory: rows on disk are brought into memory before a request touches
+them. Only the methods that look at all rows differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TieredTable(SparseTable):
         folder = checked_folder(storage.path, table_roots())
         cold = ColdRows(self.index.width - self.index.offset, folder)
         self.tiers = Tiers(spec.name, self.index, memory, cold)
-        self._keeps_numbers = False  # a row that comes back from disk has another
+        self._keeps_numbers = False  # a row that comes back from disk has another number
         if self.tiers.max_hot < FEWEST_ROWS:
             raise TableError(
                 f"table '{spec.name}': {memory:,} bytes hold {max(0, self.tiers.max_hot):,} rows of "
@@ -67,7 +67,7 @@ class TieredTable(SparseTable):
 
     @property
     def _part(self) -> int:
-        """Keys of a request without a bound that are handled at once."""
+        """How many keys are handled at once in a request that may have any number of keys."""
         return max(1, self.tiers.max_hot // 4)
 
     # Requests: rows are brought into memory first
@@ -156,7 +156,7 @@ class TieredTable(SparseTable):
             super()._put(keys[some], stored[some], own)
 
     def reserve(self, num_rows: int) -> None:
-        """As KeyedTable.reserve: the directory takes all of them, memory those that fit."""
+        """As KeyedTable.reserve: makes room for all rows in the directory, and in memory for those that fit."""
         self.tiers.directory.reserve(num_rows)
         super().reserve(max(0, min(num_rows, self.tiers.max_hot - self.index.num_keys)))
 

@@ -23,7 +23,7 @@ MAX_SHOWS = 2.0**50  # of a key in one push: float32 sums of them stop growing l
 class UpdateBounds:
     """Bounds on the magnitude of the values of a table, and of each number of their state.
 
-    Most updates resemble the one before. So the bounds of rows are raised for many updates at once, up to a limit on
+    Most updates resemble the previous one. So the bounds of rows are raised for many updates at once, up to a limit on
     their rates and gradients; each of these updates then costs one comparison.
     """
 

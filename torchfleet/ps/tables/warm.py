@@ -24,12 +24,12 @@ Given = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]  # how an array of a requ
 
 
 def writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """As requests come from a socket."""
+    """An array as in requests from a socket."""
     return array
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """As they come from a log or in bytes. numba compiles another kernel for these."""
+    """An array as in requests from a log or in bytes. numba compiles another kernel for read-only arrays."""
     array.flags.writeable = False
     return array
 

@@ -15,7 +15,7 @@ class AccessLog:
     """Writes lines to a file, or to stdout for "-". Several processes may append to one file."""
 
     def __init__(self, path: str, worker: int) -> None:
-        # A line is written at once, so that lines of several processes do not mix.
+        # Each line is one write, so that lines of several processes do not mix.
         self._file: Any = sys.stdout.buffer if path == "-" else open(path, "ab", buffering=0)  # noqa: SIM115
         self._worker = worker
 

@@ -17,7 +17,7 @@ _OTHERS = {b"expect", b"transfer-encoding", b"upgrade", b"content-encoding"}  # 
 
 
 class DirectProtocol(BoundedProtocol):
-    """A connection. Whatever is not a plain request for predictions goes through uvicorn to the ServingApp."""
+    """A connection. All requests but plain requests for predictions go through uvicorn to the ServingApp."""
 
     cycle: Any  # uvicorn's RequestResponseCycle, or an Exchange
     limit_concurrency: int | None
@@ -70,7 +70,7 @@ class DirectProtocol(BoundedProtocol):
         return Exchange(self, app, json_size, length)
 
     def _is_plain(self) -> bool:
-        """Whether it can be answered at once: no earlier request is open, the client reads, no header is special."""
+        """Whether the request can be answered directly: no earlier one is open, the client reads, no header is special."""
         before = self.cycle
         return (
             (before is None or before.response_complete)
@@ -90,7 +90,7 @@ class Exchange:
         self.parts: list[bytes] = []
         self.response_started = self.response_complete = self.disconnected = False
         self.keep_alive = connection.parser.should_keep_alive()
-        self.message_event = self  # uvicorn would wake its task by it; here there is no task
+        self.message_event = self  # uvicorn calls its `set` to wake the request's task; here there is no task
         self._connection, self._app, self._json_size, self._reserved = connection, app, json_size, length
         self._scope = connection.scope
         self._scope["method"], self._scope["path"] = "POST", app.infer_path

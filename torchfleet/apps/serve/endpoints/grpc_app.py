@@ -96,7 +96,7 @@ class GrpcApp:
         return self._grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _guarded(self, name: str, method: Method) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`method` behind the token, with its refusals as codes of gRPC, counted and logged."""
+        """Wrap `method`: check the token, turn refusals into codes of gRPC, count and log the call."""
 
         async def call(request: Any, context: Any) -> Any:
             began, status, text, response = time.monotonic(), 200, "", None

@@ -13,7 +13,7 @@ from torchfleet.apps.serve.endpoints.request_inputs import RequestInput
 from torchfleet.apps.serve.tensors import DATATYPES, datatype_of
 from torchfleet.base.errors import DataError
 
-# The field of InferTensorContents for each type. The protocol has none for FP16: it comes as bytes.
+# The field of InferTensorContents for each type. The protocol has no field for FP16, which comes as bytes.
 FIELDS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),

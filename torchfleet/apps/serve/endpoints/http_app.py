@@ -132,7 +132,7 @@ class ServingApp:
         return _json(pages[path]) if path in pages else None
 
     def _model_page(self, rest: str) -> Reply | None:
-        """`rest`: of the path, behind the name of the model."""
+        """`rest`: the path behind the name of the model."""
         if rest.startswith("/versions/"):
             version, _, last = rest[len("/versions/") :].partition("/")
             if not version:
@@ -176,7 +176,7 @@ class ServingApp:
         return 200, answer, [(b"content-type", b"application/octet-stream"), size]
 
     async def _body(self, receive: Receive) -> bytes:
-        """The whole body. It is bounded, and so are the bodies of all requests together."""
+        """The whole body. Raises Refusal if it is too large, or the bodies of all requests together; or ClientLeft."""
         held = 0
         parts: list[bytes] = []
         try:

@@ -38,7 +38,7 @@ class InferBody(msgspec.Struct):
 
 
 class InferRequest(msgspec.Struct):
-    """A request that is ready for a batch, and how its response is to look."""
+    """A request that is ready for a batch, and the form of its response."""
 
     samples: Samples
     id: str
@@ -46,7 +46,7 @@ class InferRequest(msgspec.Struct):
 
 
 class _PlainInput:
-    """How a feature is read from JSON of its own type."""
+    """How a feature is read from JSON values of its own type."""
 
     def __init__(self, feature: Feature) -> None:
         self.datatype, self.shape, self.num_values = datatype_of(feature.dtype), feature.shape or [], feature.num_values
@@ -68,7 +68,7 @@ class InferenceProtocol:
         learn_pause: float = LEARN_PAUSE,
     ) -> None:
         """`outputs`: names, in the order of responses. `max_batch`: samples of a request. `learn_pause`: seconds
-        between two forms of requests that are learned.
+        between two requests that are learned as templates.
         """
         self._features = {feature.name: feature for feature in described.features}
         self._needed = [feature.name for feature in described.features if feature.default is None]
@@ -80,7 +80,7 @@ class InferenceProtocol:
         self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
 
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
-        """`json_size`: bytes of JSON before those of binary tensors; None: all is JSON. Raises DataError."""
+        """`json_size`: bytes of JSON, which binary tensors follow; None: all of `body` is JSON. Raises DataError."""
         if json_size is None and (known := self._templates.read(body)) is not None:
             return InferRequest(known[0], "", known[1])
         view = memoryview(body)
@@ -141,7 +141,7 @@ class InferenceProtocol:
         return asked
 
     def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
-        """Samples of a request that gives each feature as JSON of its own type; None for others, and wrong ones."""
+        """Samples of a request that gives each feature as JSON of its own type; None for all others, also invalid ones."""
         num = inputs[0].shape[0] if inputs[0].shape else 0
         if not self._packing.is_possible or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
             return None

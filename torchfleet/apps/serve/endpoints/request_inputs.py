@@ -13,7 +13,7 @@ from torchfleet.data.features import Feature
 
 
 class RequestInput(msgspec.Struct):
-    """As the Open Inference Protocol has it."""
+    """An input, with the fields of the Open Inference Protocol."""
 
     name: str
     shape: list[int]
@@ -23,7 +23,7 @@ class RequestInput(msgspec.Struct):
 
 
 def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
-    """The values of an input, and the bytes behind it."""
+    """(the values of an input, the bytes of `rest` behind its own). Raises DataError."""
     if one.datatype != "BYTES" and one.datatype not in DATATYPES:
         raise DataError(f"input '{one.name:.80}': expected one of {', '.join(DATATYPES)}, BYTES as datatype")
     size = one.parameters.get("binary_data_size")

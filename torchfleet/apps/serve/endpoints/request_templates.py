@@ -1,4 +1,4 @@
-"""Requests that differ from an earlier one in their numbers alone, as those of one client do: read by a kernel."""
+"""Reads requests that differ from an earlier one only in their numbers, as one client's requests do, with a kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchfleet.apps.serve.samples import Packing, Samples
 from torchfleet.ps.kernels.json_numbers import read_arrays
 from torchfleet.ps.kernels.numerals import powers_of_ten
 
-MAX_TEMPLATES = 32  # those used least recently are forgotten
+MAX_TEMPLATES = 32  # beyond this, the least recently used template is dropped
 MAX_BODY = 1 << 20  # bytes of a request that is learned
-LEARN_PAUSE = 0.01  # seconds between two that are learned: what is never used again must not take time
+LEARN_PAUSE = 0.01  # seconds between two requests that are learned: templates that are never used must not take time
 _PAD = b"\n" + bytes(8)  # kernels may load eight bytes behind the end
 _TENS, _FIVES = powers_of_ten()
 _BITS = np.zeros(1, np.uint64)
@@ -27,8 +27,8 @@ class Template:
     """A request with places for the numbers of its arrays. `head`: its text up to the first array."""
 
     def __init__(self, literals: Sequence[bytes], arrays: Sequence[tuple[bool, int, int]], num: int, rest: Any) -> None:
-        """`arrays`: (whether of floats, columns from .. to), one behind each of the literals but the last. `rest`: what
-        else the request has.
+        """`arrays`: (whether of floats, columns from .. to), one behind each literal but the last. `rest`: what else is
+        known of the request.
         """
         self.head, self.num, self.rest = literals[0], num, rest
         self.key = tuple(literals), num
@@ -41,7 +41,7 @@ class Template:
         )
 
     def read(self, text: npt.NDArray[np.uint8], widths: tuple[int, int]) -> dict[str, npt.NDArray[Any]] | None:
-        """The blocks of integers and floats, of these widths; None if the text is another one."""
+        """The blocks of integers and floats, of these widths; None if the text does not match the template."""
         ints, floats = np.empty((self.num, widths[0]), np.int64), np.empty((self.num, widths[1]), np.float32)
         if not read_arrays(text, *self._known, ints, floats, *_NUMBERS):
             return None
@@ -60,7 +60,7 @@ class RequestTemplates:
             Template([b"[", b"]"], [(True, 0, 1)], 1, None).read(_padded(b"[[1]]"), (1, 1))  # compiles or loads it
 
     def read(self, body: bytes) -> tuple[Samples, Any] | None:
-        """(samples, what `learn` was given) of a request that is like one that was learned."""
+        """(samples, the `rest` that `learn` was given) of a request that matches a template; None for others."""
         if len(body) > MAX_BODY:
             return None
         text: npt.NDArray[np.uint8] | None = None
@@ -75,7 +75,7 @@ class RequestTemplates:
         return None
 
     def learn(self, body: bytes, arrays: Sequence[tuple[str, msgspec.Raw]], num: int, rest: Any) -> None:
-        """Take a request as a template. `arrays`: name and data of each feature, in the order and memory of `body`."""
+        """Make a template of a request. `arrays`: name and data of each feature, in the order and memory of `body`."""
         now = time.monotonic()
         if not self._is_possible or len(body) > MAX_BODY or now < self._next:
             return
@@ -91,7 +91,7 @@ class RequestTemplates:
             columns.append((feature.dtype == "float32", first, last))
             at = place + len(bytes(raw))
         made = Template([*literals, body[at:]], columns, num, rest)
-        known = [template for template in self._templates if template.key != made.key]  # of numbers it could not read
+        known = [template for template in self._templates if template.key != made.key]  # an equal one could not read it
         self._templates = [made, *known][:MAX_TEMPLATES]
 
 

@@ -1,7 +1,7 @@
-"""Rows on read-only servers, and here what a job has changed since the save that they hold.
+"""Rows on read-only servers; on this machine, the rows that a job has changed since the servers' save.
 
-The servers' rows never change, and the changes are versions that swap in one step: so a request sees one version,
-however many shards its rows are on.
+The servers' rows never change, and the changed rows are a version that is replaced in one step: a request sees one
+version, however many shards its rows are on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchfleet.ps.tables.settings.spec import Floats
 
 
 class OverlaidVersion:
-    """Rows that changed since the servers' save are here, all others there."""
+    """Reads rows that changed since the servers' save from this machine, and all other rows from the servers."""
 
     def __init__(self, changed: MappedVersion, base: ShardedVersion) -> None:
         self.changed, self._base = changed, base
@@ -45,7 +45,7 @@ class OverlaidVersion:
 
 
 class FollowedShards:
-    """As ModelSource. Owns both parts."""
+    """A ModelSource. Owns `base` and `changes`."""
 
     is_remote = True  # a read waits for other machines
 

@@ -60,7 +60,7 @@ class HedgedRead:
         return [future for _, future in self._asked]
 
     def seconds_to_hedge(self) -> float | None:
-        """When `look` has something to do without an answer; None: never."""
+        """Seconds until `look` may ask another replica; None if all have been asked."""
         return max(0.0, self._hedge_at - time.monotonic()) if self._rest else None
 
     def look(self) -> None:

@@ -37,7 +37,7 @@ class RowCache:
         return self._keys.nbytes + self._used.nbytes + self._rows.nbytes
 
     def take(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(rows of `keys`, which of them are here). The rows of the others are zeros. The caller owns both arrays."""
+        """(rows of `keys`, mask of the keys that are here). Missing rows are zeros. The caller owns both arrays."""
         rows = np.zeros((len(keys), self._rows.shape[1]), np.float32)
         places = self._places(keys)
         with self._lock:

@@ -25,14 +25,14 @@ Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to reach a server that is lost
-_MEASURED = 512  # latencies that a percentile is taken of
+_MEASURED = 512  # latencies from which the percentile is computed
 _FIRST_P95 = 0.02  # seconds, until there are enough measurements
 _ENOUGH = 32
 
 
 @dataclass(frozen=True)
 class ServedShard:
-    """What a server must serve to be a replica of a shard, as STATS tells it."""
+    """What a server must serve to be a replica of a shard, as its reply to STATS says."""
 
     save: str
     token: int
@@ -50,7 +50,7 @@ class ServedSave:
 
 
 def served_save(endpoints: Sequence[str], keys: KeyFolder | None, timeout: float) -> ServedSave:
-    """The save of the first of these servers that answers. Raises the last FleetError if none does."""
+    """The save of the first of these servers that answers. Raises the last server's FleetError if no server answers."""
     for endpoint in endpoints:
         try:
             client = Client.connect([endpoint], keys, role=Role.WORKER, patience=Patience(timeout, retries=1))
@@ -106,7 +106,7 @@ class ShardReplica:
         return self.is_lost or (asked_at is not None and time.monotonic() - asked_at > 10 * self._p95)
 
     def trouble(self) -> FleetError | None:
-        """Connect, and return why this server is not the expected one, or None. Then it is lost."""
+        """Connect. Returns None, or why this server is not the expected one; in that case it is lost."""
         return self._thread.submit(self._probe).result()
 
     def read(self, table: str, keys: Keys) -> Future[Floats]:

@@ -95,7 +95,7 @@ class ShardedVersion:
 
 
 class ShardedModel:
-    """As ModelSource: the rows of `folder` on servers, each with a shard of them. Any thread may read rows."""
+    """A ModelSource: the model in `folder`, with its rows on servers, one shard on each. Any thread may read rows."""
 
     is_remote = True  # a read waits for other machines
 
@@ -162,14 +162,16 @@ class ShardedModel:
 
 
 def _check(one: Shard) -> None:
-    """Raise the last FleetError unless a replica of the shard serves what is expected. The others are then lost."""
+    """Raise the first replica's FleetError if no replica of the shard serves what is expected. A replica that does not
+    is lost.
+    """
     errors = [error for replica in one.replicas if (error := replica.trouble()) is not None]
     if len(errors) == len(one.replicas):
         raise errors[0]
 
 
 def open_sharded(settings: ServeSettings, held: ServedSave | None = None) -> ShardedModel:
-    """The model that the options of `fleet serve` describe. `held`: as of ShardedModel."""
+    """The model that the options of `fleet serve` describe. `held`: as in ShardedModel."""
     cache_bytes = 0 if settings.row_cache == "0" else parse_bytes(settings.row_cache, "--row_cache")
     key_dir = settings.key_dir or os.environ.get("FLEET_KEY_DIR")
     return ShardedModel(

@@ -39,7 +39,7 @@ def read_settings(folder: Path) -> FollowSettings:
 
 
 def start_writer(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a writer; it ends at once if there is one."""
+    """Start a writer. It ends at once if the folder already has a writer."""
     command = [sys.executable, "-m", "torchfleet.apps.serve.versions.follow_process", str(folder)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
@@ -101,8 +101,8 @@ def _follow(folder: Path, settings: FollowSettings, follower: Follower) -> int:
 
 
 def _own_lock(path: Path) -> int | None:
-    """The lock of the writer; None if there is another writer. Waits a moment for readers, which take the lock to test
-    it.
+    """The lock of the writer; None if there is another writer. Tries for a moment, since readers take the lock briefly
+    to test it.
     """
     for _ in range(_TRIES):
         found = locked(path, fcntl.LOCK_EX)

@@ -24,7 +24,7 @@ from torchfleet.ps.worker.client.subscriber import Subscriber
 
 RETRY = 5.0  # seconds until a save that could not be read, or a version that could not be written, is tried again
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
-REST = 40.0  # the pause before the next question, in times that the last answers took: training comes first
+REST = 40.0  # the pause before the next request, in times that the last replies took: training comes first
 LONGEST_REST = 1.2  # seconds
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
@@ -34,9 +34,9 @@ class FollowSettings(msgspec.Struct, frozen=True):
 
     model: str  # the folder, or URL, of the saves
     follow: bool = True  # False: take over what is there, and end
-    servers: list[str] = []  # addresses of the servers to follow; none: files alone
+    servers: list[str] = []  # addresses of the servers to follow; empty: files alone
     key_dir: str | None = None
-    base: str = ""  # a save whose rows are elsewhere: what changed since is taken over; "": all rows are
+    base: str = ""  # a save whose rows are elsewhere: only later changes are taken over; "": all rows are taken over
     base_time: float = 0.0  # of that save's link: another run may have saved under the same name
     every: float = 0.2  # seconds between two looks
     keep: int = 8  # versions that one can go back to
@@ -45,7 +45,7 @@ class FollowSettings(msgspec.Struct, frozen=True):
 
 
 class Follower:
-    """Makes a new version of all that is new, at every call of `step`. Belongs to one thread."""
+    """Makes a new version at each call of `step` if anything has changed. Belongs to one thread."""
 
     def __init__(self, folder: Path, settings: FollowSettings, say: Callable[[str], None] = tell) -> None:
         self._settings, self._say = settings, say
@@ -62,7 +62,7 @@ class Follower:
 
     @property
     def pause(self) -> float:
-        """Seconds from the beginning of a step to that of the next."""
+        """Seconds from the beginning of a step to the beginning of the next step."""
         if self._pushed is None:
             return self._settings.every
         return max(self._settings.every, min(LONGEST_REST, REST * self._pushed.answer_seconds))
@@ -152,7 +152,7 @@ class Follower:
                 self._follow_saves_meanwhile()
 
     def _take_changes(self) -> None:
-        """Take over rows and network up to one moment of each server; all rows, if one lost the subscription."""
+        """Take over changed rows and network up to one moment of each server, or all rows if the subscription is lost."""
         pushed, stack = self._subscription(), self.maker.stack
         base: list[Level] | None = None
         found = None if pushed.is_lost else pushed.changes(stack)
@@ -183,7 +183,7 @@ class Follower:
         self._client = self._pushed = None
 
     def _follow_saves_meanwhile(self) -> None:
-        """Take over a save that is newer than the last answer of the servers. Reports why they do not answer."""
+        """Take over saves that are newer than the current version, and report that the servers do not answer."""
         with contextlib.suppress(CheckpointError):
             news = self._chain.news()
             if news is None or news.created <= self.maker.created:

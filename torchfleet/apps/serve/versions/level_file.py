@@ -2,7 +2,7 @@
 
 The file holds, for each table, the secret of its hash, the slots of its map and its rows, `[key | values]`, as
 kernels/hashmap.py defines them. Rows of keys that were removed come last. A file never changes once its level is
-complete; what is where in it is told by `LevelTable`, which a version's description holds.
+complete. A version's description holds a `LevelTable` for each table, which says where the table is in the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class TableMap:
-    """A map in memory that is private, or belongs to a file: kernels of kernels/hashmap.py with their arguments."""
+    """A table's hash map in mapped memory, with the arrays that the kernels of kernels/hashmap.py take."""
 
     def __init__(self, memory: mmap.mmap, table: LevelTable, offset: int) -> None:
         """`offset`: where the table begins in `memory`."""
@@ -83,7 +83,9 @@ class TableMap:
         return at
 
     def read(self, keys: Keys, is_open: npt.NDArray[np.uint8], at: Places, out: Floats) -> int:
-        """Write the rows of the open keys that are in this level; returns how many keys stay open."""
+        """Write to `out` the rows of the open keys (those that no newer level has) that this level has, and close these
+        keys. Returns how many keys stay open.
+        """
         block = out.view(np.uint32)
         return int(read_level(*self.arrays, self.table.num_alive, keys, at, is_open, block))
 
@@ -98,7 +100,7 @@ class TableMap:
 class MappedLevel:
     """A complete level in memory. Pages are shared by all processes that map it, and are never written to.
 
-    The file may be removed meanwhile: the system keeps its contents until the last process has let go of it.
+    The file may be removed meanwhile: the system keeps its contents until the last process has unmapped it.
     """
 
     def __init__(self, folder: Path, level: Level) -> None:
@@ -114,7 +116,8 @@ class MappedLevel:
 class LevelWriter:
     """Writes a level, table by table. Unless `finish` was called, the file is removed at the end of the block.
 
-    Space is allocated before it is written to: a full disk is an OSError here, and no signal while a page is touched.
+    Space is allocated before it is written to: a full disk raises OSError here, instead of a signal when a page is
+    touched.
     """
 
     def __init__(self, folder: Path, file: str) -> None:
@@ -180,7 +183,7 @@ class TableWriter:
         self._load(keys, values)
 
     def add_gone(self, keys: Keys) -> None:
-        """Add keys that were removed. Those that have a row here keep it."""
+        """Add keys that were removed. Keys that have a row in this table keep it."""
         if self._num_alive is None:
             self._num_alive = self._num_rows
         if len(keys):

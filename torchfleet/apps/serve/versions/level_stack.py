@@ -1,7 +1,7 @@
 """The writer's stack of levels: new levels on top, small ones merged at once, the largest one merged in a thread.
 
-Levels are immutable, so that versions that are in use keep theirs. The number of levels stays logarithmic: a level is
-merged with the next one unless that one is more than twice as large. When the levels above the largest one hold a
+Levels are immutable, so a version in use keeps its levels. The number of levels stays logarithmic: a level is merged
+with the next one unless the next one is more than twice as large. When the levels above the largest one hold a
 quarter of its rows, all of them are merged into a new largest one, while new levels go on top.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from torchfleet.apps.serve.versions.level_file import Level, LevelWriter, MappedLevel, TableMap
 
-MERGED_SHARE = 0.25  # of the rows of the largest level, in those above it: then all are merged
+MERGED_SHARE = 0.25  # all levels are merged when those above the largest one hold this share of its rows
 SMALL = 1 << 16  # rows; a stack of fewer is merged at once
 
 
@@ -24,13 +24,13 @@ class LevelStack:
     """Levels, newest first. Belongs to one thread. Raises OSError if a level cannot be written; nothing has changed."""
 
     def __init__(self, folder: Path, first_file: int = 1, keeps_gone: bool = False) -> None:
-        """`keeps_gone`: there are more rows elsewhere, so that removed keys are never left out."""
+        """`keeps_gone`: older rows are elsewhere, not in this stack, so that removed keys must always be kept."""
         self._folder, self._numbers = folder, itertools.count(first_file)
         self._keeps_gone = keeps_gone
         self._levels: list[MappedLevel] = []
         self._pool = ThreadPoolExecutor(1, "merge")
         self._merging: Future[MappedLevel] | None = None
-        self._num_frozen = 0  # the oldest levels, which are being merged
+        self._num_frozen = 0  # how many of the oldest levels are being merged in the thread
 
     @property
     def levels(self) -> list[Level]:
@@ -99,11 +99,11 @@ class LevelStack:
 
     def _abandon(self) -> None:
         if self._merging is not None:
-            self._merging.exception()  # waits; the file is removed with all that no version names
+            self._merging.exception()  # waits; no version names its file, so remove_unused removes it
         self._merging, self._num_frozen = None, 0
 
     def _merged(self, levels: Sequence[MappedLevel], is_whole: bool) -> MappedLevel:
-        """One level that reads as these do. `is_whole`: there is none below, so removed keys are left out."""
+        """One level with the contents of these. `is_whole`: no level is below them, so removed keys are left out."""
         names = {name: made.table.dim for mapped in reversed(levels) for name, made in mapped.tables.items()}
         with self.writer() as writer:
             for name, dim in names.items():
@@ -120,7 +120,7 @@ class LevelStack:
 
 
 def _each_newest(maps: Sequence[TableMap], of_gone: bool, take: Callable[..., None]) -> None:
-    """Give `take` the rows, or the removed keys, that no newer one of these maps has: the oldest first."""
+    """Call `take` with the rows, or the removed keys, of each map that no newer map has, from the oldest map on."""
     for at in range(len(maps) - 1, -1, -1):
         table = maps[at].table
         first, last = (table.num_alive, table.num_rows) if of_gone else (0, table.num_alive)

@@ -64,7 +64,7 @@ class MappedModel:
         return self._version
 
     def status(self) -> Status:
-        """What the writer does and has met."""
+        """The writer's state, and the troubles that it has met."""
         return read_status(self._folder)
 
     @property
@@ -93,7 +93,7 @@ class MappedModel:
         self._release()
         if not is_locked(self._folder / READERS):
             self._end_writer()
-        elif self._writer is not None:  # other processes need it; its end must be waited for here, whenever it is
+        elif self._writer is not None:  # other processes need the writer; only this process can reap it
             threading.Thread(target=self._writer.wait, name="writer", daemon=True).start()
         if self._own is not None:
             self._own.close()
@@ -107,7 +107,7 @@ class MappedModel:
             held = locked(self._folder / READERS, fcntl.LOCK_SH)
             if held is not None:
                 return held
-            time.sleep(0.02)  # the writer looks whether there are readers
+            time.sleep(0.02)  # the writer takes the lock for a moment to see whether there are readers
         raise CheckpointError(f"{self._folder / READERS} is locked by another process than a reader of versions")
 
     def _first(self, wait: float) -> MappedVersion:
@@ -130,7 +130,7 @@ class MappedModel:
         seen: object = None
         guarded = time.monotonic()
         while not self._over.wait(LOOK):
-            mark = self._mark()  # before the file is read: one that replaces it meanwhile is noticed
+            mark = self._mark()  # before the file is read, so that a replacement meanwhile is noticed
             if mark != seen and (found := self._next()) is not None:
                 seen = mark
                 if found.number != self._version.number:
@@ -140,7 +140,7 @@ class MappedModel:
                 self._guard()
 
     def _next(self) -> MappedVersion | None:
-        """As `_mapped`. An error is reported once, and the present version stays."""
+        """As `_mapped`. An error is reported once, and the version that was mapped before stays."""
         try:
             found = self._mapped(self._version)
             self._told = ""
@@ -153,7 +153,7 @@ class MappedModel:
             return None
 
     def _mapped(self, before: MappedVersion | None) -> MappedVersion | None:
-        """The current version; None if there is none, or it was replaced while it was opened."""
+        """The current version; None before the first version, or if it was replaced while it was opened."""
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
             description = read_current(self._folder)
             return None if description is None else MappedVersion(self._folder, description, before)
@@ -166,7 +166,7 @@ class MappedModel:
         return None
 
     def _guard(self) -> None:
-        """Start a writer if there is none: at the beginning, and after it was killed."""
+        """Start a writer if the folder has no writer: at the beginning, and after the writer was killed."""
         if self._writer is not None and (status := self._writer.poll()) is None:
             return
         self._num_failed += self._writer is not None and status != 0
@@ -176,7 +176,7 @@ class MappedModel:
     def _end_writer(self) -> None:
         """End the writer of a folder that no other process reads."""
         if self._writer is not None:
-            self._writer.kill()  # it has nothing to finish: a reader that comes starts another
+            self._writer.kill()  # it has nothing to finish: a later reader starts another
             self._writer.wait()
 
     def _release(self) -> None:
@@ -195,7 +195,7 @@ def open_mapped(
 
     `follow`: take over what a job saves there. `servers`: addresses of its servers, whose changes come within a second.
     `workdir`: an existing folder for the files of versions, the same for all processes that serve this model; None: a
-    new one, for this process alone. `settings`: more than these arguments say.
+    new one, for this process alone. `settings`: what to follow, in place of all arguments but `workdir`.
     """
     chosen = settings or FollowSettings(folder, follow or bool(servers), list(servers), key_dir)
     own = OwnFolder("serve") if workdir is None else None

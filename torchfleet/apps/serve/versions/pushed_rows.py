@@ -17,10 +17,10 @@ from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec, shard_range
 from torchfleet.ps.worker.client.subscriber import Changed, ChangedRows, Subscriber
 
-MOST_REPLIES = 200  # to one question, until a moment is found at which nothing is left to send
-PAUSE = 2.0  # between two messages of the first reading, in times that the message took: servers train meanwhile
-ASK_EVERY = 20.0  # seconds, while all rows are read: a server forgets those that do not ask
-_MARGIN = 1 << 12  # rows of a table that may come while it is read, beside an eighth
+MOST_REPLIES = 200  # most replies of each server in one call of `changes`, which ends when nothing is left to send
+PAUSE = 2.0  # pause between two messages of `read_all`, in times that the message took: servers train meanwhile
+ASK_EVERY = 20.0  # seconds between requests for changes during `read_all`: servers forget a subscriber that sends none
+_MARGIN = 1 << 12  # rows that may be added to a table while it is read, beside an eighth of its rows
 
 
 class PushedRows:
@@ -38,10 +38,10 @@ class PushedRows:
             client.attach(spec)
         self._subscriber, self._received = 0, [0] * client.num_servers
         self._asked = 0.0
-        self.answer_seconds = 0.0  # that the servers took for what `changes` asked last
+        self.answer_seconds = 0.0  # time that the servers took to answer the last call of `changes`
         self._early: list[list[Changed]] = []  # replies that came while all rows were read
         self.created = 0.0
-        self.is_lost = True  # the subscription is unknown: everything must be read anew
+        self.is_lost = True  # the servers do not know the subscription: everything must be read anew
 
     def read_all(self, stack: LevelStack) -> list[Level]:
         """Levels with all rows of all servers, newest first. Call `changes` next, which makes them exact."""

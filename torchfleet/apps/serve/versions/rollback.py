@@ -29,7 +29,7 @@ class ListedVersion(NamedTuple):
 
 def served_folder(model: str) -> Path:
     """The folder of versions of a model that is served on this machine. `model`: the model's folder or URL, or the
-    folder of versions itself. Raises CheckpointError if it is not served, or twice.
+    folder of versions itself. Raises CheckpointError if it is not served here, or served more than once.
     """
     if (Path(model) / CURRENT).exists():
         return Path(model)
@@ -60,7 +60,7 @@ def versions(folder: Path) -> list[ListedVersion]:
 
 
 def ask(folder: Path, number: int, wait: float = WAIT) -> Description:
-    """Go back to version `number`, and stay there; 0: serve the newest again. Returns what is current then.
+    """Go back to version `number`, and stay there; 0: serve the newest again. Returns the version that is then current.
 
     Raises CheckpointError if there is no such version, or no writer obeys within `wait` seconds.
     """

@@ -1,4 +1,4 @@
-"""The chain of saves in a folder or object store, as far as it was taken over, and what a job has added since."""
+"""Follows the chain of saves in a folder or object store: the save that was applied last, and the saves since then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SavedChain:
         self._base, self._base_time = base, base_time
         self.storage = Storage(folder)
         self.taken: Link | None = None
-        self._seen: object = None  # by which a new manifest is noticed
+        self._seen: object = None  # `_mark` of the manifest that was read last
 
     def news(self) -> News | None:
         """What was saved since the last call, or is left to be applied; None if there is nothing.
@@ -55,7 +55,7 @@ class SavedChain:
         manifest = read_manifest(self.storage)
         self._seen = mark
         links = manifest.links()
-        # a time of the job's own clock says nothing about the age of the model
+        # a time that the job has set says nothing about the age of the model
         created = time.time() if manifest.is_time_set else manifest.time
         if self.taken is None:
             return News(manifest, links[self._start(links) :], True, created)
@@ -65,12 +65,12 @@ class SavedChain:
         return News(manifest, links[at + 1 :], False, created) if links[at + 1 :] else None
 
     def look_again(self) -> None:
-        """Read the manifest again at the next call of `news`, also if it is the same."""
+        """Read the manifest again at the next call of `news`, even if it has not changed."""
         self._seen = None
 
     @property
     def is_replaced(self) -> bool:
-        """Whether there is another manifest than the one that `news` has read."""
+        """Whether the manifest was replaced since `news` read it."""
         return self._mark() != self._seen
 
     def write(self, news: News, link: Link, stack: LevelStack) -> Level:
@@ -97,7 +97,7 @@ class SavedChain:
         return np.concatenate([np.empty(0, np.float32), *blocks])
 
     def _start(self, links: Sequence[Link]) -> int:
-        """The place of the first save to apply. Raises CheckpointError if the one that is elsewhere is not there."""
+        """The place of the first save to apply. Raises CheckpointError if the chain does not contain the base."""
         if not self._base:
             return 0
         wanted = self._base, self._base_time
@@ -144,7 +144,7 @@ def layout(tables: Sequence[Table]) -> list[Parameter]:
 
 
 def _is_same(link: Link, taken: Link) -> bool:
-    """Whether both hold the same model: the same save, or one made of it by compaction, which keeps number and time."""
+    """Whether both hold the same model: the same save, or its compaction, which keeps number and time."""
     return (link.number, link.time) == (taken.number, taken.time) and (link.save == taken.save or not link.parent)
 
 

@@ -1,5 +1,5 @@
-"""What describes a version of a model in files that several processes share. It imports no torch, so that the writer of
-versions starts two seconds sooner.
+"""The description of a version of a model, in files that several processes share. This module does not import torch, so
+that the writer of versions starts two seconds sooner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Description(msgspec.Struct, frozen=True):
 
     number: int
     created: float
-    source: str  # where the newest of it comes from, for people
+    source: str  # where its newest contents come from, for people
     tables: dict[str, int]  # name and numbers of a row
     levels: list[Level]  # newest first
     network: Network

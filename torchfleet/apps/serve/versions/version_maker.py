@@ -1,4 +1,6 @@
-"""What the next version is made of, and when it is published: unless a user has gone back to an older one."""
+"""Decides what the next version contains and when it is published. Nothing new is published while a user has gone back
+to an older version.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class VersionMaker:
     def take(
         self, levels: Sequence[Level], replaces: bool, network: Floats | None, created: float, source: str
     ) -> None:
-        """Take these levels, newest first, on top of the others or (`replaces`) in their place; and the values of all
-        dense tables, if they have changed. All of it becomes one version.
+        """Put these levels, newest first, on top of the stack, or (`replaces`) in place of its levels. `network`: the
+        values of all dense tables, if they have changed. All of it becomes one version.
         """
         assert self.manifest is not None
         self._is_whole = False
@@ -58,11 +60,11 @@ class VersionMaker:
         self._is_whole = self._is_unpublished = True
 
     def settle(self) -> None:
-        """Merge levels, if it is due."""
+        """Merge the levels that are due."""
         self._is_unpublished |= self.stack.settle()
 
     def publish(self) -> None:
-        """Publish what is new, and what a user asked for; remove what no version needs."""
+        """Publish the newest contents, or the older version that a user asked for; remove files that are not needed."""
         status, pin = self.status, self.store.wanted().pin
         if pin and pin != status.pinned:
             self._go_back(pin)

@@ -1,13 +1,13 @@
-"""The folder that the writer of versions and their readers share: its files, what is current, what is kept to go back.
+"""The folder that the writer of versions shares with their readers: its files, the current version, and kept versions.
 
 current.json          the description of the current version, replaced in one step
 version-000007.json   the descriptions of the versions that one can go back to
 level-*, network-*    the files of these versions
-status                what the writer does and has met, for metrics; of fixed size, so that a full disk can be told of
+status                the writer's state and troubles, for metrics; of fixed size, so that a full disk can be reported
 command.json          what a user asks for: to go back, or to go on
 writer.lock           locked by the writer; readers.lock: locked by each reader
 
-Files that no description names are removed at once. A reader that has mapped one keeps it until it lets go, or dies.
+Files that no description names are removed at once. A reader that has mapped such a file can still read it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST = 600  # characters of a text in the status
 
 
 class Status(msgspec.Struct):
-    """What the writer does and has met. Counts are since it began."""
+    """The writer's state, and the troubles that it has met. Counts are since it began."""
 
     state: str = "starting"
     pid: int = 0
@@ -64,8 +64,8 @@ class VersionStore:
     """
 
     def __init__(self, folder: Path, keep: int = 8, spacing: float = 60.0) -> None:
-        """`keep`: how many versions one can go back to. `spacing`: least seconds between two of them, but for the last
-        two versions.
+        """`keep`: how many versions one can go back to. `spacing`: least seconds between two of them, except between
+        the last two versions.
         """
         self.folder, self._keep, self._spacing = folder, keep, spacing
         self.status = Status(pid=os.getpid())
@@ -79,7 +79,7 @@ class VersionStore:
         return all((self.folder / file).exists() for file in version.files)
 
     def next_file(self) -> int:
-        """A number above those of all files that are there."""
+        """A number above the numbers of all existing files."""
         found = (_DATA.fullmatch(name) for name in os.listdir(self.folder))
         return 1 + max((int(match[2]) for match in found if match), default=0)
 
@@ -108,7 +108,7 @@ class VersionStore:
         return made
 
     def kept(self, number: int) -> Description | None:
-        """A version that one can go back to."""
+        """The version with this number, if one can go back to it."""
         return next((version for version in self._kept if version.number == number), None)
 
     @property
@@ -149,8 +149,8 @@ class VersionStore:
         return [*kept, *self._kept[-1:]][-(self._keep - 1) :]
 
     def _bounded(self, kept: list[Description]) -> list[Description]:
-        """Without the oldest ones, if files that only older versions need take more than MOST_KEPT times the current
-        version's.
+        """Drop the oldest versions while the files that only older versions need are larger than MOST_KEPT times the
+        current version's files.
         """
         sizes = {file: os.path.getsize(self.folder / file) for version in kept for file in version.files}
         most = (1 + MOST_KEPT) * max(SMALL_MODEL, sum(sizes[file] for file in kept[-1].files))
@@ -185,7 +185,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def read_status(folder: Path) -> Status:
-    """What the writer says; the beginning if it has said nothing yet."""
+    """The writer's status; a new Status if the writer has not written one yet."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((folder / _STATUS).read_bytes(), type=prepared(Status))
     return Status()

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     owners: torch.Tensor  # of each program: its tensor
     starts: torch.Tensor  # of each program: its index among its tensor's programs
     partials: torch.Tensor  # (2, programs)
-    states: list[list[int]]  # addresses that were checked
+    states: list[list[int]]  # addresses of states that `launch` has checked
 
     @staticmethod
     def of(sizes: Sequence[int], device: torch.device, states: list[list[int]]) -> Plan:

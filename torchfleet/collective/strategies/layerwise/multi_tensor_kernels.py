@@ -1,7 +1,7 @@
 """LARS and LAMB for many tensors at once on a GPU, in Triton: a pass for the norms, and a pass for the step.
 
 A program works on CHUNK values of one tensor. `addresses` are rows of pointers (weights, gradients, states), one column
-for each of `num` tensors; `owners` and `starts` say which tensor a program works on and from which value. Sums have a
+for each of `num` tensors; `owners` and `starts` say which tensor a program works on, and which chunk of it. Sums have a
 fixed order, so that ranks with the same values get the same sums.
 """
 

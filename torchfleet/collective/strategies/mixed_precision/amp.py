@@ -2,9 +2,9 @@
 
 The model runs under torch.autocast, and returns float32; custom_white_list and custom_black_list change what autocast
 does for single functions (op_lists.py). dtype="float8" is bfloat16 with linear layers that multiply in float8
-(float8.py). In float16 the backward pass from the model's outputs to its parameters is
-scaled (loss_scaling.py, scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16
-has float32's range and needs no scale.
+(float8.py). In float16 the backward pass from the model's outputs to its parameters is scaled (loss_scaling.py,
+scaled_backward.py): .grad holds unscaled gradients, which clipping and merging see. bfloat16 has float32's range and
+needs no scale.
 
 use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (except those of norms), and the
 optimizer steps on a float32 copy (masters.py); norms compute in half precision too, so that all activations have two
@@ -44,7 +44,7 @@ from torchfleet.collective.tensors.local_tensors import shards
 from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
 
-_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are anyway
+_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast uses float32 for them on GPUs; sums do so anyway
 
 
 class Amp(Strategy):
@@ -236,7 +236,7 @@ def _cast_own(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _shares(settings: DistributedStrategy, world: World) -> tuple[int, int]:
-    """(the number of ranks that share out the steps, this rank's index among them)."""
+    """(the number of ranks that divide the steps among them, this rank's index among these ranks)."""
     if not settings.sharding or settings.sharding_configs.stage != 1:
         return 1, 0
     axis = world.axis("sharding")

@@ -7,7 +7,7 @@ in e4m3, gradients of outputs in e5m2. Each tensor is first scaled by its own la
     q(t) = round(t · s) / s      s = 448 / max|t| for e4m3, 57344 / max|t| for e5m2
     y = q(x) · q(W)ᵀ + b         sums in float32, y in bfloat16
 
-Everything else is amp in bfloat16. A number has 3 (e4m3) or 2 (e5m2) bits behind the point: an operand is off by at
+Everything else is amp in bfloat16. A number has a mantissa of 3 (e4m3) or 2 (e5m2) bits: an operand is off by at
 most 1/16 or 1/8 of its value. Tensor cores multiply in tiles of 16: a layer with another number of features stays in
 bfloat16, and rows are padded with zeros.
 
@@ -74,8 +74,8 @@ class Float8Layers:
         return made
 
     def report(self) -> str:
-        """How many layers multiply in float8, and which do not, and why; that casts of a model that is not compiled
-        cost more than float8 gains.
+        """How many layers multiply in float8, which do not, and why. If the model is not compiled, also says that its
+        casts cost more than float8 gains.
         """
         num = self.num_converted + len(self.left)
         words = f"amp: {self.num_converted} of {num} linear layers multiply in float8"
@@ -124,11 +124,11 @@ def _check(settings: DistributedStrategy) -> None:
 
 
 def _obstacle(layer: torch.nn.Linear) -> str:
-    """Why a linear layer stays as it is; "" if it does not."""
+    """Why a linear layer cannot be converted; "" if it can."""
     from torchfleet.collective.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # imports DTensor
 
-    own = (torch.nn.Linear, ColumnParallelLinear, RowParallelLinear)  # whole, as tensor_parallel is off
-    if type(layer) not in own:  # another one may have a forward of its own, which would be lost
+    own = (torch.nn.Linear, ColumnParallelLinear, RowParallelLinear)  # not sharded, because tensor_parallel is off
+    if type(layer) not in own:  # a subclass may have a forward of its own, which would be lost
         return f"a {type(layer).__name__}"
     if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return "has hooks or a forward of its own"

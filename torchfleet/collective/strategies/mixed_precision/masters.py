@@ -19,7 +19,7 @@ Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
 class Masters:
-    """Pairs of a model's parameter and its copy in the optimizer. `num_shares` ranks share out the copies."""
+    """Pairs of a model's parameter and its copy in the optimizer. `num_shares` ranks divide the copies among them."""
 
     def __init__(self, num_shares: int, share: int) -> None:
         self.num_shares, self._share = num_shares, share

@@ -98,11 +98,11 @@ class _Choices:
                         library.impl(_registered_name(operation), _refusal(whole, named[0]), key)
 
 
-_installed = _Choices({}, "cpu")  # those of the last job
+_installed = _Choices({}, "cpu")  # the changes of the last job
 
 
 def _operations(name: str) -> list[Any]:
-    """The operation's variants that return new tensors; none for a Python function."""
+    """The operation's variants that return new tensors; empty for a Python function."""
     packets = [getattr(torch.ops.aten, found, None) for found in _OPERATIONS.get(name, (name,))]
     every = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
     return [operation for operation in every if not operation._schema.is_mutable and _takes_tensors(operation)]

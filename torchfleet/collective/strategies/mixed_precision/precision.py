@@ -12,7 +12,7 @@ _SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf"
 
 
 def precision(configs: AmpConfigs) -> tuple[torch.dtype, bool]:
-    """(the dtype of computation, whether parameters are kept in it). Beside products in float8: bfloat16."""
+    """(the dtype of computation, whether parameters are kept in it). With products in float8: bfloat16."""
     pure = [name for name in ("use_pure_fp16", "use_pure_bf16") if configs[name]]
     if len(pure) > 1:
         raise StrategyError("amp_configs: use_pure_fp16 and use_pure_bf16 are both on: choose one of them")

@@ -40,8 +40,8 @@ class Pass(NamedTuple):
 class ScaledBackward:
     """Calls a model so that its backward pass is separate and scaled by `scale()`, between `begin` and `end`.
 
-    `parallel`, if set, is prepared right before the backward pass: what other terms of the loss have added to .grad by
-    then is averaged with the rest. What they add later in the user's backward pass is averaged at its end.
+    `parallel`, if set, is prepared right before the backward pass: gradients that other terms of the loss have added to
+    .grad by then are averaged with the rest. Those added later in the user's backward pass are averaged at its end.
     """
 
     def __init__(self, scale: Callable[[], float], end: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class ScaledBackward:
         self._versions: list[int | None] = []  # versions of the gradients after the model's backward pass
 
     def use(self, parallel: DistributedDataParallel) -> None:
-        """Average gradients over ranks."""
+        """From now on, average gradients over the ranks of `parallel`."""
         self.parallel = parallel
         self._averaged = [p for p in parallel.parameters() if p.requires_grad and not is_local(p)]
 
@@ -74,9 +74,9 @@ class ScaledBackward:
         inner = _needing_gradients(outputs)
         begun = Pass(inner, list(leaves.values()), exchanging)
         if not inner:
-            self._expect_exchange(begun)  # the usual exchange: no output needs gradients
+            self._expect_exchange(begun)  # as without amp: no output needs gradients
             return outputs
-        anchor = torch.empty(0, requires_grad=True)  # makes the outputs need gradients, for all inputs
+        anchor = torch.empty(0, requires_grad=True)  # makes the outputs need gradients, whatever the inputs are
         outer = _Boundary.apply(anchor, self, begun, *given)  # type: ignore[no-untyped-call]
         seen = {id(tensor): made for tensor, made in zip(inner, outer, strict=True)}
         return map_tensors(lambda tensor: seen.get(id(tensor), tensor), outputs)
@@ -138,7 +138,7 @@ class ScaledBackward:
 
 
 class _Boundary(Function):
-    """The model's outputs, detached from the graph that computes them. Its inputs are the model's."""
+    """The model's outputs, detached from the graph that computes them. `inputs`: the model's that need gradients."""
 
     @staticmethod
     def forward(

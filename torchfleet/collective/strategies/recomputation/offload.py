@@ -2,7 +2,7 @@
 
 Forward: the input of a block is copied to the host on a side stream while the block computes. The GPU's copy is dropped
 when two further blocks have begun; the compute stream first waits for the copy, in case it is late. Backward: when the
-input of block i is needed, the copy of that of block i-1 back to the GPU starts, during the recomputation of block i.
+input of block i is needed, the input of block i-1 starts to be copied back, during the recomputation of block i.
 So at any depth at most two of the kept inputs are on the GPU: the one in use and the one being copied.
 
 Memory on the GPU belongs to the compute stream throughout, and every buffer that the side stream touches is held until
@@ -77,7 +77,7 @@ class Offload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.empty(0, device=device).device  # with its number
+        self._device = torch.empty(0, device=device).device  # with its index
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._leaving: deque[weakref.ref[_Block]] = deque()
         self._coming: list[_Kept] = []  # kept alive: the side stream still writes to their memory

@@ -9,7 +9,7 @@ of norms are updated by the first run only. With `enable_offload` the inputs are
 
     recompute_configs={"checkpoints": ["encoder.layer.*"], "enable_offload": True}
 
-`*` stands for one component of a module's name, or a fragment of one, `**` for any number of components, none included.
+`*` stands for one component of a module's name, or a fragment of one, `**` for zero or more components.
 A module inside a recomputed one is not recomputed separately.
 
 Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; the work is done by torch.utils.checkpoint.
@@ -139,7 +139,7 @@ Context = contextlib.AbstractContextManager[None]
 
 
 def _contexts(module: torch.nn.Module) -> Callable[[], tuple[Context, Context]]:
-    """The contexts of both runs. The second has the first one's function modes, and discards statistics."""
+    """The contexts of both runs. The second has the function modes of the first, and discards running statistics."""
     active = _function_modes()  # type: ignore[no-untyped-call]
     modes = [mode for mode in active if not isinstance(mode, DeviceContext)]  # checkpoint handles it itself
     norms = [
@@ -174,7 +174,7 @@ class _Again(Context):
 
 
 def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Module]:
-    """The modules that the patterns match, each once, none of them inside another."""
+    """The modules that the patterns match, each once, without modules inside of other matches."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     matched: set[str] = set()
     for pattern in patterns:

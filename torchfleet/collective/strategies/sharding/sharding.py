@@ -3,9 +3,9 @@
 With Ψ parameters, N ranks in a group and K bytes of optimizer state per parameter (12 for Adam in mixed precision), a
 rank holds in bytes, beside activations, for parameters and gradients of b bytes each:
 
-    stage 1    2bΨ + KΨ/N         optimizer state is cut; gradients are averaged as ever, owners send new parameters
+    stage 1    2bΨ + KΨ/N         optimizer state is cut; gradients are averaged as usual, owners send new parameters
     stage 2    bΨ + (2b + K)Ψ/N   gradients too: reduce-scattered; parameters are whole from forward to backward
-    stage 3    (2b + K)Ψ/N        parameters too: gathered unit by unit when they are needed, and let go
+    stage 3    (2b + K)Ψ/N        parameters too: gathered unit by unit when they are needed, and freed
 
 Stage 1 assigns whole parameters to ranks (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every
 parameter is sharded along its first dimension; units.py finds the modules that are gathered together.
@@ -58,7 +58,7 @@ class Sharding(Strategy):
         self._max_share = MAX_SHARE if megabytes == CONFIGS["sharding"]["segment_broadcast_MB"].default else 1.0
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
-        self._is_exchanging = True  # torch's own setting
+        self._is_exchanging = True  # the setting of FSDP2; True at first
         self._optimizer: ShardedOptimizer | None = None
 
     def owns_state(self, parameter: torch.Tensor) -> bool:

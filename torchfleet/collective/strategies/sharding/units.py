@@ -33,9 +33,9 @@ def _is_traced(model: torch.nn.Module) -> bool:
 class Units:
     """The modules in the ModuleLists and Sequentials of a model, neighbours grouped up to `max_bytes` of parameters.
 
-    `max_share`: of the model's parameters, the most that neighbours have together. A module of more than `max_bytes` is
-    searched for units inside. A module is not a unit if one of its parameters is also used outside of it, or if it is
-    never called itself; its parameters then belong to the enclosing module, ultimately to the model.
+    `max_share`: the largest share of the model's parameters that neighbours have together. A module of more than
+    `max_bytes` is searched for units inside. A module is not a unit if one of its parameters is also used outside of
+    it, or if it is never called itself; its parameters then belong to the enclosing module, ultimately to the model.
     `gathered` returns the dtype in which a module's own parameters are gathered.
     """
 
@@ -122,7 +122,7 @@ class Units:
             return None
         dtype = kept.pop()
         types = {self._gathered(user, dtype) for parameter in free for user in self._users[parameter]}
-        return Kind(dtype, next(iter(types - {dtype}), dtype))  # for a tied parameter the narrower
+        return Kind(dtype, next(iter(types - {dtype}), dtype))  # a tied parameter takes the narrower one
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
         self._taken.update(parameter for module in unit for parameter in module.parameters())

@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
-    """`shares`: (rank on the axis, tensors). Every rank takes the values of that rank.
+    """Copy tensors of some ranks to all others. `shares`: (source rank on the axis, its tensors), in sending order.
 
     Small tensors are sent in buckets of up to `segment_bytes`, which are copied on both sides; large ones are sent
     directly. All ranks pass the same shares.

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes mounts the token of a pod
-# Answers have no content but metadata: those to changes of a Secret would have its keys.
+# Ask for replies that contain only metadata: the full reply to a change of a Secret would contain its keys.
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-_PATIENCE = 300.0  # seconds for objects that are applied later, and for an API server that does not answer
+_PATIENCE = 300.0  # seconds to wait for objects that are applied later, and for an API server that does not answer
 _REQUEST = 30.0
 COMPLETE, FAILED = "Complete", "Failed"
 
 
 class Api:
-    """The API server, for objects of one namespace. `account`: the folder of the token, which is renewed now and then,
-    of the namespace and of the server's certificate."""
+    """The API server, for objects of one namespace. `account`: the folder with the token, which Kubernetes renews now
+    and then, the namespace and the server's certificate."""
 
     def __init__(self, url: str, account: Path = ACCOUNT, pause: float = 2.0, patience: float = _PATIENCE) -> None:
         self._url, self._account, self._pause, self._patience = url, account, pause, patience
@@ -38,7 +38,7 @@ class Api:
         self._context = ssl.create_default_context(cafile=str(account / "ca.crt")) if url.startswith("https") else None
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return an object. Waits for one that is not there yet. Raises OSError."""
+        """Return an object. Waits up to `patience` seconds for an object that does not exist yet. Raises OSError."""
         return self._ask("GET", path, None, "application/json")
 
     def patch(self, path: str, change: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Api:
         while True:
             try:
                 return self._once(method, path, body, accept)
-            except OSError as error:  # urllib's errors are such, refusals by the server among them
+            except OSError as error:  # urllib's errors are OSErrors, also those for refusals by the server
                 is_refused = isinstance(error, urllib.error.HTTPError) and error.code in (400, 401, 403, 422)
                 if is_refused or time.monotonic() >= end:
                     raise OSError(f"{method} {path}: {error}") from error

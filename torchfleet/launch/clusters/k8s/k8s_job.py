@@ -71,7 +71,7 @@ class K8sJob:
     tolerations: tuple[dict[str, str], ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
-    is_spread_required: bool = False  # a pod waits rather than share a node in a way that the spread forbids
+    is_spread_required: bool = False  # a pod waits while it could run only on nodes that violate the spread
     max_restart: int = 0
     max_job_restart: int = 0  # restarts of the whole job, which need a JobSet
     log_size: str | None = None  # of a server's log, with --durability log; None: servers keep no log
@@ -90,8 +90,8 @@ class K8sJob:
     user: int = 10_001
     metrics_port: int | None = None  # of the first process of a pod
     has_json_logs: bool = False
-    servers_run_script: bool = False  # otherwise a server pod reads in the script's source whether it needs the script
-    insecure: bool = False  # servers have keys; workers of hybrid mode, and ranks, communicate without encryption
+    servers_run_script: bool = False  # otherwise a server pod reads in the script's source whether to run it
+    insecure: bool = False  # workers of hybrid mode, and ranks, communicate without encryption; servers have keys
 
     @property
     def is_collective(self) -> bool:

@@ -1,5 +1,5 @@
-"""The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes, budgets
-of disruptions, Jobs, and what makes the Jobs the owners of the other objects.
+"""The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes,
+disruption budgets, Jobs, and a small Job, with its rights, that makes the Jobs the owners of the other objects.
 
 Servers run as Jobs, like workers: a StatefulSet would restart a server that has finished. Workers address a server by
 the DNS name of its pod, which an Indexed Job keeps when it replaces the pod.
@@ -93,11 +93,11 @@ def log_claims(job: K8sJob, size: str) -> list[Document]:
 
 
 def disruption_budget(job: K8sJob, index: int) -> Document:
-    """Of a server and its backup only one may be evicted at a time. A backup that has not all rows yet is not ready,
-    and so keeps its primary in place."""
+    """Only one of a server and its backup may be evicted at a time. A backup that does not have all rows yet is not
+    ready, so its primary is not evicted."""
     made = k8s_object(job, "policy/v1", "PodDisruptionBudget", f"{job.name}-server-{index}")
     made["spec"] = {
-        "minAvailable": 1,  # maxUnavailable is for controllers that can be scaled, which a Job is not
+        "minAvailable": 1,  # maxUnavailable works only with controllers that can be scaled, unlike a Job
         "selector": {
             "matchLabels": {"app.kubernetes.io/instance": job.name, pair_label(job): str(index)},
             "matchExpressions": [{"key": "app.kubernetes.io/component", "operator": "In", "values": [SERVER, BACKUP]}],
@@ -162,8 +162,8 @@ def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Documen
         moved = {"type": "DisruptionTarget", "status": "True"}
         saved = {"containerName": role, "operator": "In", "values": [SAVED]}
         rules += [{"action": "Ignore", "onExitCodes": saved}, {"action": "Ignore", "onPodConditions": [moved]}]
-    # The first workers of an elastic job are what it consists of: when they have finished, no other is waited for.
-    first = "0" if job.min_workers == 1 else f"0-{job.min_workers - 1}"  # a range of one index is refused
+    # An elastic job is complete when its first `min_workers` workers have finished: no other worker is waited for.
+    first = "0" if job.min_workers == 1 else f"0-{job.min_workers - 1}"  # Kubernetes refuses a range of one index
     success = {"successPolicy": {"rules": [{"succeededIndexes": first}]}} if is_elastic else {}
     return {
         "completionMode": "Indexed",

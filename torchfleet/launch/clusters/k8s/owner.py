@@ -1,7 +1,7 @@
-"""What makes the Jobs of a job the owners of its other objects, so that Kubernetes removes these with the Jobs.
+"""The objects that make the Jobs of a job the owners of its other objects: Kubernetes removes these with the Jobs.
 
-A reference to an owner needs the owner's uid, which the cluster makes when a Job is created. So no manifest can have
-it: a small pod sets the references, with rights to just these objects by name (adopt.py).
+A reference to an owner needs the owner's uid, which the cluster assigns when it creates the Job, so no manifest can
+contain it. A small pod sets the references (adopt.py). Its rights cover only these objects, by name.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _RESOURCES = {
 
 
 def owner(job: K8sJob, objects: Sequence[Document], running: Sequence[Document]) -> list[Document]:
-    """Return a ServiceAccount, its rights, and the Job whose pod makes `running` the owners of `objects`, of these
-    rights too. Volumes of logs are left out: their data outlives the Jobs."""
+    """Return a ServiceAccount, its rights, and the Job whose pod makes `running` the owners of `objects` and of the
+    account and its rights. Volumes of logs are left out: their data outlives the Jobs."""
     name = f"{job.name}-{OWNER}"
     account = k8s_object(job, "v1", "ServiceAccount", name)
     account["automountServiceAccountToken"] = False
@@ -34,7 +34,7 @@ def owner(job: K8sJob, objects: Sequence[Document], running: Sequence[Document])
     binding["subjects"] = [{"kind": "ServiceAccount", "name": name, **namespace}]
     owned = [*(each for each in objects if each["kind"] in _RESOURCES), account, role, binding]
     verbs = ["get", "patch"] if job.cleans_on else ["get"]
-    # To change owners, clusters with the admission plugin OwnerReferencesPermissionEnforcement ask for `delete`, too.
+    # Clusters with the admission plugin OwnerReferencesPermissionEnforcement require `delete`, too, to change owners.
     role["rules"] = [_rule(each, verbs) for each in running] + [_rule(each, ["patch", "delete"]) for each in owned]
     return [account, role, binding, _job(job, name, [_path(each) for each in running], [_path(each) for each in owned])]
 

@@ -39,7 +39,9 @@ def ports(job: K8sJob, role: str) -> list[Document]:
 
 
 def scrape_annotations(job: K8sJob) -> Document:
-    """The annotations by which many Prometheus setups find pods. In a pod with several ranks they name the first."""
+    """The annotations by which many Prometheus setups find pods. In a pod with several ranks they name the port of
+    the first rank.
+    """
     if job.metrics_port is None:
         return {}
     found = {"scrape": "true", "port": str(job.metrics_port), "path": "/metrics"}

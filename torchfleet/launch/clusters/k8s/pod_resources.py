@@ -14,9 +14,9 @@ SMALL: Document = {  # of a container that copies files or sends a few requests
     "limits": {"cpu": "1", "memory": "256Mi"},
 }
 _INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of every pod of an Indexed Job, since version 1.28
-_SERVER_LABEL = "fleet-server"  # of pods that are Jobs of their own, whose index is 0: the number of the server
+_SERVER_LABEL = "fleet-server"  # the server's number, on pods that are Jobs of their own: their index is 0
 _NODE = "kubernetes.io/hostname"
-BURST = 2  # limit of cores / request: kernels are compiled, and files read, beside training
+BURST = 2  # limit of cores / requested cores: kernels are compiled, and files read, beside training
 
 
 def cpus_of(job: K8sJob, role: str) -> float:
@@ -54,17 +54,17 @@ def pair_label(job: K8sJob) -> str:
 
 
 def server_labels(server: int | None) -> dict[str, str]:
-    """The labels of the pod of a Job that runs this server alone; None: of pods with an index of their own."""
+    """The labels of the pod of a Job that runs only this server. None: the pods have an index, and need no label."""
     return {} if server is None else {_SERVER_LABEL: str(server)}
 
 
 def spreading(job: K8sJob, role: str) -> Document:
     """The fields of a pod that spread servers and their backups, or the pods of a collective job, over nodes.
 
-    The API server takes one constraint for each topology key and effect. With backups it is the one that matters most:
-    it keeps a backup away from its primary, the pod with the same number. (An anti-affinity cannot say this before
-    Kubernetes 1.31, which is the first to have matchLabelKeys there.) Beyond that, such pods prefer nodes without other
-    servers.
+    The API server accepts only one constraint for each topology key and effect. With backups, this constraint does what
+    matters most: it keeps a backup away from its primary, the pod with the same number. (An anti-affinity cannot
+    express this before Kubernetes 1.31, the first version with matchLabelKeys there.) Beyond that, servers and backups
+    prefer nodes without other servers.
     """
     if not job.coordinator or role == RANK:
         return {"topologySpreadConstraints": [_spread(job, {}, job.num_nodes or job.num_servers)]}
@@ -78,7 +78,7 @@ def spreading(job: K8sJob, role: str) -> Document:
 
 def _spread(job: K8sJob, keys: Document, num_pods: int) -> Document:
     is_required = job.is_spread_required
-    # Two nodes at least: else all pods on the only node that has room would count as spread.
+    # At least two nodes: otherwise all pods on the only node that has room would count as spread.
     least: Document = {"minDomains": min(2, num_pods), "nodeTaintsPolicy": "Honor"} if is_required else {}
     return {
         "maxSkew": 1,

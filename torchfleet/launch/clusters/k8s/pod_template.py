@@ -40,8 +40,8 @@ _FAREWELL = 10  # seconds that a script has to end after its time for saving
 
 
 def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | None = None) -> Document:
-    """The template of a Job's pods. `server`: the number of the server if this Job runs it, or its backup, alone; None:
-    each pod takes its completion index."""
+    """The template of a Job's pods. `server`: the number of the server if the Job runs only this server, or only its
+    backup. None: each pod takes its completion index as its number."""
     spec: Document = {
         "restartPolicy": "Never",  # a new pod, possibly on another node, replaces a failed one
         "terminationGracePeriodSeconds": max(_LEAST_GRACE, job.grace + _FAREWELL),
@@ -65,7 +65,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
 
 
 def placement(job: Application) -> Document:
-    """The fields of a pod that decide where it runs and who gives way to it, and the access to its image."""
+    """The fields of a pod that decide on which nodes it runs, its priority, and the access to its image."""
     found: Document = {
         "imagePullSecrets": [{"name": name} for name in job.pull_secrets],
         "nodeSelector": dict(job.node_selector),
@@ -86,7 +86,7 @@ def labels(job: Application, role: str | None = None) -> dict[str, str]:
 
 
 def k8s_object(job: Application, version: str, kind: str, name: str) -> Document:
-    """An object of an application, without its content."""
+    """Return an object of an application with its name, namespace and labels only."""
     metadata: Document = {"name": name, "labels": labels(job)}
     if job.namespace:
         metadata["namespace"] = job.namespace
@@ -121,8 +121,8 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
 
 
 def kernels(job: Application) -> Document:
-    """Use the kernels compiled into the image, if it has any that this user can read. Otherwise every pod compiles
-    for a minute or more."""
+    """The init container that copies the compiled kernels out of the image, if it has any that this user can read.
+    Without them every pod compiles for a minute or more."""
     copy = f"cp -R {_COMPILED}/. {CACHE} || echo 'no kernels from the image: this pod compiles those that it needs'"
     return {
         "name": "kernels",
@@ -183,7 +183,8 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         **({RUN_SCRIPT: "1"} if job.servers_run_script and role != WORKER else {}),
         **_endurance(job, role),
     }
-    # A replica that restarts after the end of the job must not start the job again. Workers learn it from the servers.
+    # A replica that restarts after the end of the job must not start the job again: it reads its number of restarts
+    # here. Workers ask the servers for theirs.
     told = [_annotation("FLEET_RESTART", FAILURES)] if job.coordinator and role != WORKER else []
     return [index, *told, *_variables(fixed), *given]
 

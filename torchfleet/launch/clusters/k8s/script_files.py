@@ -39,9 +39,9 @@ def script_files(
     script: Path, is_alone: bool = False, named: Sequence[str] = ()
 ) -> tuple[list[SentFile], dict[str, str]]:
     """Return the script, the modules of its folder that it imports (not if `is_alone`) and the files that the user
-    named; and the paths of files that a source names but that are not sent, each with that source.
+    named. Also return the paths that a source file names but that are not sent, each with that source file.
 
-    Raises RoleError as sent_files does, and if the script imports what is compiled.
+    Raises RoleError as sent_files does, and if the script imports a compiled module.
     """
     sources = Sources(script.parent, _CHOSEN)
     if is_alone:
@@ -57,7 +57,9 @@ def script_files(
 
 
 def config_map_files(files: Sequence[SentFile]) -> list[ScriptFile]:
-    """Return the files as a ConfigMap holds them. Raises RoleError for a file that it cannot hold, and for too many."""
+    """Return the files as a ConfigMap holds them. Raises RoleError for a file that it cannot hold, for two files with
+    the same key, and if all of them together are too large.
+    """
     made = [ScriptFile(_key(file), file.place, _text(file), file.sign) for file in files]
     _check_size(made)
     return made

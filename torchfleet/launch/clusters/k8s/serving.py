@@ -1,4 +1,4 @@
-"""The objects of a model server: a Service, a Deployment, an autoscaler and a budget of disruptions, or one KServe
+"""The objects of a model server: a Service, a Deployment, an autoscaler and a disruption budget, or one KServe
 InferenceService in their place; and read-only servers for the shards of tables that do not fit one pod."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class K8sServing:
     namespace: str | None = None
     min_replicas: int = 2
     max_replicas: int = 10
-    timeout_s: float = 10.0  # of a request, as `fleet serve` has it
+    timeout_s: float = 10.0  # of a request, as in `fleet serve`
     cpu_target: int = 70  # percent of the requested cores at which the autoscaler adds pods
     cpus: float = CPUS
     memory: int = MEMORY
@@ -66,7 +66,7 @@ def service(job: K8sServing) -> Document:
 
 
 def deployment(job: K8sServing, template: Document) -> Document:
-    """Without a number of replicas, which the autoscaler owns. A new pod is ready before an old one ends."""
+    """The Deployment has no number of replicas: the autoscaler sets it. A new pod is ready before an old one ends."""
     made = k8s_object(job, "apps/v1", "Deployment", job.name)
     made["spec"] = {
         "selector": {"matchLabels": selector(job, SERVING)},
@@ -98,8 +98,8 @@ def disruption_budget(job: K8sServing, role: str) -> Document:
 
 
 def inference_service(job: K8sServing, template: Document) -> Document:
-    """The same pods under KServe, which makes Deployment, Service and autoscaler itself, and gives pods the labels and
-    annotations of this object."""
+    """The same pods under KServe, which creates the Deployment, the Service and the autoscaler itself, and gives the
+    pods the labels and annotations of this object."""
     made = k8s_object(job, "serving.kserve.io/v1beta1", "InferenceService", job.name)
     mode = {"serving.kserve.io/deploymentMode": "RawDeployment"}  # without Knative
     made["metadata"] |= {"labels": template["metadata"]["labels"]}

@@ -53,7 +53,7 @@ def shard_documents(job: K8sServing) -> list[Document]:
 
 def pod_template(job: K8sServing, role: str) -> Document:
     spec: Document = {
-        "terminationGracePeriodSeconds": 20 + math.ceil(job.timeout_s),  # what has begun is answered within it
+        "terminationGracePeriodSeconds": 20 + math.ceil(job.timeout_s),  # time to answer requests that have begun
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": security(job),
@@ -66,7 +66,7 @@ def pod_template(job: K8sServing, role: str) -> Document:
     if job.service_account:
         spec["serviceAccountName"] = job.service_account
     found: Document = {"labels": labels(job, role)}
-    if role == SERVING and not job.token_secret:  # with a token, Prometheus must be told of it
+    if role == SERVING and not job.token_secret:  # a token must be configured in Prometheus
         scheme = "https" if job.tls_secret else "http"
         scrape = {"scrape": "true", "port": str(HTTP_PORT), "path": "/metrics", "scheme": scheme}
         found["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
@@ -123,7 +123,7 @@ def _serve_shard(job: K8sServing) -> list[str]:
 
 
 def _http_probes(job: K8sServing) -> Document:
-    """Ready: the model is loaded. The start may take half an hour, for models of many files."""
+    """A pod is ready when it has loaded its model. The start may take half an hour, for models of many files."""
     scheme = {"scheme": "HTTPS"} if job.tls_secret else {}
 
     def probe(path: str, seconds: int, failures: int) -> Document:
@@ -140,7 +140,7 @@ def _http_probes(job: K8sServing) -> Document:
 
 
 def _socket_probes() -> Document:
-    """A read-only server listens when its rows are loaded."""
+    """A read-only server starts to listen when it has loaded its rows."""
     probe: Document = {"tcpSocket": {"port": "fleet"}, "timeoutSeconds": 5}
     return {
         "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": 360},
@@ -150,7 +150,7 @@ def _socket_probes() -> Document:
 
 
 def _secrets(job: K8sServing, role: str) -> dict[str, tuple[str, str, list[str]]]:
-    """By the name of a volume: the Secret, the path, and which of its keys are there."""
+    """Return by volume name: the Secret, the path where it is mounted, and the keys of the Secret that are mounted."""
     found: dict[str, tuple[str, str, list[str]]] = {}
     if role == SERVING and job.token_secret:
         found["token"] = job.token_secret, TOKEN, ["token"]
@@ -181,7 +181,7 @@ def _volumes(job: K8sServing, role: str) -> list[Document]:
 
 
 def _spread(job: K8sServing, role: str) -> Document:
-    """Pods of a role over nodes, as far as possible."""
+    """Spread the pods of a role over nodes, as far as possible."""
     own = {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/component": role}
     return {
         "maxSkew": 1,

@@ -30,8 +30,8 @@ _OTHERWISE = "start the job with `ray job submit --working-dir`, which sends a f
 def package_files(
     folder: Path, script: str | None, module: str | None, named: Sequence[str], key_dir: str | None
 ) -> tuple[list[SentFile], dict[str, str]]:
-    """Return the files of a job whose script, or whose module, is given, and those that a source names but that are not
-    sent. With neither, what this process has loaded from the folder: a function may use all of it.
+    """Return the files of the job that runs this script or module, and those that a source names but that are not sent.
+    With neither, return the sources that this process has loaded from the folder: a function may use all of them.
 
     Raises RoleError as sent_files does, and if Ray would refuse the package for its size.
     """

@@ -27,7 +27,7 @@ _ANSWER = 10.0  # seconds that an actor has to answer
 _FIRST_ANSWER = 300.0  # seconds that an actor has to start: its node may have to unpack the script's folder
 _PARTING = 3.0  # seconds that an actor has to end: an actor whose node is lost never answers
 _ROOM = 1800.0  # seconds that a job waits for resources of the cluster
-_TELL = 5.0  # seconds between two looks at what is missing
+_TELL = 5.0  # seconds between two checks for missing resources
 
 
 def require_ray() -> Any:
@@ -43,8 +43,8 @@ def connected(address: str, job: JobSpec, num_cores: int, files: Callable[[], Fi
     """Connect to the cluster at `address` ("auto": the cluster that Ray finds; "local": a new one on this machine, with
     room for `num_cores` even if the machine has fewer: its processes then share cores, as local processes do).
 
-    Sends the files of `files`, unless Ray has sent a folder, and tells which they are. Yields the local folder that has
-    the place of the actors' working directory. An existing connection is used, and stays open.
+    Sends the files that `files` returns, unless Ray has sent a folder, and lists them. Yields the local folder that
+    corresponds to the actors' working directory. An existing connection is used, and stays open.
     """
     ray = require_ray()
     if ray.is_initialized():
@@ -170,7 +170,7 @@ class PlacementGroup:
     def wait(self, report: Report, check: Callable[[], None]) -> None:
         """Block until the cluster has reserved the resources. Tells `report` what is missing when that has changed.
 
-        Raises RoleError after _ROOM seconds, and whatever `check` raises, which is called every _TELL seconds.
+        Raises RoleError after _ROOM seconds, and the errors of `check`, which it calls every _TELL seconds.
         """
         deadline, told = time.monotonic() + _ROOM, ""
         while not self._group.wait(_TELL):

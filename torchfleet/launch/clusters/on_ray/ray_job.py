@@ -44,7 +44,7 @@ class RayPlan:
     num_machines: int = 0  # of a collective job
     ranks_per_machine: int = 0
     placement: str = "PACK"  # of workers
-    server_command: tuple[str, ...] = ()  # of servers that do without the script; empty: they run it
+    server_command: tuple[str, ...] = ()  # of servers that do not need the script; empty: servers run it
 
     def command_of(self, role: str) -> tuple[str, ...]:
         """Return the command of a process of this role."""
@@ -95,7 +95,7 @@ class RayJob:
             layout = self._layout()
             self._way, self._servers = job.way, layout.servers
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
-            for number, task in enumerate(made):  # a different port for each: several may share a node
+            for number, task in enumerate(made):  # a different metrics port for each: several may share a node
                 task.environment |= port_variables(job.watching, number)
             self._tell_targets(made)
             supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
@@ -114,8 +114,8 @@ class RayJob:
     def _reserve(self, is_first: bool) -> None:
         """Reserve resources, create an actor for every process, and get the address of each.
 
-        Raises RoleError if the cluster can never have them. Only for the first attempt: a cluster that had room for it
-        and lost a node may get the node back.
+        Raises RoleError if the cluster can never provide them. Only the first attempt checks this: afterwards, a
+        cluster that lost a node may get the node back.
         """
         plan, groups = self._plan, []
         shares = plan.shares(self._job, plan.min_workers) if is_first else []

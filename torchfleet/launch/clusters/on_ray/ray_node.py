@@ -51,7 +51,7 @@ class Look:
 
 
 class Outbox:
-    """Buffers output of a process for the driver. Implements Sink; `closed` once the process has closed its streams."""
+    """Buffers output of a process for the driver. Implements Sink: closed when the process has closed its streams."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

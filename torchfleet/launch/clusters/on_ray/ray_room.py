@@ -1,4 +1,4 @@
-"""Whether the nodes of a Ray cluster could ever hold a job, and what is missing if they could not."""
+"""Checks whether the nodes of a Ray cluster could ever hold a job, and says what is missing if they could not."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def cores_of(shares: Sequence[Share]) -> int:
 
 
 def have_room(nodes: Sequence[Mapping[str, float]], shares: Sequence[Share]) -> bool:
-    """Whether these nodes, all of them empty, hold up to two shares. Processes of a share may be on any node."""
+    """Whether these nodes, when empty, hold the shares, at most two. Processes of a share may be on any node."""
     first, second = (*shares, *(Share(0, "", {}) for _ in range(2)))[:2]
-    best = {0: 0}  # number of placed processes of the first share → most of the second beside them
+    best = {0: 0}  # placed processes of the first share → maximum of the second beside them
     for node in nodes:
         most = min(first.num, _times(node, first.bundle, first.num))
         here = [(i, _times(_without(node, first.bundle, i), second.bundle, second.num)) for i in range(most + 1)]
@@ -73,8 +73,8 @@ def refuse_too_large(ray: Any, shares: Sequence[Share]) -> None:
 def _is_fixed() -> bool:
     """Whether Ray has said that it adds no nodes.
 
-    Without an autoscaler its monitor reports each node as a type of its own, named by the id of the node. Version 2 of
-    the autoscaler reports elsewhere: it counts as one that adds nodes.
+    Without an autoscaler Ray's monitor reports each node as a type of its own, named by the id of the node. Version 2
+    of the autoscaler reports elsewhere: this function assumes that it adds nodes.
     """
     kv = import_module("ray.experimental.internal_kv")
     if kv._internal_kv_get(_V2) == b"1":

@@ -52,7 +52,7 @@ class RayTask:
     """Implements RunningTask. The log is on the driver's machine.
 
     `needed`: for an elastic worker, returns whether the job still needs it. An elastic worker counts as finished while
-    Ray has no resources for it. It also does so after its node is lost; then `gone` is called.
+    Ray has no resources for it. When its node is lost, `gone` is called, and it counts as finished again.
     """
 
     def __init__(

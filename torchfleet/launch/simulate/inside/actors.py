@@ -1,8 +1,8 @@
 """Virtual time inside a simulated process: every thread is an actor with a clock of its own, and one runs at a time.
 
-While an actor runs, its clock advances by the processor time that it uses. Where it could interact with others (a lock,
-a message, a sleep) it stops, and the actor with the earliest clock in all processes of the job continues. So an actor
-sees everything that happened before its time, and nothing that happens after it.
+While an actor runs, its clock advances by the processor time that it uses. Where it could interact with other actors
+(a lock, a message, a sleep) it stops, and the actor with the earliest clock in all processes of the job continues. So
+an actor sees everything that happened before its time, and nothing that happens after it.
 """
 
 from __future__ import annotations

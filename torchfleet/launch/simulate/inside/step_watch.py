@@ -44,8 +44,8 @@ def decode_body(frame: memoryview) -> dict[str, Any]:
 
 
 class StepWatch:
-    """Watches the steps of this process's worker. If `step_seconds` is given, a step takes that time. `factors`: by
-    which each step takes longer."""
+    """Watches the steps of this process's worker. If `step_seconds` is given, a step takes that time. `factors`: for
+    each step, the factor by which it takes longer."""
 
     def __init__(self, schedule: Schedule, step_seconds: float, factors: Iterator[float]) -> None:
         self._schedule, self._step_seconds, self._factors = schedule, step_seconds, factors

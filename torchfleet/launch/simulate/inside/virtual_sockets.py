@@ -13,7 +13,7 @@ from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import TICK, Handler, LookAhead, Peer
 from torchfleet.ps.net.wire import Frame, Role
 
-LISTENER = 0  # the mailbox of a server; those of channels follow
+LISTENER = 0  # the mailbox of a server; the mailboxes of channels follow
 _THERE_AND_BACK = 2
 
 
@@ -75,7 +75,7 @@ class VirtualChannel:
 
 
 class VirtualListener:
-    """A ServerSocket: the loop of net/sockets.py in virtual time. It has no disk, so that nothing is read ahead."""
+    """A ServerSocket: the loop of net/sockets.py in virtual time. There is no disk, so nothing is read ahead."""
 
     look_ahead: LookAhead | None = None
 

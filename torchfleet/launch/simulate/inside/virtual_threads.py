@@ -82,7 +82,7 @@ class VirtualLock:
 
 
 class _Started:
-    """Replaces the event that Thread.start waits for in real time: the thread has started at once."""
+    """Replaces the event that Thread.start waits for. It blocks in real time: a start takes no virtual time."""
 
     def __init__(self) -> None:
         self._closed = _thread.allocate_lock()

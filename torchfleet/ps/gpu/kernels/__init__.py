@@ -1,1 +1,1 @@
-"""The kernels of tables in GPU memory: in Triton, and their twins in plain torch; which of the two a table uses."""
+"""The kernels of tables in GPU memory, in Triton and in plain torch, and the choice between the two."""

@@ -79,7 +79,9 @@ class GroupKernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Raises MissingPackage if Triton is not installed, and TableError if it does not work on this GPU."""
+    """The kernels for tables on a device. Raises MissingPackage if Triton is not installed, and TableError if it does
+    not work on this GPU.
+    """
     if device.type == "cpu":
         return plain_kernels
     try:
@@ -93,7 +95,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def group_kernels_for(kernels: Kernels) -> GroupKernels:
-    """For a group of tables with these kernels."""
+    """The kernels for a group of tables with these kernels."""
     if kernels is plain_kernels:
         return plain_groups
     from torchfleet.ps.gpu.kernels import triton_groups

@@ -1,5 +1,5 @@
-"""The kernels of a group of tables in plain torch: those of one table, for one table after the other. The twins of
-those in Triton, and their oracle.
+"""The kernels of a group of tables in plain torch: they call the kernels of one table, for one table after the other.
+They are the reference for the kernels in Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of a table in plain torch, on any device: the twins of those in Triton, and their oracle.
+"""The kernels of a table in plain torch, on any device: the reference for the kernels in Triton.
 
 New keys get their rows in the order of the keys, so that a run can be repeated bit for bit.
 """
@@ -35,8 +35,8 @@ def find(
     padding: int | None = None,
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """Slots (int32) of keys, which may repeat; ABSENT for a key without a row, and for `padding`. `insert`: such keys
-    get one, with its first values, while there are rows; others are counted as refused, and have the slot NO_ROW.
+    """Slots (int32) of keys, which may repeat; ABSENT for a key without a row, and for `padding`. `insert`: a key
+    without a row gets one with its first values; if no row is left, it counts as refused, and has the slot NO_ROW.
     """
     slots = positions(memory, keys)[1]
     is_known = torch.ones_like(keys, dtype=torch.bool) if padding is None else keys != padding
@@ -63,7 +63,7 @@ def find_and_gather(
     padding: int | None = None,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots, values)."""
+    """(slots, values), as `find` and `gather`."""
     slots = find(memory, layout, keys, insert, padding)
     return slots, gather(memory, slots, layout.dim, dtype)
 
@@ -102,14 +102,14 @@ def _place(memory: TableMemory, keys: torch.Tensor, slots: torch.Tensor) -> None
     """Write entries for these distinct keys, which the directory does not have."""
     while len(keys):
         stored, (at, _) = stored_keys(keys), positions(memory, keys)
-        memory.directory[at, 0] = stored  # one of those that met at an entry
+        memory.directory[at, 0] = stored  # of the keys that meet at an entry, one stays
         has_won = memory.directory[at, 0] == stored
         memory.directory[at[has_won], 1] = slots[has_won]
         keys, slots = keys[~has_won], slots[~has_won]
 
 
 def _take_rows(memory: TableMemory, keys: torch.Tensor) -> torch.Tensor:
-    """Slots for the first of these keys, as many as there are; the others are refused."""
+    """Slots for the first of these keys, as many as rows are left. Counts the other keys as refused."""
     counters = memory.counters.tolist()
     room = counters[NUM_FREE] + counters[LIMIT] - counters[FRESH] - counters[TAKEN]
     num = min(len(keys), room)

@@ -1,4 +1,4 @@
-"""Whether this machine's Triton, driver and GPU do what the kernels need: tried once per device and process."""
+"""Tests whether this machine's Triton, driver and GPU do what the kernels need, once per device and process."""
 
 from __future__ import annotations
 

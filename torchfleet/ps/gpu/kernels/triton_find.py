@@ -67,8 +67,8 @@ def find_block(
     program, directory, counters, row_keys, free, keys, slots, n, num_positions, secret, padding, is_padded, size,
     INSERT: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion NO_ROW or IN_FLIGHT - position. Of a table's
-    programs, this is the one with the number `program`. `is_padded` 0: no key is padding; `size` 0: ids are any.
+    """slots[i] = the slot of keys[i]; ABSENT, or after an insertion NO_ROW or IN_FLIGHT - position. `program`: the
+    number of this program among those of its table. `is_padded` 0: no key is padding; `size` 0: any id is allowed.
     """
     i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     todo = i < n
@@ -133,7 +133,7 @@ def locate(
 
 @triton.jit
 def resolved(directory, slot, mask):
-    """Slots, for those and the positions that `locate` returned."""
+    """The slots for what `locate` returned: slots, or positions of entries."""
     in_flight = mask & (slot <= IN_FLIGHT)
     at = tl.where(in_flight, IN_FLIGHT - slot.to(tl.int64), 0)
     found = tl.load(directory + at * 2 + 1, mask=in_flight, other=ABSENT).to(tl.int32)
@@ -142,7 +142,7 @@ def resolved(directory, slot, mask):
 
 @triton.jit
 def note_ready(counters):
-    """All rows that were given out have their first values now."""
+    """Record that all rows that were given out have their first values."""
     last = tl.load(counters + NUM_FREE) + tl.load(counters + LIMIT) - tl.load(counters + FRESH)
     tl.store(counters + READY, tl.minimum(tl.load(counters + TAKEN), last))
 

@@ -36,8 +36,9 @@ NEVER = tl.constexpr(1 << 62)
 
 @triton.jit
 def segment_of(segments, num_segments, tables, FIELD: tl.constexpr, SEGMENTS: tl.constexpr):
-    """(the segment of this program, the program's number in it, ids, the first one's position, the segment's table).
-    FIELD has the first programs of the segments. Of segments with the same one, only the last has programs.
+    """(the segment of this program, the program's number in it, the number of its ids, the first id's position, its
+    table). FIELD: the field with the first programs of the segments. Of segments with the same first program, only the
+    last has programs.
     """
     program = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, SEGMENTS)

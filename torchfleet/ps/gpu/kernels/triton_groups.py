@@ -1,4 +1,4 @@
-"""The kernels of a group of tables in Triton, by the functions of plain_groups.py: what to launch, with which sizes."""
+"""Launches the kernels of a group of tables in Triton: the functions of plain_groups.py, and the sizes of launches."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ def _numbered(
 
 
 def _views(memory: GroupMemory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers of the tables as they are, and as float32 and int32: distances begin here."""
+    """`memory.numbers`, which distances are counted from, as int64, float32 and int32."""
     return memory.numbers, memory.numbers.view(torch.float32), memory.numbers.view(torch.int32)
 
 
 def _padded(num_segments: int) -> int:
-    """Few values: the kernels are compiled for each of them."""
+    """The number of segments, rounded up to one of few values: the kernels are compiled for each value."""
     return max(32, int(triton.next_power_of_2(num_segments)))

@@ -1,4 +1,4 @@
-"""The kernels of a table in Triton, by the functions of plain_kernels.py: what to launch, with which sizes."""
+"""Launches the kernels of a table in Triton: the functions of plain_kernels.py, and the sizes of launches."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def push(
 
 
 class UpdateSizes(NamedTuple):
-    """Of the kernels of an update."""
+    """The sizes of the kernels of an update."""
 
     padded: int  # values of a row, padded to a power of two
     tiles: int  # of a program
-    warps: int  # of it
+    warps: int  # of a program
     block: int  # parts that a program of `finish` reads at once
 
 

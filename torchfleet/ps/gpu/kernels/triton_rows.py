@@ -20,8 +20,8 @@ CONSTANT, UNIFORM, NORMAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  #
 
 @triton.jit
 def row_start(offsets, shift, slot, mask, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
-    """Words between the begin of the first segment and these rows. SHIFT 0: there is one segment; IN_MEMORY: `shift`
-    says it, ONE_SEGMENT or more for one.
+    """Words between the begin of the first segment and these rows. SHIFT 0: there is one segment. IN_MEMORY: `shift`
+    is used instead; ONE_SEGMENT or more: there is one segment.
     """
     slot = slot.to(tl.int64)
     if SHIFT == 0:
@@ -43,7 +43,7 @@ def gather_block(
     RESOLVE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: as the kernel `resolve`, too."""
+    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: also does the work of `resolve`."""
     i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i, mask=i < n, other=-1)
     if RESOLVE:
@@ -138,7 +138,7 @@ def initialise_rows(
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First words of the rows that were given out since the last call, as RowLayout.first_words. The number of programs
-    does not depend on how many there are, which only the device knows.
+    does not depend on the number of these rows, which only the device knows.
 
     `settings`, in float64: a, b (or b - a), the scale and the bound of uniform numbers, the lower end and the width of
     the range of quantiles, then the terms of `normal_quantile`.

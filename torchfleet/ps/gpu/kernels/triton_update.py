@@ -23,7 +23,7 @@ STEP = tl.constexpr(memory.STEP)
 
 @triton.jit
 def count(counters):
-    """An update was made."""
+    """Count an update."""
     tl.store(counters + STEP, tl.load(counters + STEP) + 1)
 
 
@@ -69,7 +69,7 @@ def update_tiles(
     total = tl.zeros([TILES, PADDED], tl.float32)
     left = tl.zeros([TILES, PADDED], tl.float32)
     slot3, ends3 = leftmost, begin < 0
-    # Four positions at a time, all loads first: they are under way together.
+    # Four positions at a time, all loads first, so that they are in flight together.
     for p in range(0, TILE, 4):
         slot0, ends0, grad0 = read_position(order, perm, grads, begin + p, n, first, d, D)
         slot1, ends1, grad1 = read_position(order, perm, grads, begin + p + 1, n, first, d, D)
@@ -181,7 +181,7 @@ def finish_run(
     CHECKED: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The run that begins in this tile and goes over its right edge, if there is one."""
+    """Update the row of the run that begins in this tile and goes over its right edge, if there is such a run."""
     tile = tile.to(tl.int64)
     slot = tl.load(part_slots + 2 * tile + 1)
     if slot >= 0:
@@ -226,5 +226,5 @@ def finish(
 
 @triton.jit
 def count_step(counters):
-    """An update without gradients."""
+    """Count an update without gradients."""
     count(counters)

@@ -25,8 +25,8 @@ class BareServer(JobServer):
     """A JobServer that asks worker 0 for its tables."""
 
     def begin(self, choice: ModelChoice) -> None:
-        """Bind the address, wait for the tables and make them, and load the chosen model. A backup, and a server that
-        goes on from its log, get their tables from there."""
+        """Bind the address, wait for the tables and make them, and load the chosen model. A backup gets its tables
+        from its primary, and a server that goes on from a log gets them from the log."""
         inbox = TablesInbox()
         self._server.take_tables = inbox.take
         self.listen()
@@ -41,8 +41,8 @@ class BareServer(JobServer):
             self.load(*chosen)
 
     def _warm_up(self) -> None:
-        """A backup does not know its tables before its primary sends them. On the machine of its primary, which has
-        compiled the kernels before that, it loads them when it needs them, rather than compile all that there are."""
+        """Load the kernels of the tables, or all kernels. Does nothing for a backup without tables on its primary's
+        machine, unless all kernels are compiled: the primary compiles what is needed before it sends the tables."""
         hosts = {place.rpartition(":")[0] for place in self._info.replica_places}
         if self._server.state.tables or len(hosts) > 1 or self._run.are_kernels_compiled:
             super()._warm_up()

@@ -67,7 +67,7 @@ class TablesInbox:
         self._is_here = threading.Event()
 
     def take(self, request: Request) -> None:
-        """Keep the first that comes; a repeat changes nothing. Raises WireError or TableError."""
+        """Keep the first request that comes; a repeat changes nothing. Raises WireError or TableError."""
         try:
             given = unpack(only(request), GivenTables, MAX_BYTES)
         except (TableError, WireError) as error:

@@ -62,7 +62,7 @@ class JobServer:
         self._is_ready = self._has_run = False
 
     def add_tables(self, specs: Iterable[TableSpec], layouts: Layouts) -> None:
-        """Make the tables, which are described as this server has them. `layouts`: as in load_model. Raises
+        """Make the tables. `specs` describe this server's shards of them. `layouts`: as in load_model. Raises
         TableError."""
         for spec in specs:
             self._server.state.add_table(spec)
@@ -92,7 +92,7 @@ class JobServer:
 
     @property
     def is_filled(self) -> bool:
-        """Whether its tables come from elsewhere: from a log, or from the primary of which it is the backup."""
+        """Whether the tables come from a log, or from the primary that this server is the backup of."""
         replica = self._run.replica
         return self._run.durable is not None or (replica is not None and not replica.is_primary)
 

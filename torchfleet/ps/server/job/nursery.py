@@ -1,9 +1,9 @@
 """`python -m torchfleet.ps.server.job.nursery FD`: a process that has imported all a server needs, and forks servers.
 
-fleetrun starts one where several servers without a script run on a machine: they share its memory pages, and each is
-there at once, also after a loss. Requests come on the Unix socket FD, one packet each: the write end of a pipe for the
-server's output, one end of a line, and the server's options and environment. Along the line go the process id and, at
-last, the exit status. The nursery ends when the socket is closed, and then its servers end, too.
+fleetrun starts one where several servers without a script run on a machine: they share its memory pages, and each
+starts at once, also after a loss. Requests come on the Unix socket FD, one packet each: the write end of a pipe for the
+server's output, one end of a second socket (the line), and the server's options and environment. The line returns the
+process id and, at the end, the exit status. The nursery ends when socket FD is closed, and then its servers end, too.
 """
 
 from __future__ import annotations

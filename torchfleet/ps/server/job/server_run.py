@@ -100,7 +100,7 @@ class ServerRun:
         if (self._place.index or 0) % 2:  # on one machine, every second server begins with the others' last kernels
             specs.reverse()
         with telling_compilation(say):
-            # The loop of a server that sends signs of life to its backup, or is asked for its log, does not compile.
+            # With a backup or a log, the kernels for copies are loaded now, so that the server's loop never compiles.
             if specs:
                 warm_up(specs, are_copied=self.replica is not None or self._durability is not None)
             else:

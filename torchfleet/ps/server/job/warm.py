@@ -55,13 +55,13 @@ def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
 def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
     """Use the kernels with which tables of these descriptions are trained, on a few rows; `are_copied`: also those with
     which they are saved, copied and logged. Without `specs`: all kernels of all kinds of tables. The process also keeps
-    freed memory, which the buffers of messages reuse. `load_all` has used the kernels of `specs` too: nothing is left.
+    freed memory, which the buffers of messages reuse. Once `load_all` was called, there is nothing to do for `specs`.
     """
     keep_freed_memory()
     if specs and _loaded:
         return
     with _without_collector():
-        unique(np.arange(FEW_PLACES, dtype=np.uint64))  # more keys than the places that it begins with are for
+        unique(np.arange(FEW_PLACES, dtype=np.uint64))  # more keys than `unique` has room for at first
         for table in (make_table(_small(spec), _BYTES) for spec in specs):
             train(table)
             if are_copied:
@@ -94,7 +94,7 @@ def warm_up_rest() -> subprocess.Popen[bytes] | None:
     """Start a process that compiles all kernels into the cache, if this has not been done. It has the lowest priority,
     and only one is started on a machine: None if another server has done so. The caller ends it.
     """
-    if is_temporary() or mark_of_all().exists():  # what is compiled into a temporary folder, no other process finds
+    if is_temporary() or mark_of_all().exists():  # no other process finds kernels in a temporary folder
         return None
     lock = _lock()
     if lock is None:

@@ -56,8 +56,8 @@ class DurableServer(LoggedServer):
         writer: LogWriter | None = None,
     ) -> None:
         """`replay`: has applied all entries of `folder`; None: the folder is empty. `begins`: begin a new segment with
-        the current state. Then, and without `replay`, blocks until the copy is on disk. `clock`: as in LoggedServer.
-        `writer`: the one that writes to `folder` already, if there is one. Raises LogError."""
+        the current state. With `begins`, or without `replay`, blocks until the copy is on disk. `clock`: as in
+        LoggedServer. `writer`: the LogWriter that writes to `folder` already, if there is one. Raises LogError."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
         timed = {} if clock is None else {"clock": clock}
         super().__init__(server, (), index, term, None if replay is None else replay.time, **timed)
@@ -82,7 +82,7 @@ class DurableServer(LoggedServer):
 
     @property
     def noted_term(self) -> int:
-        """The last term in which this server had a part, as its log says."""
+        """The last term in which this server was primary, or the backup that the view names, as its log says."""
         return max(self._writer.term, self.term)
 
     def check(self) -> None:

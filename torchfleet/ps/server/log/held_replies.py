@@ -1,5 +1,5 @@
-"""Replies that wait until the changes that they may show are safe. Bounded: a client gets a reply that was dropped when
-it asks again, as it does after any reply that was lost."""
+"""Holds replies until the changes that they may show are safe. Memory is bounded: a client whose reply was dropped asks
+again, as after any reply that was lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchfleet.ps.net.transport import Peer
 from torchfleet.ps.net.unread import MAX_UNREAD, size_of
 from torchfleet.ps.net.wire import Frame
 
-MAX_REPLIES = 1 << 10  # that wait for one client; far more than it has requests under way
+MAX_REPLIES = 1 << 10  # held replies to one client; far more than it has requests under way
 MAX_BYTES = MAX_UNREAD  # of these; a single reply may be larger if no other waits for the client
 MAX_BYTES_IN_ALL = 1 << 32
 
@@ -19,18 +19,19 @@ class HeldReplies:
     """A queue of replies, each with the index of the entry that must be confirmed first."""
 
     def __init__(self) -> None:
-        # Index, client, reply and its bytes. Others only look whether it is empty, which they do after every request.
+        # Index, client, reply and its bytes. Callers only check whether it is empty, and do so after every request.
         self.waiting: deque[tuple[int, Peer, list[Frame], int]] = deque()
         self._of_one: dict[Peer, tuple[int, int]] = {}  # by client: replies and their bytes
         self._num_bytes = 0
 
     @property
     def first_index(self) -> int:
-        """What the first reply waits for. There must be one."""
+        """The index that the first reply waits for. There must be a reply."""
         return self.waiting[0][0]
 
     def add(self, index: int, peer: Peer, frames: list[Frame]) -> None:
-        """Keep a reply until entry `index` is confirmed. Drops it if too much waits for its client, or in all."""
+        """Keep a reply until entry `index` is confirmed. Drops it if its client has others, and too much waits for the
+        client or in all."""
         num_bytes = size_of(frames)
         num, before = self._of_one.get(peer, (0, 0))
         is_full = num >= MAX_REPLIES or before + num_bytes > MAX_BYTES or self._num_bytes + num_bytes > MAX_BYTES_IN_ALL
@@ -40,7 +41,7 @@ class HeldReplies:
         self._count(peer, 1, num_bytes)
 
     def confirmed(self, index: int) -> Iterator[tuple[Peer, list[Frame]]]:
-        """Yield, and remove, the replies whose entries are confirmed up to `index`, in order."""
+        """Yield, and remove, the replies that wait for an entry up to `index`, in order."""
         while self.waiting and self.waiting[0][0] <= index:
             _, peer, frames, num_bytes = self.waiting.popleft()
             self._count(peer, -1, -num_bytes)

@@ -23,7 +23,7 @@ LOOK = 0.05  # seconds between two readings of the wall clock, which tables use 
 READS = frozenset(
     {Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP, Command.TABLES, Command.SUBSCRIBE}
 )
-_PULL = int(Command.PULL)  # a comparison with an enumeration's member looks it up first
+_PULL = int(Command.PULL)  # a plain number: to compare with an enumeration's member takes longer
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 
 
@@ -76,7 +76,7 @@ class Journal:
                 self.append(entry)
 
     def advance(self, now: float, pause: float, run: Callable[[float, float], bool]) -> bool:
-        """As Recorder.advance. While a sink cannot accept changes, returns False. The next `pause` includes it."""
+        """As Recorder.advance. Returns False while a sink cannot accept changes; the next `pause` covers that time."""
         if any(sink.trouble() for sink in self.sinks):
             self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
             return False
@@ -123,7 +123,7 @@ class Journal:
         """Whether the request needs an entry. Creating a row alone needs none: its first values depend on its key."""
         message = request.message
         command, sequence = message.command, message.sequence
-        if command == _PULL and not sequence and not message.flags & BOUNDED:  # first, as most requests are these
+        if command == _PULL and not sequence and not message.flags & BOUNDED:  # first, because most requests are these
             if not self._counting or message.flags & NO_CREATE:
                 return False
             return any(array.number in self._counting for array in message.arrays)
@@ -170,7 +170,7 @@ class Journal:
         if not message.sequence or not (handler.once or handler.again is not None):
             return
         if not self._server.state.sessions.is_running(message.client, message.sequence):
-            return  # its number was refused, so that there is no outcome to remember
+            return  # its number was refused, so there is no outcome to remember
         refused = Refused(
             message.client, message.sequence, message.floor, message.worker, message.incarnation,
             type(error).__name__, str(error),

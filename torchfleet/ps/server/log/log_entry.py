@@ -72,7 +72,7 @@ class LongResult(msgspec.Struct, array_like=True):
 
 
 class Effects(msgspec.Struct, array_like=True):
-    """What a change did that its request does not tell: decisions, errors, and the progress of long work."""
+    """The effects of a change that do not follow from its request: decisions, errors, and the progress of long work."""
 
     tables: list[NotedTable] = []
     num_errors: int = 0  # requests that this change answered with an error; a replay must find the same number

@@ -50,13 +50,13 @@ _MAX_BUFFERS = 512  # buffers in one call of pwritev
 
 
 class LogFolder:
-    """The folder, locked for this process until `close`."""
+    """The folder of a log, locked for this process until `close`."""
 
     def __init__(self, path: str | Path) -> None:
         """Create the folder if it is missing, and lock it. Raises LogError if it is locked or unusable."""
         self.path = Path(path)
         try:
-            make_own(self.path)  # what others write would become the model
+            make_own(self.path)  # or what other users write would become the model
             self._lock = open_file(self.path / "lock", os.O_CREAT | os.O_RDWR)
         except (OSError, SecurityError) as error:
             raise LogError(f"no log can be kept in {self.path}: {error}. Give another folder.") from None
@@ -122,7 +122,7 @@ class LogFolder:
         if self._file >= 0:
             self._sync(self._file)
         self.num_bytes = 0  # before the number changes, which `sync_behind` reads first
-        self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # one that is there has no entries yet
+        self._open(number, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # an existing one has no entries yet
         sync_folder(self.path)
         if self._start.first:
             self._note(replace(self._start, last=number))
@@ -143,7 +143,7 @@ class LogFolder:
 
     @property
     def salt(self) -> int:
-        """That of all records of this log."""
+        """The salt of all records of this log."""
         return 0 if self._start is None else self._start.salt
 
     @property
@@ -162,7 +162,7 @@ class LogFolder:
             self._note_synced(self._file, self._number, num_bytes)
 
     def sync_behind(self) -> None:
-        """As `sync`, from another thread than the one that writes, which may begin a segment meanwhile."""
+        """As `sync`, for a thread other than the one that writes. The latter may begin a segment meanwhile."""
         number, num_bytes = self._number, self.num_bytes
         try:
             file = os.open(self.path / _NAME.format(number), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -182,7 +182,7 @@ class LogFolder:
         self._synced = number, num_bytes
 
     def _sync(self, file: int) -> None:
-        """Raises SyncFailed. A process that is started again must not take what is in the cache for synced."""
+        """Raises SyncFailed. A process that is started again must not take the cached bytes for synced."""
         try:
             os.fdatasync(file)
         except OSError as error:
@@ -191,8 +191,8 @@ class LogFolder:
             raise sync_failed(error) from error
 
     def forget_before_last(self) -> int:
-        """No longer need the segments before the last, which must have a whole copy of the state, of a server of `run`;
-        `remove_forgotten` removes them. Returns its size in bytes. Raises OSError."""
+        """Write into `start` that only the last segment is needed, and that the log is of `run`. The segment must have
+        a whole copy of the state. Returns its size in bytes. Raises OSError. `remove_forgotten` removes the others."""
         assert self._start is not None
         last = self._start.last if self._start.first else 1
         self.sync()
@@ -200,15 +200,15 @@ class LogFolder:
         return self.num_bytes
 
     def remove_forgotten(self) -> None:
-        """Remove the segments that are not needed, also those that an earlier call has left. Any one thread may call
-        it: to remove a gigabyte takes a tenth of a second, and a second on a busy disk. Raises OSError."""
+        """Remove the segments that are not needed, also those that an earlier call has left. One thread at a time may
+        call it: to remove a gigabyte takes a tenth of a second, and a second on a busy disk. Raises OSError."""
         assert self._start is not None
         first = self._start.first
         self._unlink(number for number in self._all() if number < first)
 
     @property
     def term(self) -> int:
-        """The term that `start` has."""
+        """The term in `start`; 0 without a log."""
         return 0 if self._start is None else self._start.term
 
     def note_term(self, term: int) -> int:

@@ -31,7 +31,7 @@ PREFIX = _CHECKED + _SALT.size
 ALIGNED = 8  # bytes: frames begin at multiples of it, so that kernels can read numbers in them
 SECTOR = 512  # bytes that a disk writes completely or not at all
 _SMALL = 1 << 12  # bytes; smaller frames are copied together, which costs less than a buffer for each
-LONG = 1 << 14  # bytes; the checksum of fewer takes no longer than giving up the interpreter's lock and getting it back
+LONG = 1 << 14  # bytes; the checksum of fewer takes no longer than to release the interpreter's lock and take it again
 
 
 def crc32c(data: Frame, crc: int = 0) -> int:

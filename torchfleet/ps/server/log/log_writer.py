@@ -1,8 +1,9 @@
 """Writes entries to a file in a background thread, so that the server's loop does not wait for the disk.
 
-The thread begins with a large entry as soon as it comes, as replies wait for it; those that come meanwhile are its next
-batch. Small ones, which take less to write than to wake it, are put off for a moment. A second thread syncs the file,
-unless every answer waits for that: entries are written while it waits for the disk. A third one removes old segments.
+The thread writes a large entry as soon as it comes, because replies wait for it; entries that come meanwhile are its
+next batch. Small entries take less time to write than the thread takes to wake up, so they are put off for a moment. A
+second thread syncs the file while the first one writes, unless every reply waits for the sync. A third one removes old
+segments.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchfleet.ps.server.log.log_records import record_of
 
 MAX_BEHIND = 1 << 28  # bytes that may wait for the disk; while more wait, no change is accepted
 COPY_BEHIND = 1 << 24  # bytes that may wait before no more pieces of the state are appended: changes go first
-_AT_ONCE = 1 << 16  # bytes of new entries from which on `append` gives them to the thread
+_AT_ONCE = 1 << 16  # bytes of new entries with which `append` gives them to the thread at once
 _PAUSE = 0.5  # seconds between two attempts to write to a full or read-only disk
 _MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -42,8 +43,8 @@ class LogWriter:
         """`index`: that of the last entry in the folder. `wake`: the thread calls it after a batch, and on trouble."""
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
-        self._shift = 0  # what is added to the numbers of entries, since `go_on_for`
-        self._put_off: list[Waiting] = []  # what the thread was not given yet
+        self._shift = 0  # callers' indexes minus those of the log; see `go_on_for`
+        self._put_off: list[Waiting] = []  # items that the thread was not given yet
         self._put_off_bytes, self._put_off_since = 0, 0.0
         self._queue: queue.SimpleQueue[list[Waiting] | None] = queue.SimpleQueue()  # None: the writer is closed
         # Only one thread changes each of these counters, the server's loop or the log's thread: they need no lock.
@@ -53,11 +54,11 @@ class LogWriter:
         self.segment_bytes = folder.num_bytes  # size of the segment that is being written
         self._is_syncing = True  # until `close`
         self._is_dirty = False  # whether bytes were written since the last sync began
-        self._due = threading.Condition()  # notified when that becomes so
+        self._due = threading.Condition()  # notified when `_is_dirty` becomes True, and at `close`
         self._threads = BackgroundThreads([self._run], "the log")
         self._threads.start()
         self._syncing = BackgroundThreads([self._sync_behind], "the log")
-        self._removing = BackgroundThreads([self._remove_old], "the log")  # another one each time
+        self._removing = BackgroundThreads([self._remove_old], "the log")  # a new one for each removal
         if self._fsync_seconds:
             self._syncing.start()
 
@@ -80,8 +81,8 @@ class LogWriter:
             self._queue.put(new)
 
     def go_on_for(self, shift: int, wake: Callable[[], None]) -> None:
-        """The backup whose log this is becomes primary: callers' indexes are now those of the log, which counts the
-        backup's messages, plus `shift`, and the threads call `wake`."""
+        """The backup that owns this log becomes primary. From now on a caller's index is that of the log, which counts
+        the backup's messages, plus `shift`; and the threads call `wake`."""
         self._shift, self._wake = shift, wake
 
     def begin_segment(self) -> None:
@@ -112,7 +113,7 @@ class LogWriter:
 
     @property
     def failure(self) -> str:
-        """Why nothing more will be written; empty if that is not so."""
+        """Why the log can no longer be written; empty if it can."""
         error = self._threads.error or self._syncing.error or self._removing.error
         return "" if error is None else f"The log in {self._folder.path} cannot be written: {error}."
 
@@ -145,7 +146,7 @@ class LogWriter:
         if self._fsync_seconds:
             self._syncing.join()
         self.flush()
-        self._is_over = True  # afterwards, as this thread syncs at its end
+        self._is_over = True  # only now: the log's thread then syncs, and ends
         self._queue.put(None)
         self._threads.join()
         self._removing.join()
@@ -165,7 +166,7 @@ class LogWriter:
                 if entries:
                     self._confirmed = entries[-1][0]
                 self._bytes_done += sum(item[2] for item in entries)
-                self._num_done += len(batch)  # the last: one who finds the writer idle finds all confirmed
+                self._num_done += len(batch)  # last: if the writer is idle, all is confirmed
                 self._wake()
             elif self._is_over and self._queue.empty():
                 self._folder.sync()
@@ -187,13 +188,13 @@ class LogWriter:
                     self._due.wait(rest)
 
     def _forget(self) -> int:
-        """No longer need the earlier segments. Replies do not wait until they are removed, unless they wait for all
-        that the disk does. Returns the size of the segment. Raises OSError."""
+        """Note that the earlier segments are not needed, and remove them: in another thread, so that no reply waits for
+        it, unless `fsync_ms` is 0. Returns the size of the segment. Raises OSError."""
         num_bytes = self._folder.forget_before_last()
         if not self._fsync_seconds:
             self._folder.remove_forgotten()
         else:
-            self._removing.join()  # that of the segments before, long ago
+            self._removing.join()  # the previous removal, which was long ago
             self._removing = BackgroundThreads([self._remove_old], "the log")
             self._removing.start()
         return num_bytes
@@ -203,7 +204,7 @@ class LogWriter:
             self._folder.remove_forgotten()
         except OSError as error:
             if error.errno not in _CURABLE:
-                raise  # otherwise the next time removes them
+                raise  # otherwise the next removal takes them, too
 
     def _next(self) -> list[Waiting]:
         """Block until items wait, or the writer is closed. Returns all items that wait, in order."""

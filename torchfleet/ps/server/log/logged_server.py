@@ -80,7 +80,7 @@ class LoggedServer:
 
     @property
     def is_noted(self) -> bool:
-        """Whether the term is where a server is restored from, so that an older log is not taken for this one."""
+        """Whether the term is in the log on disk, if there is one: a later restore then prefers it to an older log."""
         return True
 
     @property
@@ -135,7 +135,7 @@ class LoggedServer:
         return self._hold(replies)
 
     def check(self) -> None:
-        """Raise LogError if a sink has failed for good, so that nothing can be promised any longer. `tick` calls it."""
+        """Raise LogError if a sink has failed for good: no further change would be safe. `tick` calls it."""
 
     def ready(self) -> Replies:
         """As Handler.ready. Also returns held replies whose entries are confirmed by now."""
@@ -164,7 +164,7 @@ class LoggedServer:
 
     def close(self, is_over: bool = False) -> None:
         """Close all sinks. Held replies are never sent, so no client sees an unconfirmed change. `is_over`: the job has
-        ended, and what is kept of it on disk may be removed."""
+        ended, so its log on disk may be removed."""
         for sink in self._journal.sinks:
             sink.close()
         self.server.record(None)

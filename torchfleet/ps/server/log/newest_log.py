@@ -1,8 +1,8 @@
-"""Which of the two logs of a server with backups a new run goes on from: the one with the higher term.
+"""Chooses the log that a new run goes on from, of the two logs of a server with a backup: the one with the higher term.
 
 Both replicas of a server keep a log. A replica writes a term into its `start` before it acknowledges anything in it. A
 log with the higher term therefore has everything that was acknowledged, and the other one may lack some of it. Two logs
-with the same term are of a primary and of the backup that it waited for, so that either has everything.
+with the same term are those of a primary and of the backup that it waited for, so each of them has everything.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torchfleet.ps.server.log.log_start import NOT_IN_STEP, Start, find_start
 
 
 def log_in_step(folder: Path) -> Start | None:
-    """What `start` says of a log that a new run can go on from; None if there is none. A log that is NOT_IN_STEP is
-    none: the one of its primary has all that it has. Raises LogError."""
+    """The `start` of a log that a new run can go on from; None if the folder has no such log. A log that is NOT_IN_STEP
+    does not count: the log of its primary has all its entries. Raises LogError."""
     start = find_start(folder)
     return start if start is not None and start.is_whole and start.term != NOT_IN_STEP else None
 

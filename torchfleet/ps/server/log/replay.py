@@ -61,7 +61,7 @@ class Replay:
         self._lenient(False)
 
     def _lenient(self, is_lenient: bool) -> None:
-        """Skip, or make, the checks of budgets and claims. The server that made the entries has made these checks."""
+        """Switch the checks of budgets and claims off or on. The server that made the entries has made these checks."""
         self.server.state.is_following = is_lenient
         self.server.state.budgets.is_lenient = is_lenient
 

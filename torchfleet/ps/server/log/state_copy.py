@@ -30,15 +30,15 @@ from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
 SLICE = 1 << 14  # rows in one piece
-MAX_PART = 1 << 28  # bytes; a larger piece is given in parts, as a message between servers holds a gigabyte
+MAX_PART = 1 << 28  # bytes; a larger piece is given in parts: a message between servers holds a gigabyte
 _DTYPES = {"|u1", "|i1", "<u2", "<f2", "<u4", "<u8", "<f4"}
 
 Piece = Sequence[Frame]
 
 
 class PieceHead(msgspec.Struct, array_like=True):
-    """The first frame of a piece. The others are the StateBody of a piece "state", or the arrays of a piece "rows".
-    Those of a large piece come before it, as bytes in pieces "part"."""
+    """The first frame of a piece. The other frames are the StateBody of a piece "state", or the arrays of a piece
+    "rows". If the piece is large, its other frames come before it, as bytes in pieces "part"."""
 
     copy: int  # number of the copy that the piece belongs to
     what: str  # "part", "state", "rows" or "end"
@@ -96,7 +96,7 @@ def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
 
 
 def in_parts(piece: Piece) -> list[Piece]:
-    """A piece as one or several. All of them must be given together: no entry may come in between."""
+    """Split a piece that is larger than MAX_PART. The destination must get all parts with no entry in between."""
     frames = [memoryview(frame) for frame in piece[1:]]
     if sum(frame.nbytes for frame in frames) <= MAX_PART:
         return [piece]
@@ -252,7 +252,7 @@ class StateImport:
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:
-        """Restore the long requests. Start those again that the other server had not finished."""
+        """Restore the long requests. Begin those anew that the other server had not finished."""
         for token, (request, answer, due, dropped) in body.long_requests.items():
             long = LongRequest(unpack_request(request), unpack_answer(answer), due=list(due), dropped=dict(dropped))
             _resume(self._server.state, token, long)

@@ -1,1 +1,1 @@
-"""How workers meet: barriers, gathers, parcels and shared lists of files."""
+"""How workers meet: barriers, gathers, rounds, parcels and shared lists of files."""

@@ -1,9 +1,9 @@
 """The entrance to rounds: which workers take part in the next one, and which of them have the newest network.
 
-Server 0 keeps it. A worker that begins to train, or comes back after its batches had ended, enters. If others are at
-work, it waits for the end of their round, and one of them sends it the network. If none is, those that have entered
-begin together: with the copy that the last ones left behind when their batches had ended, else with the network of one
-that made the last round, or with the servers' copy if none of those is left.
+Server 0 keeps it. A worker enters when it begins to train, or comes back after its batches had ended. If other workers
+take part in rounds, it waits for the end of their round, and one of them sends it the network. Otherwise the workers at
+the entrance begin together: with the copy of the network that the last workers left here when their batches had ended,
+else with the network of a worker that made the last round, or with the servers' copy if no such worker is left.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Entrance:
             self.left, self.left_after, self._hold = copy, number, hold
 
     def admit(self, made: Collection[int], ended: Collection[int], behind: Collection[int] = ()) -> list[int]:
-        """A round was made by the workers `made`, of which `ended` leave; `behind` will get its mean. Returns the
-        workers that enter now.
+        """Note that the workers `made` have made a round. Of these, `ended` leave; late workers `behind` will get its
+        mean, and stay. Returns the workers that enter now.
 
-        None enters if all leave: no worker could send it the network.
+        No worker enters if all of `made` leave, because they could not send it the network.
         """
         staying = set(made) - set(ended)
         entering = sorted(self.waiting) if staying else []
@@ -64,15 +64,15 @@ class Entrance:
         return entering
 
     def begin(self) -> tuple[list[int], list[int]]:
-        """The workers that wait begin together. Returns them, and those that have the newest network; none of the
-        latter: all take the copy that was left here, or the servers' copy."""
+        """Let the waiting workers begin together. Returns them, and those of them that have the newest network. If the
+        second list is empty, all take the copy that was left here, or the servers' copy."""
         founders = sorted(self.waiting)
         holders = [] if self.left else sorted(self.holders.intersection(founders))
         self.members, self.holders = set(founders), set(holders or founders)
         return founders, holders
 
     def answer(self, workers: Collection[int], told: dict[str, Any]) -> list[tuple[Request, list[Array]]]:
-        """The requests of these workers, which no longer wait, with their answer, and the copy that was left here."""
+        """End the waits of these workers. Returns their requests with the reply: `told`, and the copy left here."""
         reply = [pack(told), *self.left]
         for worker in workers:
             self._answers[worker] = (*self._numbers.pop(worker), reply)

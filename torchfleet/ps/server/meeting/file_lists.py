@@ -15,7 +15,7 @@ from torchfleet.ps.server.meeting.presence import MAX_NAME
 
 MAX_LISTS = 256
 MAX_LIST = 1 << 24  # bytes of a list
-MAX_NAMES = 1 << 12  # names of lists of which passes were dropped
+MAX_NAMES = 1 << 12  # remembered names of lists with dropped passes
 _NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
 
 
@@ -81,7 +81,7 @@ class FileLists:
                     current.give_up(client)
 
     def expire(self, now: float) -> bool:
-        """Take the files of workers that were silent for longer than their lease. Returns whether there are any."""
+        """Take back the files of workers that were silent for longer than their lease. Returns whether any were."""
         is_any = False
         for current in self._passes.values():
             for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
@@ -105,7 +105,7 @@ class FileLists:
     def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
         if len(set(files)) < len(files):
             raise DataError(f"file list '{place[0]}': a file is in it twice")
-        if len(self._passes) >= MAX_LISTS:  # drop the oldest pass of a list with several: finished or abandoned
+        if len(self._passes) >= MAX_LISTS:  # drop the oldest pass that is finished or has no holder
             free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
             if not free:
                 raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
@@ -115,7 +115,7 @@ class FileLists:
     def _drop(self, name: str, number: int) -> None:
         del self._passes[name, number]
         first = self._first.pop(name, 0)
-        self._first[name] = max(first, number + 1)  # behind the others
+        self._first[name] = max(first, number + 1)  # at the end: the oldest name is forgotten first
         if len(self._first) > MAX_NAMES:
             del self._first[next(iter(self._first))]
 

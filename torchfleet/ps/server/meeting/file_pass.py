@@ -28,11 +28,11 @@ class Holder:
 
 @dataclass
 class KnownClient:
-    """What is remembered of a client, also when it holds nothing."""
+    """What the server remembers of a client, also while it holds no file."""
 
     worker: int
     wish: int = 0  # its last `take`; a lower one is a late copy
-    answered: Answer = _NOTHING  # its holder's last, when that was given up
+    answered: Answer = _NOTHING  # the last answer of its holder, once that was given up
     is_former: bool = False  # its worker has been restarted since
 
 
@@ -60,7 +60,8 @@ class Pass:
         return client in self.clients and self.clients[client].is_former
 
     def holder(self, client: int, worker: int, lease: float, now: float) -> Holder:
-        """The holder of a client, heard of now. Another one of its worker is gone: the worker was restarted."""
+        """Note a sign of life of a client, and return its holder. Gives up the other holders of the same worker: it was
+        restarted."""
         for other, holder in list(self.holders.items()):
             if holder.worker == worker and other != client:
                 self.give_up(other)
@@ -121,8 +122,8 @@ class Pass:
         return made
 
     def _meet(self, client: int, worker: int) -> KnownClient:
-        """What is known of a client. Forgets the oldest clients of its worker beyond MAX_CLIENTS: only late copies of
-        their requests could come."""
+        """The KnownClient of a client, made if it is new. Forgets the oldest clients of its worker beyond MAX_CLIENTS:
+        only late copies of their requests could come."""
         if client not in self.clients:
             self.clients[client] = KnownClient(worker)
             own = self._by_worker.setdefault(worker, [])
@@ -132,9 +133,9 @@ class Pass:
         return self.clients[client]
 
     def _hold_again(self, holder: Holder) -> None:
-        """A request came again. The client may have the first answer: it is never given another file, which it would
-        not know of and hold to the end. If the lease has ended since, the file is taken out of the queue again; if
-        another worker has it, the client is told to wait.
+        """Prepare the answer to a repeated request. The client may have received the first answer, so it never gets
+        another file, which it would hold to the end without knowing. If the lease has ended since, the file is taken
+        out of the queue again; if another worker has it, the client is told to wait.
         """
         wish, what, path = holder.answered
         if what != "file" or path in holder.files:

@@ -1,7 +1,7 @@
 """Gradients that workers have given to rounds with a quorum, by bucket, and the means that were made of them.
 
-One server decides which gradients are in a round (quorum.py). All others keep what comes until a worker asks for the
-mean of those gradients. They are named by their worker and the round that it computed them for.
+One server decides which gradients a round uses (quorum.py). All other servers keep the gradients that arrive, until a
+worker asks for the mean of some of them. A Part names gradients by their worker and the round they were computed for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MadeMean:
 
 @dataclass
 class Asked:
-    """A mean that cannot be made yet."""
+    """A mean that workers have asked for, and that cannot be made yet."""
 
     number: int
     parts: list[Part]
@@ -51,13 +51,14 @@ class KeptParts:
         self.asked: Asked | None = None
 
     def keep(self, part: Part, request: Request) -> None:
-        """Keep gradients until a round has them. A repeat replaces the first copy, or comes too late."""
+        """Keep gradients until a round uses them. A repeat replaces the first copy; if the last round has used that,
+        nothing is kept."""
         if self.made is None or part not in self.made.given:
             self.check(part, request)
             self.given[part] = request
 
     def check(self, part: Part, request: Request) -> None:
-        """Raise TableError if the gradients are not as many as those of other workers."""
+        """Raise TableError if the number of gradients differs from that of other workers."""
         size = request.message.arrays[1].data.shape
         other = next((given.message.arrays[1].data.shape for given in self.given.values()), size)
         if size != other:
@@ -67,7 +68,7 @@ class KeptParts:
             )
 
     def ask(self, body: ExchangeBody, request: Request) -> list[Array] | None:
-        """A worker asks for the mean of `body.parts` in a round. Returns None if it waits until that is made."""
+        """A worker asks for the mean of `body.parts` in a round. Returns None if the worker must wait for that mean."""
         number, parts = body.round, body.parts
         last = self.made.number if self.made is not None else 0
         if self.asked is not None:
@@ -77,27 +78,27 @@ class KeptParts:
         if self.asked is None or self.asked.number < number:
             overtaken, self.asked = self.asked, Asked(number, parts, body.processes)
             if overtaken is not None:
-                self.asked.requests.update(overtaken.requests)  # they are told that their round is over
+                self.asked.requests.update(overtaken.requests)  # they will get the answer OVER
         self.asked.requests[request.message.worker] = request
         return None
 
     def _of_last(self, number: int, parts: list[Part]) -> list[Array]:
         if self.made is None or number != self.made.number:
             return [pack(OVER)]
-        if not set(parts) < set(self.made.given) or not parts:  # all, or some that did not come: the answer names those
+        if not set(parts) < set(self.made.given) or not parts:  # all, or also missing ones: the answer names its parts
             return self.made.answer
         return _answer(parts, {}, [self.made.given[part] for part in parts])
 
     def missing(self, incarnation: Callable[[int], int | None], absent: Collection[int]) -> set[int]:
-        """The workers that the mean that others ask for waits for. `incarnation`: of a worker's present process. What
-        an earlier one has not given does not come anymore."""
+        """The workers whose parts the requested mean still waits for. `incarnation`: returns that of a worker's present
+        process. A part that an earlier process has not given is not waited for."""
         if self.asked is None:
             return set()
         lacking = {worker for worker, number in self.asked.parts if (worker, number) not in self.given} - set(absent)
         return {w for w in lacking if incarnation(w) in (None, self.asked.processes.get(w))}
 
     def make_asked(self, max_age: int) -> Answers:
-        """Make the mean that workers ask for, of the parts that are here. Returns their requests with the answer."""
+        """Make the requested mean from the parts that are here. Returns the waiting requests, each with its answer."""
         asked, self.asked = self.asked, None
         assert asked is not None
         answer = self.make(asked.number, asked.parts, {}, max_age)
@@ -108,7 +109,8 @@ class KeptParts:
         return answers
 
     def make(self, number: int, parts: list[Part], told: dict[str, Any], max_age: int) -> list[Array]:
-        """Make the mean of round `number`, of those of `parts` that are here. Drops what is too old for the next."""
+        """Make the mean of round `number` from those of `parts` that are here. Drops gradients that are too old for the
+        next round."""
         given = {part: self.given.pop(part) for part in parts if part in self.given}
         self.given = {part: request for part, request in self.given.items() if number + 1 - part[1] <= max_age}
         answer = _answer(list(given), told, list(given.values()))
@@ -116,7 +118,7 @@ class KeptParts:
         return answer
 
     def forget(self, worker: int) -> None:
-        """Drop what a worker has given and no round has."""
+        """Drop the worker's gradients that no round has used, and its waiting request."""
         self.given = {part: request for part, request in self.given.items() if part[0] != worker}
         if self.asked is not None:
             self.asked.requests.pop(worker, None)

@@ -27,7 +27,7 @@ class Meetings:
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
     rounds: Rounds = field(default_factory=Rounds)  # of hybrid mode, if the network is exchanged through the servers
-    quorum: Quorum = field(default_factory=Quorum)  # the same rounds, where not all workers are waited for
+    quorum: Quorum = field(default_factory=Quorum)  # rounds of a job with a quorum: they do not wait for all workers
     entrance: Entrance = field(default_factory=Entrance)  # of server 0: which workers take part in rounds
     place: tuple[int, int] | None = None  # this server's number, and the number of servers; None: unknown
     agreement: Agreement | None = None  # the settings of the job that the present workers agree on

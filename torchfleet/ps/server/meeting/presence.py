@@ -16,8 +16,8 @@ from torchfleet.base.role.role_info import LOSS_END
 # the cause.
 GRACE = 2.0
 MAX_PAUSE = 1.0  # seconds between two ticks; if more passed, the server itself stood still
-# The number of time-outs that a worker which is started again may take. After one has ended, the server gives up all
-# workers only then.
+# A worker that is being started again may take this many of its time-outs. Once a worker has ended, the server waits as
+# long before it gives up all workers.
 RESTART_TIMEOUTS = 6
 QUIET = 0.3  # share of a worker's time-out without a sign of life, after which a launcher may report it as killed
 MAX_NAME = 256  # characters
@@ -107,8 +107,8 @@ class Presence:
             )
 
     def check_joined(self, worker: int, incarnation: int) -> None:
-        """Raise RoleError if a process has joined as this worker, and the one that asks in its name has joined under no
-        number. Workers that share a copy of the tables ask in the name of one of them.
+        """Raise RoleError if a process has joined as this worker, and the process that asks in its name has not joined
+        as any worker. Workers that share a copy of the tables ask in the name of one of them.
         """
         if worker in self._members and all(known.incarnation != incarnation for known in self._members.values()):
             self.check(worker, incarnation)
@@ -129,7 +129,7 @@ class Presence:
         return None if known is None else known.incarnation
 
     def others(self, worker: int, now: float) -> Literal["here", "quiet", "gone"]:
-        """The state of the other workers: "gone" if none is left, "quiet" if all have missed a sign of life."""
+        """The state of the other workers: "gone" if no other is left, "quiet" if all have missed a sign of life."""
         lost = self.lost(now)
         left = [m for number, m in self._members.items() if number != worker and number not in lost and not m.ended]
         if any(now - member.heard < QUIET * member.body.timeout for member in left):

@@ -1,9 +1,9 @@
 """Rounds with a quorum: each is made when k workers have given their gradients of the network for it.
 
-Server 0 decides which gradients are in a round, when it has the first bucket of k workers. The workers ask the other
-servers for the mean of these (kept_parts.py). Gradients that come later are in the next round, beside its own k, or are
-dropped if they were computed for a round too long ago. A worker that is late by less than a round gets the mean that it
-missed, and goes on with the others. One that is later is out, and enters again (entrance.py).
+Server 0 decides which gradients a round uses, when it has the first bucket of k workers. The workers ask the other
+servers for the mean of these gradients (kept_parts.py). Later gradients are used in the next round, in addition to its
+own k, or dropped if they were computed for a round too long ago. A worker that is late by less than a round gets the
+mean that it missed, and goes on with the others. A worker that is later is taken out, and enters again (entrance.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ON_TIME, LATE, DROPPED = "on_time", "late", "dropped"
 
 @dataclass
 class Counts:
-    """Gradients of the network by what became of them, and the samples behind them."""
+    """Numbers of gradients of the network, and of the samples behind them: on time, late, and dropped."""
 
     gradients: dict[str, int]
     samples: dict[str, float]
@@ -39,18 +39,18 @@ class Counts:
 
 
 class Quorum:
-    """The rounds of a job with a quorum. All but `buckets` is used by the server that decides."""
+    """The rounds of a job with a quorum. A server that does not decide uses only `buckets`, `least` and `max_age`."""
 
     def __init__(self) -> None:
         self.buckets: dict[int, KeptParts] = {}
         self.least, self.max_age = 0, 0
         self.number = 0  # of the open round
-        self.waiting: dict[int, Request] = {}  # by worker: gave its gradients for the open round
-        self.late: list[Part] = []  # gradients for earlier rounds that will be in the open one
+        self.waiting: dict[int, Request] = {}  # by worker that gave its gradients for the open round
+        self.late: list[Part] = []  # gradients for earlier rounds that the open one will use
         self._given: dict[int, int] = {}  # by worker that takes part: the last round that it has given gradients for
         self._answers: dict[int, tuple[int, list[Array]]] = {}  # by worker that was late: round and answer
         self._told: dict[str, Any] = {}  # what the last answer said beside the mean
-        self._taken_out: set[Part] = set()  # of the last round: not on all servers, so that no worker takes them
+        self._taken_out: set[Part] = set()  # parts of the last round that other servers lack: no worker uses them
         self.counts = Counts.none()
 
     @property
@@ -58,12 +58,12 @@ class Quorum:
         return bool(self.buckets)
 
     def keep(self, body: ExchangeBody, request: Request) -> None:
-        """Keep gradients until a worker asks for the mean of a round that has them."""
+        """Keep gradients until a round uses them."""
         self.least, self.max_age = body.quorum, body.max_age
         self.buckets.setdefault(body.bucket, KeptParts()).keep((request.message.worker, body.round), request)
 
     def check(self, body: ExchangeBody, request: Request) -> None:
-        """Raise FleetError for gradients that are not taken. Nothing was changed then."""
+        """Raise FleetError if the gradients must be refused. Changes nothing."""
         worker = request.message.worker
         if body.bucket in self.buckets:
             self.buckets[body.bucket].check((worker, body.round), request)
@@ -71,9 +71,10 @@ class Quorum:
             raise FleetError(f"round {body.round} is over, and worker {worker} has given gradients for a later one")
 
     def arrive(self, body: ExchangeBody, request: Request, members: set[int]) -> list[Array] | None:
-        """A worker gives the first bucket to the server that decides. Returns the answer if it is late; else None.
+        """A worker gives the first bucket to the server that decides. Returns the answer to a late or repeated part;
+        else None: the worker waits.
 
-        `members`: the workers that take part; one that has no batch after a late one is taken out.
+        `members`: the workers that take part. A late worker is removed if it must enter again, or has no further batch.
         """
         worker, number = request.message.worker, body.round
         known = self._known(worker, number)
@@ -94,7 +95,7 @@ class Quorum:
         return self._late_answer(body, request, members)
 
     def _known(self, worker: int, number: int) -> list[Array] | None:
-        """The answer to a repeat; None: not a repeat of what was answered."""
+        """The answer that was given before; None if the request does not repeat an answered one."""
         last = self.buckets[0].made if 0 in self.buckets else None
         if last is not None and (worker, number) in last.given and number == last.number:
             return last.answer
@@ -128,14 +129,14 @@ class Quorum:
         return bool(self.waiting) and len(self.waiting) >= min(self.least, len({*members, *self.waiting}))
 
     def behind(self, members: Collection[int]) -> set[int]:
-        """The workers of `members` that are late for the open round, and not for the one before it."""
+        """The workers of `members` that are late for the open round, and were not late for the round before it."""
         earlier = self.number - 1
         late = [worker for worker in members if worker not in self.waiting]
         return {worker for worker in late if self._given.setdefault(worker, earlier) >= earlier}
 
     def make(self, told: dict[str, Any], entering: Collection[int]) -> list[tuple[Request, list[Array]]]:
-        """Make the open round. Returns the requests of its workers with their answer. `entering`: take part from the
-        next one on."""
+        """Make the open round. Returns the requests of its workers with their answer. `entering`: the workers that take
+        part from the next round on."""
         self._drop_old()
         parts = [
             *sorted(self.late, key=lambda part: (part[1], part[0])),
@@ -154,7 +155,8 @@ class Quorum:
         return answered
 
     def take_out(self, number: int, parts: Collection[Part]) -> None:
-        """All workers take only `parts` of round `number`: other servers lack the rest, of workers that were lost."""
+        """Count the gradients of round `number` that are not in `parts` as dropped. Their workers were lost, other
+        servers lack them, and so no worker uses them."""
         made = self.buckets[0].made if 0 in self.buckets else None
         if made is None or made.number != number:
             return
@@ -165,7 +167,7 @@ class Quorum:
             self.counts.add(DROPPED, samples)
 
     def forget(self, worker: int) -> None:
-        """The worker's process was replaced: what it gave and no round has is dropped."""
+        """The worker's process was replaced: drop its gradients that no round has used."""
         if not self.is_on:
             return
         self._given.pop(worker, None)
@@ -176,7 +178,7 @@ class Quorum:
             bucket.forget(worker)
 
     def stats(self) -> dict[str, Any]:
-        """What became of the gradients so far. `waiting`: late ones that the open round will have."""
+        """Counts of the gradients so far. `waiting`: late gradients that the open round will use."""
         waiting = [samples_of(self.buckets[0].given[part]) or 0.0 for part in self.late]
         gradients = {**self.counts.gradients, "waiting": len(waiting)}
         return {
@@ -192,7 +194,7 @@ class Quorum:
             yield from bucket.waiting()
 
     def end_all(self) -> list[Request]:
-        """Drop what waits. Returns the requests."""
+        """End all waits. Returns the requests that waited."""
         ended, self.waiting = list(self.requests()), {}
         for bucket in self.buckets.values():
             bucket.asked = None
@@ -222,17 +224,17 @@ class Quorum:
         self.counts = Counts(dict(kept["counts"][0]), dict(kept["counts"][1]))
 
     def _begin(self, number: int) -> None:
-        """Open round `number`: the next one, or that of a new beginning. The workers of an open round are gone."""
+        """Open round `number`, with which workers begin together. Those that waited in an older round are gone."""
         self._drop([(worker, self.number) for worker in self.waiting])
         self.number = number
-        self._given = dict.fromkeys(self._given, number - 1)  # who is late for the first round is late by one
+        self._given = dict.fromkeys(self._given, number - 1)  # a worker late for this round is late by one
         self._drop_old()
 
     def _drop_old(self) -> None:
         self._drop([part for part in self.late if self.number - part[1] > self.max_age])
 
     def _drop(self, parts: Collection[Part]) -> None:
-        """Drop gradients that the open round was to have."""
+        """Drop gradients that the open round was to use."""
         for worker, number in parts:
             self.counts.add(DROPPED, samples_of(self.buckets[0].given.pop((worker, number))))
             if number == self.number:

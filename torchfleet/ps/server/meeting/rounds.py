@@ -1,10 +1,10 @@
 """Rounds: in each, every worker gives its gradients of the network, and all of them get the mean.
 
 The network is cut into buckets, and a bucket into one span per server. A server makes the mean of each of its spans by
-itself, once all workers that the round counts have given theirs. If a worker is lost within a round, some means may
-have its part and others not. Each reply therefore names the workers whose parts are in the mean. The workers take those
-that all replies have in common, and ask again for the means that have more: parts are kept until the next round of the
-bucket is made. All workers get the same replies, so all of them take the same ones, and no server asks another.
+itself, once all workers that the round counts have given their parts. If a worker is lost within a round, some means
+may have its part and others not. Each reply therefore names the workers whose parts are in the mean. The workers use
+only the parts that all replies have in common, and ask again for the means that have more: servers keep parts until the
+next round of the bucket is made. All workers get the same replies and choose the same parts, so no server asks another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchfleet.ps.net.wire import MAX_BODY, Array, pack, unpack
 MAX_BUCKETS = 1024
 MAX_ROUND = 1 << 53
 MAX_SAMPLES = 1e15  # of one part: float64 adds such numbers exactly
-MAX_RATES = 1024  # learning rates that a worker tells
+MAX_RATES = 1024  # learning rates in one part
 
 Answers = list[tuple[Request, list[Array]]]
 
@@ -41,7 +41,7 @@ class ExchangeBody(msgspec.Struct, forbid_unknown_fields=True):
     again: bool = False  # asks for the mean of some parts of a round that is made; brings no gradients
     quorum: int = 0  # a round is made when this many workers have given theirs (quorum.py); 0: all
     max_age: int = 0  # with a quorum: rounds by which gradients may be late
-    decides: bool = False  # with a quorum: this part stands for all that the sender gives in this round
+    decides: bool = False  # with a quorum: this part stands for all parts that the sender gives in this round
     parts: list[tuple[int, int]] = []  # with a quorum and `again`: worker and round of the gradients asked for
     processes: dict[int, int] = {}  # by worker of `parts`: the incarnation of the process that gave them
 
@@ -62,7 +62,7 @@ class Round:
         return sorted(self.counted.intersection(self.given))
 
     def mean(self, workers: Collection[int]) -> npt.NDArray[np.float32]:
-        """The mean of the parts of these workers, by their numbers of samples, added in the order of the workers."""
+        """The mean of these workers' parts, weighted by their samples, and summed in the order of the workers."""
         parts = [(self.given[worker].message.arrays[1].data, self.bodies[worker].samples) for worker in sorted(workers)]
         return mean_of(parts)
 
@@ -103,7 +103,7 @@ class Rounds:
                 return made.answer
             raise FleetError(f"round {body.round} is over: round {made.number} of bucket {body.bucket} is made")
         present = self.open.get(body.bucket)
-        if present is None or present.number < body.round:  # the workers of an older one are gone
+        if present is None or present.number < body.round:  # the workers of an older open round are gone
             present = Round(body.round, frozenset(body.workers))
         elif present.number > body.round:
             raise FleetError(f"round {body.round} is over: round {present.number} of bucket {body.bucket} has begun")

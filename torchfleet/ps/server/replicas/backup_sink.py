@@ -1,4 +1,4 @@
-"""Sends entries to a backup: numbers them, keeps them until they are confirmed, and repeats them when none is."""
+"""Sends numbered entries to a backup, keeps them until they are confirmed, and repeats them if confirmations stop."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class BackupSink:
         return self._confirmed if self.is_counted else _ALL
 
     def trouble(self) -> str:
-        """As Sink.trouble. The primary removes a silent backup from the view, and this sink; also one that has no room
-        while it is being filled (`is_hopeless`)."""
+        """As Sink.trouble. The primary removes a silent backup from the view, and this sink; also one that cannot
+        write its log while it is being filled (`is_hopeless`)."""
         if self.is_counted and self.is_stuck:
             return "The log of the backup cannot be written, and changes that are not in it cannot be promised."
         return f"The backup is {self._num_bytes:,} bytes behind." if self._num_bytes > MAX_BEHIND else ""
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether a backup that is being filled has no room for that. Changes do not wait for it."""
+        """Whether a backup that is being filled cannot write its log. Changes do not wait for it."""
         return self.is_stuck and not self.is_counted
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from torchfleet.ps.net.wire import (
 
 IN_VIEW = 1  # flag of APPEND: the view names the receiver as backup
 STUCK = 1  # flag of CONFIRM: the log of the backup cannot be written now
-_OF_REPLICAS = frozenset((Command.FOLLOW, Command.APPEND, Command.LOST))  # what is not a client's request
+_OF_REPLICAS = frozenset((Command.FOLLOW, Command.APPEND, Command.LOST))  # commands that clients do not send
 _GLANCE = struct.Struct("<5xB54xI")  # command and term in a header
 _MICROSECONDS = 1e6
 # As plain numbers: these messages are made and read for every push, and enumerations take longer.
@@ -71,7 +71,7 @@ class LostBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_of_replicas(command: int) -> bool:
-    """Whether it is for a replica as such, and not for the server of which it is one."""
+    """Whether the command is for a replica itself, and not for the server behind it."""
     return command in _OF_REPLICAS
 
 

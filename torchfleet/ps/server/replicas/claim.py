@@ -19,7 +19,7 @@ def claim(own: Identity, coordinator: Coordinator, has_log: bool = False) -> Beg
     """What the replica begins as; None if that is unknown, because the coordinator does not answer: ask again.
 
     Only replica 0 claims a shard, which must have had no primary or, unless the replica was restarted, belong to a job
-    that is over. `has_log`: a replica can be restored from a log, so that none begins without rows.
+    that is over. `has_log`: a replica can be restored from a log, so no replica begins without rows.
     """
     if own.replica or has_log:
         return Beginning(None)

@@ -42,10 +42,10 @@ class Fate(Enum):
 
 
 class Follower:
-    """Only the server's loop calls it. `connect(number)`: a channel to that replica, which is only sent over.
+    """Only the server's loop calls it. `connect(number)`: a channel to that replica, used only to send.
 
     An entry is confirmed when it arrives, and applied later. If _MOST_WAITING entries wait, they are applied before the
-    next one is confirmed. A take-over applies all of them first. With a log, an entry is confirmed when it is in it.
+    next one is confirmed. A take-over applies all of them first. With a log, an entry is confirmed when the log has it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Follower:
         return self._log is not None and not self._has_won and self._log.confirmed > self._num_confirmed
 
     def confirmation(self) -> list[Frame] | None:
-        """The CONFIRM of messages that are in the log since the last one; None if there are none."""
+        """The CONFIRM of the messages that came into the log since the last CONFIRM; None if no message did."""
         if self._log is None or not self.has_confirmation:
             return None
         self._num_confirmed = self._log.confirmed
@@ -124,7 +124,7 @@ class Follower:
         if self.number == 1:
             log.begin_backup()
         log.append(self.number, frames)
-        if not log.has_copy:  # it must know when it has the last piece
+        if not log.has_copy:  # to learn at once which piece is the last
             self.catch_up()
             if self.replay.is_complete:
                 log.end_copy()
@@ -154,7 +154,7 @@ class Follower:
         self._losses.append(body)
 
     def meet(self, name: str) -> None:
-        """The other replica's process has this name, and asks for the state: it has none itself."""
+        """The other replica's process has this name, and asks for the state, so it has no state itself."""
         self._met = name
 
     def tick(self, now: float) -> Fate:
@@ -226,9 +226,9 @@ class Follower:
         return self._log is not None and self._log.is_whole
 
     def _may_restore(self, view: View | None, now: float) -> bool:
-        """Whether to go on from the log: the view names an earlier process of this replica, so that its log has all
-        that was acknowledged, and the other one that it names, if any, has ended or does not act. Without a view, terms
-        decide."""
+        """Whether to go on from the log. The view must name an earlier process of this replica: its log then has every
+        acknowledged change. If the view also names the other replica, that process must have ended, or must not act.
+        Without a view, the terms of the logs decide."""
         if view is None:
             return self._log is not None and self._log.is_newest
         names = view.primary, view.backup
@@ -240,7 +240,7 @@ class Follower:
         return not other or self._is_lost(other) or self._is_replaced(other) or now - self._begun > patience
 
     def _is_replaced(self, name: str) -> bool:
-        """Whether another process is in the place of this one, and has no state."""
+        """Whether another process, which has no state, has replaced the process of this name."""
         return bool(self._met) and self._met != name and replica_of(self._met) == replica_of(name)
 
     def _look_for_end(self, now: float) -> Fate:

@@ -1,4 +1,4 @@
-"""What a replica that runs as a process has beside messages, to show that it lives and to see that the other does."""
+"""How a replica's process shows that it lives, and checks the other one, beside the messages of its server's loop."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class Primary:
         self._renewed = now
         self._suspected = now - BEAT  # when a client last made it read the view
         self._is_backup_lost = False
-        self._is_unanswered = False  # it is unknown whether the view has changed, or will, as this replica has asked
-        self._may_have_dropped = False  # one of those changes is to go on alone
+        self._is_unanswered = False  # it is unknown whether a change that this replica asked for was or will be made
+        self._may_have_dropped = False  # one of those changes removes the backup from the view
         self.is_deposed = False
         self._say = logged.server.state.say
         self.view = view
@@ -61,9 +61,9 @@ class Primary:
         return self.has_backup or self._is_unanswered
 
     def is_sure(self, now: float) -> bool:
-        """Whether it is certain that no other replica has taken over by the time `now`, and that the backup could: one
-        that the view may have ceased to name has every change, but if this replica is lost, it may not take over. A log
-        must have the term, too."""
+        """Whether it is certain that no other replica has taken over by the time `now`, and that the backup, if there
+        is one, may take over: a backup that the view may no longer name has every change, and still may not. If there
+        is a log, it must have the term, too."""
         if self.is_deposed or self._may_have_dropped or not self.logged.is_noted:
             return False
         has_lease = now < self._lease or (self._signs is not None and now < self._signs.lease)
@@ -166,7 +166,7 @@ class Primary:
         self.logged.close(is_over)
 
     def begin_log(self, make: Callable[[], LoggedServer]) -> None:
-        """Log changes by what `make` returns. Called before the first request, and without a backup."""
+        """Use the LoggedServer that `make` returns. Called before the first request, and without a backup."""
         assert self._sink is None
         self.logged.close()
         self.logged = make()
@@ -181,8 +181,8 @@ class Primary:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
 
     def _join(self) -> None:
-        """Name the backup in the view, once it has every acknowledged change. Also a backup that is silent no longer,
-        if it is unknown whether the view still names it.
+        """Name the backup in the view, once it has every acknowledged change. Also does so for a backup that answers
+        again, if it is unknown whether the view still names it.
 
         When the backup has the whole state, replies begin to wait for it. When it also has every change that was made
         before that, the view names it.

@@ -62,7 +62,7 @@ class Replica:
     ) -> None:
         """Become primary if this replica can claim the shard, else a follower (claim.py). If the coordinator does
         not answer, a later tick asks again, also before `begin`. `waits_for_backup`: the first primary lets workers in
-        when it has a backup. `durability`: settings of the log; None: there is none."""
+        when it has a backup. `durability`: settings of the log; None: no log."""
         self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
         self.refusals = server.refusals
         self._clock, self._liveness = clock, liveness or Liveness()
@@ -77,7 +77,7 @@ class Replica:
         self._losses: list[LostBody] = []  # what the launcher has reported while this replica had no role
         self._log = None if durability is None else ReplicaLog(durability, own.replica, clock)
         self._restored: Restoration | None = None  # until it is primary
-        self._filler: Peer | None = None  # where entries come from
+        self._filler: Peer | None = None  # the connection over which entries come
         self._asked = clock()
         self._find_role()
 
@@ -112,7 +112,7 @@ class Replica:
 
     def end(self, keeps_log: bool = False) -> None:
         """Close all connections to the other replica. If the job is over, first write that into the view, and remove
-        the log. `keeps_log`: not the log of a primary: it was told to end."""
+        the log. `keeps_log`: a primary keeps its log, because it was told to end."""
         is_over = self._is_job_over
         if self._primary is not None:
             if is_over:
@@ -246,7 +246,7 @@ class Replica:
             primary.begin_log(lambda: log.begin_primary(self._server, primary.view.term))
 
     def _wait_for_backup(self, is_new: bool = True) -> None:
-        """`is_new`: the job begins now; workers of one that has begun go on without a backup."""
+        """`is_new`: the job begins now. In a job that has begun, workers go on without a backup."""
         if self._is_active and self._primary is not None:
             self._server.state.has_backup = False
             self._server.loading = NO_BACKUP if self._waits_for_backup and is_new else ""

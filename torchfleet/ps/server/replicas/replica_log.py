@@ -1,7 +1,7 @@
 """The log of a replica. A backup has an entry in its own log before it confirms it, so each replica can be restored.
 
-The messages of the primary are a segment of a log as they come: a copy of the state in pieces, with entries between
-them. Until a view names the backup, its log says NOT_IN_STEP.
+The primary's messages, in the order in which they come, are a segment of a log: a copy of the state in pieces, with
+entries between them. Until a view names the backup, its log says NOT_IN_STEP.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ReplicaLog:
         return any(folder is not None and log_in_step(folder) is not None for folder in folders)
 
     def make_folder(self) -> None:
-        """Make the folder of this replica, in which there is no log that a run can go on from. A replica that sees the
-        folder of the other one can then tell it from one that was lost. Raises LogError."""
+        """Make the folder of this replica, although there is no log that a run can go on from. The other replica, if it
+        sees the folder, then knows that no log is missing. Raises LogError."""
         try:
             make_own(self._durability.folder)
         except (OSError, SecurityError) as error:
@@ -136,7 +136,7 @@ class ReplicaLog:
         return (self._bell,)
 
     def hear(self) -> None:
-        """Make the bell silent."""
+        """Reset the event that `wakes` returns."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
@@ -148,8 +148,8 @@ class ReplicaLog:
         return self._pieces is not None or writer.segment_bytes > self._most_bytes
 
     def cut(self, replay: Replay, number: int) -> None:
-        """Append one more piece of a copy of the state, at first to a new segment. `replay` must have applied all
-        messages that were appended, up to `number`."""
+        """Append one more piece of a copy of the state; the first one begins a new segment. `replay` must have applied
+        all messages that were appended, up to `number`."""
         assert self._writer is not None
         if self._pieces is None:
             self._writer.begin_segment()
@@ -187,7 +187,7 @@ class ReplicaLog:
             self._remove(lambda start: True)
 
     def _remove(self, is_meant: Callable[[Start], bool]) -> None:
-        """Remove the log of this replica, if there is one that is meant. Raises LogError."""
+        """Remove the log of this replica, if there is one and `is_meant` is True for it. Raises LogError."""
         start = find_start(self._durability.folder)
         if start is not None and is_meant(start):
             folder = LogFolder(self._durability.folder)

@@ -1,8 +1,8 @@
 """Signs of life that a primary sends from a thread of its own.
 
 The server's loop sends some too, between two requests. On a busy machine a loop that computes waits for a core again
-and again, and a long request holds it up. A thread that sleeps most of the time gets a core at once. What it says is
-that the process runs and that its loop has turned lately. A process that is stopped or dead says nothing.
+and again, and a long request holds it up. A thread that sleeps most of the time gets a core at once. Its messages say
+that the process runs and that its loop has turned lately. A process that is stopped or dead sends no message.
 """
 
 from __future__ import annotations

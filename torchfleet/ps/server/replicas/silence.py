@@ -15,7 +15,7 @@ class Silence:
 
     A process that is not scheduled reads no messages, so a late look counts as _ON_TIME seconds at most, and decides
     nothing before the next one. Where messages come late, because the other process waits for a core, limits grow with
-    the longest silence of late. On an idle machine they do not: messages then come every BEAT seconds.
+    the longest recent silence. On an idle machine they do not: messages then come every BEAT seconds.
 
     The counted time is never more than the time since the last message, so that a lease shorter than a limit is over
     when the limit is exceeded.

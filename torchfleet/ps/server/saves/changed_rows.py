@@ -23,11 +23,11 @@ class SubscribeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChangedBody(msgspec.Struct):
-    """What a reply holds; the arrays follow: per number in `rows` keys, their rows, and keys without a row any more;
-    per number in `blocks` the whole block."""
+    """The head of a reply. Arrays follow: per table number in `rows`, keys, their values, and keys that have no row any
+    more; per table number in `blocks`, the whole block."""
 
     number: int
-    is_known: bool  # False: changes are kept from now on, and what was before is not known here
+    is_known: bool  # False: changes are kept from now on, and the server does not know earlier ones
     rest: int  # keys that the reply had no room for
     changed_at: float  # seconds since 1970 of the last change
     rows: list[int] = []
@@ -35,8 +35,8 @@ class ChangedBody(msgspec.Struct):
 
 
 def subscribe(state: State, request: Request) -> Answer:
-    """Rows that changed since this subscriber's last request, as they are now, all of one moment. If `rest` is 0, the
-    subscriber has the tables of this moment, once it has applied this reply and those before it.
+    """Return the rows that changed since this subscriber's last request, with their current values. If `rest` is 0, the
+    subscriber has the tables as they are now once it has applied this reply and all earlier ones.
     """
     body = unpack(only(request), SubscribeBody, MAX_BODY)
     for table in state.tables.values():
@@ -64,7 +64,7 @@ def _rows(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
 
 
 def _blocks(state: State, found: Subscription, told: ChangedBody) -> list[Array]:
-    """Whole blocks, with the last rows only: a network of the same moment."""
+    """The changed dense blocks, only in the reply with the last rows: rows and blocks are then of the same moment."""
     if told.rest:
         return []
     told.blocks = sorted(found.blocks)

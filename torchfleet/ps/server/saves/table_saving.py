@@ -19,7 +19,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
 
-_SOME = np.ones(1, np.uint64)  # of a slice that has no keys
+_SOME = np.ones(1, np.uint64)  # in place of the keys, for a slice of a kind without keys
 SLICE = 1 << 14  # rows copied between two requests: one to three milliseconds
 
 
@@ -83,7 +83,7 @@ def _num_rows(state: State, written: list[Part]) -> int:
 
 
 def begin_save(state: State, body: SaveBody) -> None:
-    """Mark the begin of a save in all tables at once. Later changes belong to the next save.
+    """Mark the beginning of a save in all tables at once. Later changes belong to the next save.
 
     A save for prediction (without state) does not take part in the chain of deltas.
     """
@@ -105,7 +105,7 @@ def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
 
 
 def _counted(file: FileToWrite | None, table: Table, before: int) -> FileToWrite | None:
-    """Note how many keys may repeat. Of candidates it is not known how many were dropped."""
+    """Note how many keys of the file may repeat. For candidates, the number of dropped keys is not known."""
     if file is not None and file.kind != "candidates":
         file.repeats = table.num_dropped - before
     return file
@@ -122,7 +122,7 @@ class Filling:
         self._kind: PartKind | None = None
 
     def add(self, saved: SavedSlice) -> Iterator[FileToWrite | None]:
-        """Add a slice. Yields the files that are full now, or None if there are none."""
+        """Add a slice. Yields the files that are full now, or None if no file is full."""
         if saved.kind == self._kind and not saved.arrays.get("keys", _SOME).size:  # the table waits for its disk
             yield None
             return

@@ -26,7 +26,7 @@ BURST = 4.0  # seconds' worth of rows that may be created at once
 GROWTH = 2.0  # seconds for which a client is assumed to continue creating rows
 _OVERHEAD = 1024  # bytes of a request in addition to its arrays
 LOOK = 0.25  # seconds between two checks of the free memory
-SHARE, MOST = 1 / 64, 1 << 30  # share of all memory, and most bytes, that are reserved from new rows
+SHARE, MOST = 1 / 64, 1 << 30  # share of all memory, and most bytes, that new rows may not use
 
 
 @dataclass(slots=True)

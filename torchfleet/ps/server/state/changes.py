@@ -34,7 +34,7 @@ class Record:
 
     @classmethod
     def restored(cls, pending: bytes, sent: bytes) -> Record:
-        """Of keys as bytes."""
+        """A record from the keys that `Changes.export` wrote as bytes."""
         keys = np.frombuffer(pending, np.uint64)
         return cls([keys], np.frombuffer(sent, np.uint64), len(keys), max(1 << 16, 2 * len(keys)))
 

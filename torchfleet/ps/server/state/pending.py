@@ -1,4 +1,4 @@
-"""What a process that follows a table has not got of it: rows by their numbers, and keys that have no row any more."""
+"""The changes of a table that a subscriber has not received: numbers of rows, and keys where these are not known."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.tables.table import Table
 
 COMPACT_AT = 1 << 18  # keys
-_NOTED = 1 << 15  # keys that are not noted a second time: 256 KiB, which stay in the cache
+_NOTED = 1 << 15  # recent keys that are not noted a second time: 256 KiB, which stay in the processor's cache
 _NONE: Keys = np.empty(0, np.uint64)
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class PendingKeys:
-    """Keys that a subscriber has not got. Repeats are removed whenever they double, so that there are at most twice as
-    many as the table ever had rows."""
+    """Keys that a subscriber has not received. Duplicates are removed whenever the number of keys has doubled, so it is
+    at most twice the number of rows that the table ever had."""
 
     pieces: deque[Keys] = field(default_factory=deque)
     num: int = 0
-    sent: Keys = field(default_factory=lambda: _NONE)  # in replies that may be lost
+    sent: Keys = field(default_factory=lambda: _NONE)  # in the last reply, which may be lost
     compact_at: int = COMPACT_AT
     noted: Keys = field(default_factory=lambda: np.zeros(_NOTED, np.uint64))  # most keys that were noted since `take`
 
@@ -46,7 +46,7 @@ class PendingKeys:
             self.compact_at = max(COMPACT_AT, 2 * self.num)
 
     def take(self, most: int) -> Keys:
-        """At most `most` keys, the oldest first; few repeat. They are `sent` from now on."""
+        """At most `most` keys, the oldest first, with few duplicates. They count as `sent` until `settle`."""
         taken, num = [_NONE], 0
         if self.pieces:
             self.noted[:] = 0
@@ -69,14 +69,14 @@ class PendingKeys:
 
 
 class PendingRows:
-    """Numbers of rows that a subscriber has not got, a bit for each. A push knows them: nothing is searched."""
+    """Numbers of rows that a subscriber has not received, as a bitmap. A push knows them, so no key is looked up."""
 
     def __init__(self) -> None:
         self.num = 0
         self._sent = _NO_ROWS
         self._words: npt.NDArray[np.uint64] = np.zeros(marks.PAGE_WORDS, np.uint64)
         self._pages: npt.NDArray[np.uint8] = np.zeros(1, np.uint8)
-        self._next = 0  # row that `take` goes on with: no row waits for those before it to come to rest
+        self._next = 0  # row at which `take` continues, so that no row waits while earlier ones change again and again
 
     def note(self, at: Rows) -> None:
         num_new, num_beyond = marks.add(self._words, self._pages, at)
@@ -86,7 +86,7 @@ class PendingRows:
         self.num += num_new
 
     def take(self, most: int) -> Rows:
-        """At most `most` rows, ascending. They are `sent` from now on."""
+        """At most `most` rows, ascending. They count as sent until `settle`."""
         taken = np.empty(min(most, self.num), np.int64)
         self.num -= len(taken)
         num = marks.take(self._words, self._pages, self._next, taken)
@@ -112,7 +112,7 @@ class PendingRows:
 
 @dataclass(slots=True)
 class Pending:
-    """What a subscriber has not got of one table: rows where their numbers are known, and keys where they are not."""
+    """The changes of one table that a subscriber has not received: rows where their numbers are known, else keys."""
 
     keys: PendingKeys = field(default_factory=PendingKeys)
     rows: PendingRows = field(default_factory=PendingRows)
@@ -122,14 +122,15 @@ class Pending:
         return self.keys.num + self.rows.num
 
     def note(self, keys: Keys, at: Rows | None) -> None:
-        """These keys changed, or went. `at`: their rows, if these keep their numbers. Both are copied."""
+        """These keys changed, or lost their rows. `at`: the numbers of their rows; None: not known, or not stable. Both
+        are copied."""
         if at is None:
             self.keys.note(keys)
         else:
             self.rows.note(at)
 
     def take(self, table: Table, most: int) -> tuple[Keys, Floats, Keys]:
-        """(keys, their values, keys without a row), at most `most`, as they are now."""
+        """(keys, their current values, keys without a row): at most `most` keys in all."""
         asked = self.keys.take(most)
         at = self.rows.take(most - len(asked))
         if not len(asked):

@@ -46,7 +46,7 @@ class SavesMade:
 class Saves:
     """A server's data about saved models."""
 
-    roots: tuple[str, ...] = ()  # folders below which saves may be written; none: saves/save_roots.py says where
+    roots: tuple[str, ...] = ()  # folders below which saves may be written; if empty, saves/save_roots.py says where
     model: str = ""  # the saved model that was loaded
     chain: Chain = field(default_factory=Chain)
     made: SavesMade = field(default_factory=SavesMade)

@@ -15,7 +15,7 @@ _FEW = 64  # tables that are reported; if there are more, only the largest
 
 
 class Standing(Protocol):
-    """Of a server with a backup."""
+    """What the status says of a server with replicas."""
 
     @property
     def is_primary(self) -> bool: ...

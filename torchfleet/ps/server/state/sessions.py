@@ -2,7 +2,7 @@
 
 A client numbers its changes to one server 1, 2, 3, ... Each message has a floor: all changes below it are settled. The
 server keeps the outcome of every change from the floor on, and answers a repeat with it. If the server needs room, it
-forgets clients whose worker has left, or that were silent for LEASE seconds. If there are none, it refuses new clients.
+forgets clients whose worker has left, or that were silent for LEASE seconds. Without such clients it refuses new ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAIR_SHARE = MAX_OUTCOMES // MAX_CLIENTS  # outcomes that a client may always ha
 MAX_REASONS = 16  # the latest error texts of refused changes, kept per client
 LEASE = 3600.0  # seconds; a client repeats a request for minutes
 _ALL_SETTLED = 1 << 64  # a floor above every number
-_HIGHEST = _ALL_SETTLED - 1  # stands for it where it is kept
+_HIGHEST = _ALL_SETTLED - 1  # stands for _ALL_SETTLED in `export`, where a number has 64 bits
 
 
 class Outcome(Enum):

@@ -42,8 +42,8 @@ class Pushes:
 
     step: dict[int, Request] = field(default_factory=dict)  # of the current sync step, by worker
     num_steps: int = 0  # sync steps made so far
-    gathered: list[Request] = field(default_factory=list)  # that wait to be applied in one update
-    bound: Bound = field(default_factory=Bound)  # that wait to bound the staleness of other workers
+    gathered: list[Request] = field(default_factory=list)  # pushes to apply in one update
+    bound: Bound = field(default_factory=Bound)  # pushes held to bound the staleness of other workers
     num_dropped: int = 0  # pushes whose dense gradients exceeded the maximum staleness
     changes: Changes = field(default_factory=Changes)  # rows that each worker has not seen yet (geo training)
 
@@ -69,7 +69,7 @@ class State:
     is_following: bool = False  # the server applies entries of another server, or of its own log
     is_stopping: bool = False
     served: dict[str, Any] | None = None  # of a read-only server: the saved model and the shard that it serves
-    has_backup: bool | None = None  # of the primary of a server with replicas; None: there are none, or it is a backup
+    has_backup: bool | None = None  # of the primary of a server with replicas; None: no replicas, or it is a backup
     now: Callable[[], float] = _monotonic  # the server's clock
     say: Callable[[str], None] = _nothing  # writes a line to the server's log; a server within a worker has no log
 
@@ -109,20 +109,20 @@ class State:
         """Make all tables anew, empty, and return to the machine's clock."""
         self.clock = Clock()
         self.subscriptions.forget()
-        specs, self.tables = [table.spec for table in self.tables.values()], {}  # the memory of the old ones first
+        specs, self.tables = [table.spec for table in self.tables.values()], {}  # frees the old tables' memory first
         self.tables = {spec.number: self._made(spec) for spec in specs}
 
     def _made(self, spec: TableSpec) -> Table:
         return make_table(spec, self.max_table_bytes, self.clock, default_storage())
 
     def watch_tables(self) -> None:
-        """Let the tables tell their changes, as long as a process follows them."""
+        """Let the tables report their changes while there are subscribers, and only then."""
         watch = self.subscriptions.note if len(self.subscriptions) else None
         for table in self.tables.values():
             table.watch = watch
 
     def table(self, number: int) -> Table:
-        """The table with this number in messages. Raises TableError if there is none."""
+        """The table with this number in messages. Raises TableError if no table has it."""
         found = self.tables.get(number)
         if found is None:
             known = ", ".join(sorted(f"'{table.spec.name}'" for table in self.tables.values())) or "none"

@@ -15,7 +15,7 @@ LEASE = 300.0  # seconds without a request after which a subscriber is forgotten
 
 @dataclass(slots=True)
 class Subscription:
-    """What one subscriber has not got: rows by table, and the dense tables that changed."""
+    """The changes that one subscriber has not received: rows by table, and dense tables."""
 
     number: int  # of the last reply
     asked: float  # when it last asked, by the server's clock
@@ -43,7 +43,7 @@ class Subscriptions:
         return len(self._known)
 
     def note(self, table: int, keys: Keys, at: Rows | None) -> None:
-        """As Table.watch is called."""
+        """Record a change for all subscribers. Tables call it as their `watch`, with its arguments."""
         now = time.time()
         for subscription in self._known.values():
             subscription.changed_at = now
@@ -55,10 +55,10 @@ class Subscriptions:
             subscription.rows[table].note(keys, at)
 
     def ask(self, subscriber: int, received: int, now: float) -> tuple[Subscription, bool]:
-        """(what the subscriber has not got, whether it is all that changed since its reply number `received`).
+        """(the subscription, whether it has all changes since the subscriber's reply number `received`).
 
-        A subscriber that is not known begins here: changes are kept from now on. A repeat of its first request, 0,
-        begins nothing again. Raises ServerBusy if there are too many.
+        An unknown subscriber is registered: its changes are kept from now on. A repeat of its first request
+        (`received` 0) does not register it again. Raises ServerBusy if there are too many subscribers.
         """
         found = self._known.get(subscriber)
         if found is not None and received <= found.number:
@@ -74,12 +74,12 @@ class Subscriptions:
         return made, False
 
     def expire(self, now: float) -> int:
-        """Forget those that have not asked for long; returns how many."""
+        """Forget the subscribers that have not asked for LEASE seconds. Returns their number."""
         silent = [key for key, found in self._known.items() if now - found.asked > LEASE]
         for subscriber in silent:
             del self._known[subscriber]
         return len(silent)
 
     def forget(self) -> None:
-        """Forget all: the tables were replaced. Each begins again when it asks."""
+        """Forget all subscribers, because the tables were replaced. Each is registered again when it asks."""
         self._known.clear()

@@ -21,7 +21,7 @@ from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
 
 SWEEP = 4096  # rows dropped at once
 SAMPLE = 1 << 14  # rows sampled to estimate the ticks of the oldest
-SHARE = 0.1  # share of the rows, the oldest, that one lap may drop
+SHARE = 0.1  # share of the rows that one lap may drop: the oldest ones
 MAP_BYTES = 18  # per row, beside the row itself: map slots and an entry in the list of free rows
 NUM_DIGITS = 6  # digits of 16 bits in a rank: two of the tick, four of the hash
 
@@ -70,7 +70,9 @@ class Capacity:
         self._hand = self._cut = 0
 
     def make_room(self, num_new: int, in_use: Rows) -> None:
-        """Drop rows until `num_new` new rows fit. `in_use`: rows that must stay; negative numbers are ignored."""
+        """Drop rows until `num_new` new rows fit. `in_use`: rows that must stay; negative numbers are ignored. Raises
+        TableError if both together exceed the capacity. Does nothing while recorded decisions are followed.
+        """
         table = self._table
         assert isinstance(table.index, KeyMap)
         if table.decisions.followed is not None:
@@ -127,7 +129,7 @@ class Capacity:
 
 
 def old_tick(ticks: npt.NDArray[np.uint32]) -> int:
-    """The tick at or before which a tenth of the rows were last used, by a sample of all rows; 0 if none is in use."""
+    """The tick at or before which a tenth of the rows were last used, estimated from a sample; 0 without rows in use."""
     used = ticks[ticks != NEVER]
     place = int(len(used) * SHARE)
     return int(np.partition(used, place)[place]) if len(used) else 0
@@ -151,7 +153,7 @@ def least_recent(table: EvictableRows, num: int, slice_rows: int) -> Iterator[Ke
         ends = np.cumsum(counts)
         if remaining >= ends[-1]:  # some of these rows were looked up or dropped meanwhile: drop all that are left
             break
-        digit = int(np.searchsorted(ends, remaining))  # the first digit at which enough rows lie below or in it
+        digit = int(np.searchsorted(ends, remaining))  # the least digit such that enough rows have it or a smaller one
         prefix.append(digit)
         remaining -= int(ends[digit] - counts[digit])
         if remaining == counts[digit]:

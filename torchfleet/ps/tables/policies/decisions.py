@@ -60,7 +60,7 @@ class Decisions:
                 self._carried.append({name: column.copy() for name, column in carried.items()})
 
     def end(self) -> Noted | None:
-        """The decisions since `begin`, without `gone`; None if there were none."""
+        """The decisions since `begin`, without `gone`; None if nothing was decided."""
         self._is_noting = False
         if not self._keys:
             return None

@@ -1,7 +1,7 @@
-"""Which keys get a row, and when: the keys that the policies of a table admit, and those that wait for a step to end.
+"""Decides which keys get a row, and when: the policies of a table admit them, in a sync step only when the step ends.
 
-In a sync step the result must not depend on the order of the workers. Keys that appear in its pulls wait, and are
-admitted when it ends, in the order of the workers.
+The result of a sync step must not depend on which worker pulls first. New keys in its pulls wait, and are admitted
+when the step ends, in the order of the worker numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WaitingKeys:
         self._pulls: dict[int, list[Keys]] = {}
 
     def add(self, worker: int, keys: Keys) -> None:
-        """The distinct keys of one pull."""
+        """Keep the distinct keys of one pull."""
         self._pulls.setdefault(worker, []).append(keys)
         self.num += len(keys)
 
@@ -35,7 +35,7 @@ class WaitingKeys:
             yield from pulls
 
     def take(self) -> list[Keys]:
-        """The keys of each pull, in the order of the workers; none wait any more."""
+        """The keys of each pull, in the order of the workers. Afterwards no key waits."""
         taken = list(self)
         self.restore({})
         return taken
@@ -57,9 +57,8 @@ class WaitingKeys:
 def admitted(
     keys: Keys, in_use: Rows, admission: Admission | None, capacity: Capacity | None, decisions: Decisions
 ) -> tuple[Keys, Columns]:
-    """(those of these distinct keys without a row that get one, their statistics); makes room for them.
-
-    A capacity admits only as many keys as fit beside the rows in use; the counts of the other keys start again.
+    """Make room for the keys that get a row, and return (these keys, their statistics). `keys` are distinct and have no
+    rows. A capacity admits only as many keys as fit beside the rows in use; the counts of the other keys start again.
     """
     carried: Columns = {}
     if admission is not None:

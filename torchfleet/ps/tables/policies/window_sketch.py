@@ -1,4 +1,4 @@
-"""How often keys appeared within a sliding window of time, in fixed memory: one shard of the counters."""
+"""Counts how often keys appeared within a sliding window of time, in fixed memory: one shard of the counters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LAST_PANE = (1 << 32) - 1
 
 
 class WindowSketch:
-    """Counts may be too high, where keys share their counters, and are never too low while below 255.
+    """A count may be too high, if keys share counters, but is never too low while it is below 255.
 
-    The window is the current quarter of `window_seconds` and the three before it. Part p of P holds the blocks from
-    p/P to (p+1)/P of all: those of the keys that kernels/hashing gives to owner p. Where P does not divide
-    `num_blocks`, a block on the border is held by both neighbours.
+    The window is the current quarter of `window_seconds` and the three before it. Shard p of P holds the blocks from
+    p/P to (p+1)/P of all: the blocks of the keys that kernels/hashing assigns to owner p. If P does not divide
+    `num_blocks`, both neighbours hold the block on their border.
     """
 
     def __init__(self, num_blocks: int, shard: int, num_shards: int, window_seconds: int) -> None:
@@ -34,8 +34,8 @@ class WindowSketch:
     def count(self, keys: Keys, now: int) -> npt.NDArray[np.int64]:
         """Count one appearance of each key, in order. Returns the counts in the window, this appearance included.
 
-        A counter saturates at 255 appearances per pane. `now` is in seconds; a clock that goes back counts as one that
-        stands still. Raises TableError, with nothing counted, if a key belongs to another shard.
+        A counter saturates at 255 appearances per pane. `now` is in seconds; a clock that goes back is treated as one
+        that stands still. Raises TableError, with nothing counted, if a key belongs to another shard.
         """
         blocks, counts = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         num_outside = sketch.locate(keys, self._num_blocks, self.first, self.num, blocks)
@@ -52,7 +52,7 @@ class WindowSketch:
         return found
 
     def load(self, start: int, blocks: npt.NDArray[np.uint8]) -> None:
-        """Merge a range of saved blocks, the first of which has the number `start`. Blocks of other shards are ignored.
+        """Merge a range of saved blocks, numbered from `start` on. Blocks of other shards are ignored.
 
         In a new sketch the result is what was saved. A block that already has counts, or that comes twice because two
         servers held it, gets the elementwise maximum, so that no key is counted too low.

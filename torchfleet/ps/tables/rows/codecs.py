@@ -26,9 +26,9 @@ FIRST_STEP = np.float32(2.0**-13)  # the least first step of a row whose step is
 
 
 class Dice(NamedTuple):
-    """What the random bits of stochastic rounding follow from, besides key and column."""
+    """Determines the random bits of stochastic rounding, together with key and column."""
 
-    stream: np.uint64  # of seed and table
+    stream: np.uint64  # differs by table, on servers also by the table's seed
     update: int  # the number of the table's update
 
 
@@ -42,33 +42,35 @@ def _thrown(dice: Dice | None) -> tuple[np.uint64, np.uint64, bool]:
 class Codec(ABC):
     """Rows of `dim` values in `num_words` words each."""
 
-    dtype: np.dtype[Any]  # of the values in an array of their own, as in saves
+    dtype: np.dtype[Any]  # of the values in a separate array, as in saves
 
     def __init__(self, name: str, dim: int) -> None:
         self.name, self.dim, self.num_words = name, dim, value_words(name, dim)
 
     @abstractmethod
     def widen(self, words: Words, wide: Floats) -> None:
-        """Fill in the values of `wide` from `words`; both contiguous, and words may have further columns."""
+        """Fill in the values of `wide` from `words`. Both are contiguous; `words` may have more columns."""
 
     @abstractmethod
     def narrow(self, keys: Keys, wide: Floats, words: Words, dice: Dice | None = None) -> None:
-        """Fill in the first words of `words` from the values of `wide`: stochastic with dice, else to the nearest."""
+        """Fill in the first words of `words` from the values of `wide`, by stochastic rounding with dice, else to the
+        nearest.
+        """
 
     def update(self, keys: Keys, before: Floats, wide: Floats, words: Words, dice: Dice) -> None:
-        """As `narrow`, for rows whose values a rule has changed from `before`; `words` are those before."""
+        """As `narrow`, for rows whose values a rule has changed from `before`; `words` still hold the old values."""
         self.narrow(keys, wide, words, dice)
 
     def begin(self, keys: Keys, wide: Floats, words: Words) -> None:
-        """As `narrow`, to the nearest, for first values."""
+        """As `narrow` without dice, for the first values of rows."""
         self.narrow(keys, wide, words)
 
     def arrays(self, words: Words) -> Arrays:
-        """The values as they are saved: `row_values`, and steps."""
+        """The values as they are saved: `row_values`, and for int8 the steps."""
         return {"row_values": self._values(words).view(self.dtype)}
 
     def words_of(self, arrays: Arrays) -> Words:
-        """The inverse of `arrays`. Raises TableError if the arrays hold what no table has."""
+        """The inverse of `arrays`. Raises TableError if a value is NaN or infinite, or a step is out of range."""
         values = arrays["row_values"]
         words = np.zeros((len(values), self.num_words), np.uint32)
         self._values(words)[:] = values.view(self._values(words).dtype)

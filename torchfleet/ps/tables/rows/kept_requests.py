@@ -1,4 +1,4 @@
-"""What was found for the keys of the last requests, so that the next request of the same keys need not search."""
+"""Keeps what was found for the keys of the last requests: the next request for the same keys need not search."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FEWEST_KEYS = 256  # smallest request that is kept: a search for fewer keys is c
 
 
 class KeptRequests(Generic[Found]):
-    """The last requests with their keys; the oldest go first."""
+    """The last requests with their keys; the oldest are dropped first."""
 
     def __init__(self, most_requests: int, most_keys: int) -> None:
-        """`most_keys`: of all requests together."""
+        """`most_keys`: the most keys of all requests together."""
         self.num_keys, self._most_requests, self._most_keys = 0, most_requests, most_keys
         self._kept: OrderedDict[Mark, tuple[Keys, Found]] = OrderedDict()
 

@@ -23,13 +23,13 @@ Rows = npt.NDArray[np.int64]
 MAX_LOAD = 0.72
 GROWTH = 1.25
 FIRST_BUCKETS = 64
-SPARE_BUCKETS = 64  # in addition to one for each home: for the keys that arrive in old slots while they are moved
+SPARE_BUCKETS = 64  # in addition to one for each home: for keys that are added to old slots while these are moved
 SMALL = 1 << 14  # buckets; a smaller map doubles, and moves all buckets at once (under a millisecond)
 MOVES_PER_KEY = 2  # buckets moved per new key: the move ends when the old slots have filled up by 1/16 more
-EASY_KEYS = 1 << 16  # a map of less than a megabyte
+EASY_KEYS = 1 << 16  # keys of a map of less than a megabyte
 SETTLED_BUCKETS = 1 << 11  # buckets moved per idle call: a fraction of a millisecond
 KEY_WORDS = 2
-FEWEST_SHARED = 2048  # keys of a thread, where several share the work
+FEWEST_SHARED = 2048  # fewest keys per thread, if several threads share the work
 
 
 class KeyMap:
@@ -82,8 +82,8 @@ class KeyMap:
         return self.max_rows - self.num_keys
 
     def reserve_for(self, keys: Keys) -> None:
-        """Call `reserve` for the new keys among `keys`. Known keys never make a map grow, unless the map is so small
-        that growing is cheaper than finding out which keys are new.
+        """Call `reserve` for the new keys among `keys`. Keys with rows never make a map grow, unless the map is so
+        small that growing is cheaper than finding out which keys are new.
         """
         if self.num_keys + len(keys) < self._grows_at:
             return

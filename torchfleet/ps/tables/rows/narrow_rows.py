@@ -16,8 +16,8 @@ Change = Callable[[Floats, tuple[int, int], Rows, slice], None]
 
 
 class NarrowRows:
-    """Between `stored` rows, [values in words | state] as a table keeps them, and `wide` ones, [values | state], all
-    float32. Stored rows are words in arrays of float32, as in a store.
+    """Converts between `stored` rows, [values in words | state] as a table keeps them, and `wide` rows,
+    [values | state] in float32. Arrays of stored rows are declared float32 and hold words, as a store does.
     """
 
     def __init__(self, codec: Codec, num_states: int, stream: np.uint64) -> None:
@@ -26,7 +26,9 @@ class NarrowRows:
         self._found: Rows = np.arange(_CHUNK)
 
     def stored(self, keys: Keys, wide: Floats, are_first: bool = False) -> Floats:
-        """Rows that are set, or (are_first) new: values to the nearest. State is copied, if `wide` has it."""
+        """Stored rows for wide rows that are set, or (are_first) that are new. Rounds values to the nearest, and copies
+        the state if `wide` has it.
+        """
         values = np.ascontiguousarray(wide)
         first, dim = self.codec.num_words, self.codec.dim
         words: Words = np.zeros((len(keys), first + values.shape[1] - dim), np.uint32)
@@ -45,7 +47,7 @@ class NarrowRows:
 
     def change(self, store: Floats, layout: tuple[int, int], keys: Keys, at: Rows, change: Change, update: int) -> None:
         """Apply `change` to the distinct rows numbered `at` of a store, whose keys are `keys`, and store the result by
-        stochastic rounding. It gets a store of wide rows, its layout, row numbers, and which of `at` they are.
+        stochastic rounding. `change` gets a store of wide rows, its layout, row numbers, and their places in `at`.
         """
         width, dim = self.codec.dim + self._num_states, self.codec.dim
         for start in range(0, len(at), _CHUNK):
@@ -69,7 +71,7 @@ class NarrowRows:
         return found
 
     def from_arrays(self, arrays: Arrays) -> Floats:
-        """The inverse of `arrays`. Raises TableError if they hold what no table has."""
+        """The inverse of `arrays`. Raises TableError if a value is NaN or infinite, or a step is out of range."""
         words = self.codec.words_of(arrays)
         if "row_state" not in arrays:
             return words.view(np.float32)

@@ -21,9 +21,9 @@ PEAK_LOAD = 0.955  # load of the buckets that a growth moves last; lookups slow 
 SLACK = 1.25  # keys until the next growth, as a multiple of the keys that a growth takes
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; a smaller map doubles, and grows at once (under a millisecond)
-LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets by chance, many times over
+LIFTED_BUCKETS = 1 << 13  # many times the longest run of full buckets that occurs by chance
 SETTLED_BUCKETS = 1 << 9  # buckets moved per idle call: a fraction of a millisecond
-FEWEST_WALKED = 256  # rows of a step of a walk, on average half of them: a walk does not show the order of hashes
+FEWEST_WALKED = 256  # least room of a step of a walk, on average half used: less would show the order of hashes
 _HASH_BITS = 64
 
 
@@ -61,7 +61,7 @@ class PackedMap:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
         self._pace = Pace(self.width)
         self._max_buckets = max(self._pace.num_buckets(self.max_rows), FIRST_BUCKETS)
-        # with room for all keys behind the last home; what no key needs is address space only
+        # with room for all keys behind the last home; places that no key needs are address space only
         num_places = (self._max_buckets + -(-self.max_rows // BUCKET) + 1) * BUCKET
         self._memory = Memory(4 * self.width * num_places)
         self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
@@ -74,7 +74,7 @@ class PackedMap:
         self._walk_secret = secrets.randbits(_HASH_BITS)
         self._num_buckets = np.full(2, FIRST_BUCKETS, np.uint64)
         self._bucket_bytes = 4 * self.width * BUCKET
-        self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
+        self._released = 0  # during a growth: from this byte on, rows that have moved away have no memory any more
         self._has_marks = False
         self.num_keys = 0
         self._arrays = self._tags, self._words, self._num_buckets, self._state  # in the order of the kernels' arguments
@@ -102,7 +102,7 @@ class PackedMap:
         """
 
     def settle(self) -> bool:
-        """Move some more rows while the server is idle. Returns False if there are none to move."""
+        """Move some more rows while the server is idle. Returns False if there is nothing to move."""
         if not self._migrating:
             return False
         self._migrate(SETTLED_BUCKETS)
@@ -129,7 +129,7 @@ class PackedMap:
         return fresh[:num_fresh]
 
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
-        """Whole rows in one pass."""
+        """As KeyMap.load. Always True."""
         self.reserve(len(keys))
         self._migrate(self._pace.num_moves(len(keys)))
         self.num_keys += int(packed_buckets.load(*self._arrays, keys, rows.view(np.uint32)))
@@ -159,9 +159,9 @@ class PackedMap:
             yield rows
 
     def walk_from(self, cursor: int, num_rows: int) -> tuple[Keys, Rows, int]:
-        """(keys in ascending order, their rows, the next cursor; 0 behind the last). For walks of clients, which learn
-        no more of the order of hashes than which hundred keys lie together: a step has at most `num_rows` rows, or
-        about half of FEWEST_WALKED if that is more, whatever the cursor is.
+        """(keys in ascending order, their rows, the next cursor; 0 behind the last). For walks of clients: a step has
+        at most `num_rows` rows, or about half of FEWEST_WALKED if that is more, whatever the cursor is. So a client
+        learns of the order of hashes only which hundred keys lie together.
         """
         least = self._block_bits(FEWEST_WALKED // 2)
         found, cursor = self._block_from(cursor >> least << least, max(num_rows, FEWEST_WALKED), least, False)
@@ -176,8 +176,8 @@ class PackedMap:
 
     def _block_from(self, position: int, num_rows: int, least: int, only_marked: bool) -> tuple[Rows, int]:
         """(the rows of one block of hashes; the position behind it). Blocks follow each other in the order of the hash
-        with some bits flipped, by a secret of its own. A block with more than `num_rows` rows is halved, down to
-        `least` bits, and is larger if that is not enough.
+        with some bits flipped, by a secret only for this. A block with more than `num_rows` rows is halved, down to
+        `least` bits; a block of `least` bits may have more rows.
         """
         bits = self._block_bits(num_rows)
         if position:
@@ -200,7 +200,7 @@ class PackedMap:
         packed_moves.mark(self._marks, rows)
 
     def begin_save(self, keeps_last: bool) -> None:
-        """Hand the marks over to the save that begins. `keeps_last`: add them to the marks of the save before it."""
+        """Hand the marks over to the save that begins. `keeps_last`: add them to the marks of the previous save."""
         packed_moves.begin_save(self._tags, self._marks, self._num_buckets[NEW], keeps_last)
 
     def reserve(self, num: int) -> None:

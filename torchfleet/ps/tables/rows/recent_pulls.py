@@ -23,7 +23,7 @@ class RecentPulls(KeptRequests[Rows]):
 
     def __init__(self, max_rows: int) -> None:
         super().__init__(MOST_PULLS, MOST_KEYS)
-        self._bits = Memory(8 * (max_rows // 64 + 1)).array(np.uint64)  # of all_distinct: a bit for each row
+        self._bits = Memory(8 * (max_rows // 64 + 1)).array(np.uint64)  # for all_distinct: a bit for each row
 
     @property
     def num_bytes(self) -> int:

@@ -48,7 +48,7 @@ class RowForm:
         return stored if self.narrow is None else self.narrow.widened(stored)
 
     def begin(self, store: Floats, layout: Layout, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
-        """Give rows of a store their first values and state: of `keys` and `at`, those at the places `fresh`."""
+        """Give the rows at[fresh] of a store, whose keys are keys[fresh], their first values and state."""
         if self.narrow is None:
             self.begin_wide(store, layout, keys, at, fresh)
             return

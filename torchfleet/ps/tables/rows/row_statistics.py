@@ -63,7 +63,7 @@ def is_counted(spec: TableSpec) -> bool:
 
 
 class Statistics:
-    """The columns `names` behind the first `first` words (the key's included) of the rows of an index."""
+    """The columns `names` of the rows of an index. They lie behind the first `first` words, the key's included."""
 
     def __init__(
         self, names: tuple[str, ...], index: KeyMap | KeyRange | PackedMap, first: int, entry: AdmissionEntry

@@ -164,7 +164,7 @@ class Tracking(GoneKeys):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use, but for the rounding to whole huge pages."""
+        """Bytes in use, without the rounding to whole huge pages."""
         return self._current.num_bytes + self._under_way.num_bytes + super().num_bytes
 
 

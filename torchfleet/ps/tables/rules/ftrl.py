@@ -15,7 +15,7 @@ class Ftrl(RowRule):
     """FTRL-Proximal of McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), with a rate of its own
     for every value; the state is z and n. kernels/rule_steps.py has the formula, `ftrl_step`.
 
-    Numbers are held between -2^100 and 2^100: a change of the rate may let z grow without a bound that is known before.
+    Numbers are clamped to -2^100 to 2^100, because a change of the rate may let z grow beyond any bound known before.
     """
 
     num_states = 2

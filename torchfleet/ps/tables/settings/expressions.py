@@ -4,8 +4,8 @@
     number      3 | 0.5 | 1e-3 | name | number + number | - number | min(number, number) | ( number )
 
 From weakest to strongest: or, and, not, < <= > >= == !=, + -, * /, unary -. Comparisons do not chain: `1 < show < 5` is
-an error, `1 < show and show < 5` is how to say it. Numbers are float64 and follow IEEE (1 / 0 is infinite, log(-1) is
-NaN), but for one thing: every comparison with NaN is false, `!=` too.
+an error, write `1 < show and show < 5`. Numbers are float64 and follow IEEE (1 / 0 is infinite, log(-1) is NaN), with
+one exception: every comparison with NaN is false, `!=` too.
 
 Python's own parser (`ast.parse`) reads the text, and nothing of it is ever run as Python: the nodes that are listed
 here become a list of steps in postfix order, each one a function named here. Every other node is an error.

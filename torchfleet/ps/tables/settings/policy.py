@@ -202,7 +202,7 @@ def PredicateEntry(predicate: str) -> AdmissionEntry:
 
 
 def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> AdmissionEntry:
-    """Combine several entries into one: all of them must admit. Raises an error if two set the same field."""
+    """Combine several entries into one: all of them must admit. Raises TableError if two set a field differently."""
     if entry is None:
         return AdmissionEntry()
     if isinstance(entry, AdmissionEntry):

@@ -61,7 +61,7 @@ class RowFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def pushed(self) -> str:
-        """The type of gradients in pushes. float16 is too narrow a range for gradients, which bfloat16 has."""
+        """The type of gradients in pushes: bfloat16 instead of float16, whose range is too narrow for gradients."""
         return "bfloat16" if self.wire == "float16" else self.wire or "float32"
 
     @property

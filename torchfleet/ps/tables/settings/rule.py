@@ -1,7 +1,8 @@
 """The optimizers that servers run: the settings of one (Rule), and the interface of each (RowRule).
 
-RULES names them. A rule is a class in a file of its own in tables/rules, and one line in tables/rules/__init__.py: code
-that trains, warms up, saves, loads or maps a torch optimizer asks the rule and refers to none by name.
+RULES has them by name. A rule is a class in a file of its own in tables/rules, and one line in
+tables/rules/__init__.py: code that trains, warms up, saves, loads or maps a torch optimizer asks the rule object, and
+does not depend on its name.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
 
     `momentum` and `nesterov` act where the rule supports them. On rows every rule is lazy: an update changes the values
-    and the state of the rows that it touches, and of no others. So does `weight_decay`, which on a dense table acts on
-    all of it. `low` and `high` bound sparse weights after each update. `options` are (name, value) pairs of settings
-    that only this rule has; the rule declares their defaults and ranges.
+    and the state of the rows that it touches, and of no others. `weight_decay` is lazy on rows too; on a dense table it
+    acts on the whole block. `low` and `high` bound sparse weights after each update. `options` are (name, value) pairs
+    of settings that only this rule has; the rule declares their defaults and ranges.
     """
 
     name: str = "sgd"
@@ -106,8 +107,8 @@ class RowRule(ABC):
     ranges: Mapping[str, tuple[float, float]] = {}  # the least and the largest value of an option, if it has a range
     row_settings: Mapping[str, Any] = {}  # fields of Rule for rows whose param group gives only this rule's name
     optimizers: tuple[str, ...] = ()  # full names of the optimizer classes that it implements: "torch.optim.sgd.SGD"
-    torch_states: tuple[str, ...] = ()  # their names for the state of a parameter, in the rule's order
-    counts_steps: bool = True  # whether they also keep "step"
+    torch_states: tuple[str, ...] = ()  # these optimizers' names for the state of a parameter, in the rule's order
+    counts_steps: bool = True  # whether these optimizers also keep "step"
     is_linear: bool = False  # updates are linear in the gradients: geo training may add differences instead
     samples: tuple[Mapping[str, Any], ...] = (
         {},
@@ -181,7 +182,9 @@ class RowRule(ABC):
 
 
 def learning_rate(rule: Rule, lr: float | None, step: int) -> float:
-    """The rate of update number `step`, from the one given with the push, else from the table's own."""
+    """The rate of update number `step`, from the rate of the push, or from the table's own if `lr` is None. Raises
+    TableError for a rate that is negative or not finite.
+    """
     asked = rule.lr if lr is None else lr
     if not 0 <= asked <= MAX_FLOAT:
         raise TableError(f"a learning rate must be a finite float32 number >= 0, found {asked}")

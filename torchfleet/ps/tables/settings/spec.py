@@ -93,7 +93,7 @@ def default_kind(is_dense: bool, has_size: bool) -> str:
 
 
 def kind_named(name: str) -> TableKind:
-    """The kind with this name. Raises TableError, which lists the known names, if there is none."""
+    """The kind with this name. Raises TableError, which lists the known names, for an unknown name."""
     kind = KINDS.get(name)
     if kind is None:
         raise TableError(f"kind must be one of {tuple(KINDS)}, found {name!r}")

@@ -14,8 +14,8 @@ MAX_PATH = 4096
 
 
 class TierStorage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`memory`: bytes of memory on each server, for the rows used last and the directory of all; 0: all rows are in
-    memory. `path`: a folder on a disk of each server.
+    """`memory`: bytes of memory on each server, for the rows used last and the directory of all rows; 0: all rows are
+    in memory. `path`: a folder on a disk of each server.
     """
 
     memory: int = 0
@@ -37,7 +37,7 @@ def Tiered(memory: str | int, path: str | os.PathLike[str]) -> TierStorage:
     """Rows in memory and on disk, for SparseEmbedding(storage=...).
 
     `memory`: on each server, such as "8GB": for the rows used last, and nine bytes for each row. `path`: a folder on a
-    disk of each server; relative paths begin at the present folder. It is made if its parent exists.
+    disk of each server; relative paths begin at the present folder. The folder is created if its parent exists.
     """
     num_bytes = (
         memory if isinstance(memory, int) and not isinstance(memory, bool) else parse_bytes(str(memory), "memory")
@@ -49,7 +49,9 @@ MEMORY, VARIABLE = "FLEET_TABLE_MEMORY", "FLEET_TABLE_PATH"
 
 
 def default_storage() -> TierStorage:
-    """The storage of tables whose description names none: that of --table_memory and --table_path, else memory."""
+    """The storage of tables whose description sets none: --table_memory and --table_path if given, else memory. Raises
+    TableError if there is a memory without a path.
+    """
     text, roots = os.environ.get(MEMORY), table_roots()
     if not text:
         return IN_MEMORY
@@ -59,7 +61,9 @@ def default_storage() -> TierStorage:
 
 
 def tier_variables(memory: str | None, path: str | None) -> dict[str, str]:
-    """Return the variables with the memory of each table and the folder for the other rows. Raises TableError."""
+    """The environment variables for --table_memory and --table_path. Raises TableError if one of them is wrong, or the
+    path is missing.
+    """
     if memory is not None and path is None:
         raise TableError("--table_memory needs --table_path DIR, a folder for the rows that do not fit")
     if path is not None and ("," in path or not path.strip()):
@@ -69,14 +73,14 @@ def tier_variables(memory: str | None, path: str | None) -> dict[str, str]:
 
 
 def table_roots() -> tuple[str, ...]:
-    """The folders below which this process may keep cold rows (--table_path); none: see `checked_folder`."""
+    """The folders below which this process may keep cold rows (--table_path); without any: see `checked_folder`."""
     return tuple(os.path.abspath(root) for root in os.environ.get(VARIABLE, "").split(",") if root.strip())
 
 
 def checked_folder(path: str, roots: tuple[str, ...]) -> str:
-    """The folder for a table's cold rows. The path may come by message: a server that was started with roots
-    (--table_path) takes only folders below them, and a relative path is below the first of them. Without roots the
-    folder must belong to this server's own user. Raises TableError.
+    """The folder for a table's cold rows, created if needed. Because the path may come by message, a server that was
+    started with roots (--table_path) takes only folders below them; a relative path is below the first root. Without
+    roots the folder must belong to this server's own user. Raises TableError.
     """
     place = os.path.realpath(os.path.join(roots[0], path) if roots else path)
     if roots and not any(os.path.commonpath([place, root]) == root for root in map(os.path.realpath, roots)):

@@ -82,7 +82,7 @@ class AllRows:
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Words, int]:
         """(keys, words, next cursor) of at most `num_rows` rows; 0 is the first and the last cursor. Each slice is
-        sorted by place, so that it tells nothing of the hashes in it.
+        sorted by place, so that it tells nothing about the hashes of its keys.
         """
         first = self._directory.first_cold
         places, behind = self._directory.places_from(cursor, min(num_rows, WALKED))

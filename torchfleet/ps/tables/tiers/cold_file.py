@@ -42,8 +42,9 @@ class PageReader:
         self._disk, self._layout, self._folder = open_disk(file), layout, folder
 
     def read(self, places: Pages, numbers: Pages, memory: Bytes) -> None:
-        """Read pages or blocks, as long as the rows of `memory`, into it. `places`: in the file, counted in such rows;
-        `numbers`: of all pages. Raises TableError if the disk does not return the pages with these numbers.
+        """Read pages or blocks into `memory`, one per row. `places`: their places in the file, counted in rows of
+        `memory`; `numbers`: of all their pages. Raises TableError if the disk does not return the pages with these
+        numbers.
         """
         results = self._disk.read(places * memory.shape[1], memory, numbers)
         wrong = results[results != memory.shape[1]]
@@ -85,7 +86,7 @@ def open_file(folder: str) -> tuple[int, bool]:
 
 
 def close_file(file: int, *users: Closable) -> None:
-    """Close a file, after what uses it."""
+    """Close the users of a file, then the file."""
     for user in users:
         with contextlib.suppress(OSError):
             user.close()

@@ -1,7 +1,7 @@
 """Rows on disk: appended in blocks, read one page at a time, compacted when many of them have moved away.
 
 The file has no name: it is gone when the server ends, however it ends, and no other process opens it. Rows are restored
-from saves and logs, as those of tables in memory. It consists of segments. Records are appended to one segment after
+from saves and logs, as in tables in memory. The file consists of segments. Records are appended to one segment after
 the other; a segment whose rows have all moved away is written again.
 """
 
@@ -48,7 +48,7 @@ class ColdRows:
         self._disk, self._reader = open_disk(self._file), self.make_reader()
         self._ahead = ReadAhead(self.layout.page_bytes, self.make_reader)
         self._closing = weakref.finalize(self, close_file, self._file, self._ahead, self._reader, self._disk)
-        self._room = Room()  # to read into
+        self._room = Room()  # memory to read into
         self._blocks_per_segment = max(1, segment_bytes // self.layout.block_bytes)
         self.per_segment = self._blocks_per_segment * self.layout.per_block
         self._numbers = np.empty(0, np.int64)  # by block of the file: the number of its first page, which only grows
@@ -60,10 +60,10 @@ class ColdRows:
         self._free: list[int] = []
         self._next_number = 1  # of a page
         self._unwritten: dict[int, Words] = {}  # by block of the file
-        self._failed: dict[int, int] = {}  # by block of the file that could not be written: why
+        self._failed: dict[int, int] = {}  # by block of the file that could not be written: the errno
         self._spare: list[Words] = []  # blocks to fill again
-        self._block = -1  # that is being filled
-        self._filled = 0  # records in it
+        self._block = -1  # the one that is being filled
+        self._filled = 0  # records in this block
         self._segment_end = -1
         self.num_live = 0
 
@@ -144,7 +144,9 @@ class ColdRows:
             self._end_writes(max(0, len(self._unwritten) - len(self._failed) - MOST_UNWRITTEN))
 
     def _end_writes(self, fewest: int) -> None:
-        """Let go of blocks that are on disk. A block that could not be written stays in memory, until `reserve`."""
+        """Wait for `fewest` writes, and reuse the memory of blocks that are on disk. A block that could not be written
+        stays in memory until `reserve` writes it again.
+        """
         for block, result in self._disk.end_writes(fewest):
             if result != self.layout.block_bytes:
                 self._failed[block] = -result if result < 0 else errno.EIO
@@ -205,7 +207,7 @@ class ColdRows:
         return numbers
 
     def release(self, slots: Slots) -> None:
-        """The rows of these slots are elsewhere now."""
+        """Note that the rows of these slots have moved away."""
         counts = np.bincount(slots // self.per_segment, minlength=len(self.live))
         self.live -= counts
         self.num_live -= len(slots)
@@ -214,7 +216,9 @@ class ColdRows:
             self._free_if_empty(segment)
 
     def _free_if_empty(self, segment: int) -> None:
-        """Let a segment be written again, unless some of its blocks are in use, or wait for the disk."""
+        """Let a segment be written again, unless some of its records are in use, or some of its blocks wait for the
+        disk.
+        """
         first = segment * self._blocks_per_segment
         blocks = range(first, first + self._blocks_per_segment)
         if self.live[segment] == 0 and self._is_in_use[segment] and not any(b in self._unwritten for b in blocks):
@@ -230,7 +234,7 @@ class ColdRows:
 
     @property
     def next_ordinal(self) -> int:
-        """Of the next record."""
+        """The ordinal of the next record."""
         if self._block < 0 or self._filled == self.layout.per_block:
             return self._next_number * self.layout.per_page
         return int(self._numbers[self._block]) * self.layout.per_page + self._filled
@@ -248,7 +252,7 @@ class ColdRows:
         return wanted[np.argsort(self._numbers[wanted], kind="stable")]
 
     def numbers(self, blocks: Pages) -> Pages:
-        """The numbers of the first pages of these blocks: another number is another content. 0: not in use."""
+        """The numbers of the first pages of these blocks: a new number means new content. 0: not in use."""
         found: Pages = self._numbers[blocks]
         return found
 
@@ -264,9 +268,9 @@ class ColdRows:
         self, blocks: Pages, memory: Words, start: int = 0, since: int = 0, begun_at: int = 0, bit: int = 0,
         head: int = 0,
     ) -> tuple[Slots, Keys, Words]:  # fmt: skip
-        """(slots, keys, words from `head` on) of the records of these blocks, read into `memory`, that are in use, from
-        the ordinal `start` on. Left out are those that were changed before save `since`, and those from the ordinal
-        `begun_at` on that have the bit of a pass.
+        """(slots, keys, words from `head` on) of the records in use of these blocks, which were read into `memory`,
+        from the ordinal `start` on. Leaves out records that were changed before save `since`, and records from the
+        ordinal `begun_at` on that have the bit of a pass.
         """
         layout = self.layout
         pages = self.pages_of(blocks)
@@ -326,5 +330,5 @@ class ColdRows:
         return memory.reshape(-1).view(np.uint32)
 
     def close(self) -> None:
-        """Let go of the file, which the system then removes. Also done when nothing refers to this object."""
+        """Close the file, which the system then removes. Also done when nothing refers to this object."""
         self._closing()

@@ -21,7 +21,7 @@ def look_up(directory: Directory, cold: ColdRows, keys: Keys) -> tuple[Places, W
             break
         records = cold.read(places - directory.first_cold)
         same = keys_of(records) == keys[pending]
-        if len(pending) == len(keys) and same.all():  # as nearly always
+        if len(pending) == len(keys) and same.all():  # the usual case
             return places, records
         out[pending[same]] = places[same]
         found.append((pending[same], records[same]))

@@ -31,8 +31,8 @@ class Compaction:
         return self._cold.waste > IDLE_WASTE and self.compact()
 
     def compact(self) -> bool:
-        """Move the rows of one block, of the segment with the fewest, to the end of the file. Returns False if there is
-        none worth moving.
+        """Move the rows of one block, from the segment with the fewest rows in use, to the end of the file. Returns
+        False if no block is worth moving, or the disk is full.
         """
         block = next(self._left, None)
         if block is None:
@@ -44,7 +44,7 @@ class Compaction:
             self._cold.reserve(self._cold.layout.per_block)
         except TableError:  # the disk is full: a request that needs room says so
             return False
-        if not self._cold.has(block):  # looked at last: writes that have ended may have freed its segment
+        if not self._cold.has(block):  # checked last, because writes that end in `reserve` may free its segment
             return True
         slots, keys, records = self._cold.scan_block(block)
         self._move(keys, slots, records)

@@ -50,7 +50,7 @@ class Directory:
         return int(self._sizes.sum()) * (8 * BUCKET + 1)
 
     def find_cold(self, keys: Keys, skips: npt.NDArray[np.int64]) -> Places:
-        """For each key, the place on disk of its row or of another row with the same tag; -1 if there is none.
+        """For each key, the place on disk of its row or of another row with the same tag; -1 if no such place is left.
 
         `skips`: the number of such places that are known to belong to other keys.
         """
@@ -70,7 +70,7 @@ class Directory:
         self.num_keys += len(keys)
 
     def reserve(self, num: int) -> None:
-        """Make room for `num` new keys at once, as far as this many keys may come: for loading."""
+        """Make room for `num` new keys at once, up to `max_keys` keys in all. For loading."""
         share = min(self.num_keys + num, self.max_keys) / NUM_SUBS
         buckets = min(int(share / MAX_LOAD / BUCKET), self._max_buckets)  # a little less than most sub-maps will need
         for sub in np.flatnonzero(self._sizes < buckets).tolist():
@@ -98,8 +98,8 @@ class Directory:
         self.num_keys -= len(keys)
 
     def places_from(self, cursor: int, num: int) -> tuple[Places, int]:
-        """(the places of at most `num` rows, the next cursor, 0 at the end). Start with cursor 0. Rows that move come
-        exactly once: the order is that of their hashes.
+        """(the places of at most `num` rows, the next cursor, 0 at the end). Start with cursor 0. A row that moves
+        comes exactly once, because the order is that of the hashes. Returns more rows if that many have the same tag.
         """
         sub, first = cursor >> TAG_BITS, cursor & (NUM_TAGS - 1)
         places = np.empty(num, np.int64)
@@ -110,7 +110,7 @@ class Directory:
             if found <= num:
                 behind = (sub << TAG_BITS) + last + 1
                 return places[:found], behind if behind < NUM_SUBS << TAG_BITS else 0
-            if span == 1:  # as many equal tags as rows were asked for
+            if span == 1:  # more rows with one tag than were asked for
                 places = np.empty(2 * len(places), np.int64)
                 num = len(places)
             span = max(1, span // 2)

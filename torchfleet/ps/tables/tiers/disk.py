@@ -49,8 +49,8 @@ class Disk(ABC):
     def read(self, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers = _NO_NUMBERS) -> npt.NDArray[np.int64]:
         """Read one block of blocks_NB at each offset, all at once. Returns the bytes read, or -errno, of each.
 
-        numbers_P: of all pages of the blocks. A block with a page that is not the one with this number, as it was
-        written, gets -EBADMSG. Without numbers, pages are not looked at.
+        numbers_P: the numbers of all pages of the blocks. A block with a page whose number or checksum is wrong gets
+        -EBADMSG. Without numbers, pages are not checked.
         """
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Disk(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all writes, and let go of the file."""
+        """Wait for all writes, and release what this object needs for them. The caller closes the file."""
 
 
 def open_disk(file: int) -> Disk:
@@ -95,7 +95,7 @@ class _Queue:
         return self._checked(self._call(self._submit, self._context, num, ctypes.c_void_p(pointers.ctypes.data)))
 
     def events(self, fewest: int) -> Any:
-        """What has ended since the last call; waits until it is at least `fewest`."""
+        """The requests that have ended since the last call; waits until there are at least `fewest`."""
         while True:
             try:
                 num = self._checked(
@@ -109,7 +109,7 @@ class _Queue:
                 continue
 
     def read(self, file: int, offsets: Offsets, blocks_NB: Bytes, numbers_P: Numbers, results: Offsets) -> None:
-        """As Disk.read. Nothing else may be under way."""
+        """As Disk.read. No other request may be under way."""
         address, size = blocks_NB.ctypes.data, blocks_NB.shape[1]
         pages_PD = blocks_NB.reshape(max(1, len(numbers_P)), -1).view(np.uint64)
         events = self._events.view(np.uint64).reshape(DEPTH, EVENT_WORDS)

@@ -1,4 +1,4 @@
-"""Where rows of the last requests were found: a pull that was foreseen, and the push behind it, look there first."""
+"""Where rows of the last requests were found: a pull that was foreseen, and the push after it, look here first."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_KEYS = 1 << 19  # of all requests together: 8 MB
 
 
 class FoundRows:
-    """Keys and row numbers of the last requests. Unlike RecentPulls it may be out of date, because rows leave memory
-    while a request waits. Only rows that were not used since some tick do: if all rows of a request were used later,
-    they are where they were. Otherwise each is looked at again, which still takes less time than a search.
+    """Keys and row numbers of the last requests. Unlike RecentPulls they may be out of date, because rows leave memory
+    while a request waits. Only rows that were not used since some tick leave: if all rows of a request were used later,
+    they are where they were. Otherwise each row is checked again, which still takes less time than a search.
     """
 
     def __init__(self, index: KeyMap, used: npt.NDArray[np.uint32]) -> None:
@@ -25,17 +25,17 @@ class FoundRows:
         free one holds its last key.
         """
         self._index, self._used = index, used
-        # rows, and the tick at which all of them were used, or later; 0: not all of them
+        # rows, and a tick at or after which all of them were used; 0: not known, or not all keys have rows
         self._requests: KeptRequests[tuple[Rows, int]] = KeptRequests(MOST_REQUESTS, MOST_KEYS)
         self._left = 0
 
     def note(self, keys: Keys, at: Rows, tick: int = 0) -> None:
-        """Remember that these keys are in these rows, -1 for none, which were used at `tick`. Copies the keys."""
+        """Remember that these keys are in these rows, -1 for no row, which were used at `tick`. Copies the keys."""
         if len(keys) >= kept_requests.FEWEST_KEYS:
             self._requests.note(keys, (at, tick if at.min() >= 0 else 0))
 
     def note_left(self, tick: int) -> None:
-        """Some rows that were used at this tick or before, and not since, have left memory."""
+        """Note that rows which were used at this tick or before, and not since, have left memory."""
         self._left = max(self._left, tick)
 
     def forget(self) -> None:
@@ -44,11 +44,11 @@ class FoundRows:
         self._left = 0
 
     def rows_of(self, keys: Keys, tick: int, num_words: int) -> Rows | None:
-        """The row numbers of exactly these keys in this order, which the caller does not change if none is -1; None if
-        the request is not known. -1: the row is not where it was, or was nowhere.
+        """The row numbers of exactly these keys in this order; None if the request is not known. -1: the row is not
+        where it was, or the key had no row. The caller may change the array only if it has a -1.
 
-        Rows that are looked at are marked as used at `tick`, and the first `num_words` words behind their keys are left
-        in the cache.
+        Rows that are checked again are marked as used at `tick`, and the first `num_words` words behind their keys are
+        left in the cache.
         """
         known = self._requests.get(keys)
         if known is None:

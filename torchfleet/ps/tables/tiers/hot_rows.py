@@ -33,8 +33,8 @@ class HotRows:
         self._hand = self._cut = 0
 
     def begin_request(self) -> bool:
-        """Begin a tick. Returns whether all ticks got new numbers, half of their range lower, as they do before they
-        would overflow.
+        """Begin a tick. Returns whether all ticks were renumbered, lower by half of their range, so that they do not
+        overflow.
         """
         self.tick += 1
         if self.tick < MAX_TICK:
@@ -58,8 +58,8 @@ class HotRows:
         self.used[at[at >= 0]] = self.tick
 
     def rows_used(self, keys: Keys, known: Rows | None, num_words: int) -> Rows:
-        """Row numbers of those of these keys that have a row in memory, -1 for others; the present request uses them.
-        `known`: those that need no search, and -1.
+        """Row numbers of these keys, -1 for a key without a row in memory. Marks the rows that it finds as used by the
+        present request. `known`: row numbers that need no search, and -1 for the other keys.
         """
         at = np.full(len(keys), -1, np.int64) if known is None else known
         missing = np.flatnonzero(at < 0)
@@ -84,9 +84,9 @@ class HotRows:
         return words.view(np.uint32)
 
     def leaving(self, num: int) -> Iterator[tuple[Rows, int]]:
-        """Yield (rows, the latest tick at which one of them may have been used): `num` rows in all that were not used
-        for the longest time, fewer if only rows of the present request are left. The caller removes each before it
-        takes the next.
+        """Yield (rows, the latest tick at which one of them may have been used): `num` of the least recently used rows
+        in all, fewer if only rows of the present request are left. The caller removes these rows before it takes the
+        next ones.
         """
         num_out, num_empty = 0, 0
         while num_out < num:

@@ -68,16 +68,16 @@ class Passes:
         return made
 
     def end(self, lane: int) -> None:
-        """The pass is over."""
+        """End the pass of this lane, and free the lane."""
         self._lanes.pop(lane, None)
         self._reserved.discard(lane)
 
     def brought(self, keys: Keys, rows: Rows, ordinals: Ordinals, bits: Bits) -> None:
-        """Records have moved to these rows in memory."""
+        """Note that records have moved to these rows in memory."""
         self._bits[rows] = self._carried(keys, ordinals, bits, rows)
 
     def moved(self, keys: Keys, ordinals: Ordinals, bits: Bits) -> Bits:
-        """Records move to the end of the file; returns their bits there."""
+        """Note that records move to the end of the file. Returns their bits there."""
         return self._carried(keys, ordinals, bits, None)
 
     def _carried(self, keys: Keys, ordinals: Ordinals, bits: Bits, rows: Rows | None) -> Bits:
@@ -96,11 +96,11 @@ class Passes:
         return self._bits[rows]
 
     def forget(self, rows: Rows) -> None:
-        """These rows are new."""
+        """Clear the bits of these rows, which are new."""
         self._bits[rows] = 0
 
     def take_hot(self, one: Pass, rows: Rows) -> Rows:
-        """Those of these rows that have not come; now they have."""
+        """The rows among these that have not come. Marks them as having come."""
         fresh: Rows = rows[self._bits[rows] & one.bit == 0]
         self._bits[fresh] |= one.bit
         return fresh

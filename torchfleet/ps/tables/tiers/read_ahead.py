@@ -42,22 +42,22 @@ class _Request:
 
 
 class ReadAhead:
-    """Reads pages for requests that wait. Owned by one thread; it uses the readers in others."""
+    """Reads pages for requests that wait. Owned by one thread; its own threads use the readers."""
 
     def __init__(self, page_bytes: int, make_reader: Callable[[], PageReader]) -> None:
         self._page_bytes, self._make_reader = page_bytes, make_reader
         self._threads: list[tuple[ThreadPoolExecutor, PageReader]] = []
         self._requests: list[_Request | None] = [None] * MOST_REQUESTS
-        self._next = 0  # of the requests: the one that was begun first
+        self._next = 0  # the request that was begun first, which the next one replaces
         # Request i has the pages from i * MOST_PAGES on; those that no request needs are address space only.
         num_pages = MOST_REQUESTS * MOST_PAGES
         self.memory: Words = Memory(num_pages * page_bytes, is_sparse=True).array(np.uint32)
         self._pages = np.full(num_pages, -1, np.int64)  # of the file, by place in `memory`
         self._numbers = np.zeros(num_pages, np.int64)
-        self._places = np.zeros(1, np.int32)  # by page of the file: where it was read to last. Compared when it is used
+        self._places = np.zeros(1, np.int32)  # by page of the file: where it was read to last; find_read checks it
 
     def begin(self, pages: Pages, numbers: Pages) -> None:
-        """Begin to read distinct pages, which have these numbers."""
+        """Begin to read distinct pages, which have these numbers: the first MOST_PAGES of them."""
         if not self._threads:
             self._threads = [
                 (ThreadPoolExecutor(1, thread_name_prefix="read-ahead"), self._make_reader()) for _ in range(THREADS)
@@ -77,7 +77,7 @@ class ReadAhead:
         self._next = (self._next + 1) % MOST_REQUESTS
 
     def _read(self, pages: Pages, numbers: Pages, first: int) -> Sequence[Future[None]]:
-        """Begin to read pages to the place `first` of the memory and the ones behind it."""
+        """Begin to read pages to the places from `first` on in the memory."""
         memory = self.memory.view(np.uint8)[: MOST_REQUESTS * MOST_PAGES * self._page_bytes]
         own = memory.reshape(-1, self._page_bytes)[first : first + len(pages)]
         cuts = np.linspace(0, len(pages), THREADS + 1).astype(int).tolist()

@@ -23,7 +23,7 @@ from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Slots, Words
 BLOCKS = 16  # read and taken at once, 4 MiB: a disk reads eight at a time at half of its speed
 PLANNED = 1024  # blocks put in order at once
 AHEAD = 2  # pieces that are read while one is taken
-MOST_WAIT = 0.005  # seconds for the disk, for a caller that serves others meanwhile
+MOST_WAIT = 0.005  # seconds to wait for the disk, for a caller that handles requests in between
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Piece:
 
 
 class Scan:
-    """One walk over the records in use. Owned by one thread; a context that ends the thread which reads."""
+    """One walk over the records in use. Owned by one thread. The end of its context ends the thread that reads."""
 
     def __init__(
         self, cold: ColdRows, since: int = 0, begun_at: int = 0, bit: int = 0, most_wait: float | None = None
@@ -64,8 +64,8 @@ class Scan:
 
     def take(self, start: int) -> tuple[Slots, Keys, Words, int]:
         """(slots, keys, words of rows, the ordinal after the last) of some records in use from the ordinal `start` on,
-        which is where the last call ended. Without any the result is empty, and its last part `next_ordinal`; while the
-        disk is busy it is empty, and its last part `start`.
+        which is where the last call ended. At the end there are no records, and the ordinal is `next_ordinal`; while
+        the disk is busy there are no records, and the ordinal is `start`.
         """
         cold = self._cold
         while True:
@@ -113,11 +113,11 @@ class Scan:
         return np.empty(0, np.int64), np.empty(0, np.uint64), none
 
     def _is_read(self, piece: _Piece) -> bool:
-        """Whether this piece has been read, or was not begun; waits for it."""
+        """Whether this piece has been read, or its reading was not begun. Waits for it, at most `most_wait` seconds."""
         return piece.reading is None or bool(wait([piece.reading], self._most_wait).done)
 
     def _memory(self, piece: _Piece) -> Bytes | None:
-        """What was read ahead, until the next call; None if it must be read again, which then tells of errors."""
+        """What was read ahead, valid until the next call; None if it must be read again, which then raises the error."""
         if piece.room is None or piece.reading is None:
             return None
         error = piece.reading.exception()

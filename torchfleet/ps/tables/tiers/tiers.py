@@ -1,8 +1,8 @@
 """Where the rows of a table on two tiers are: those used last in memory, all others on disk.
 
 Before a request touches rows, `bring` reads those that are on disk, all at once, and `_make_room` writes as many of the
-rows that were not used for the longest time. A row is in one place only, so a row is written each time it leaves
-memory: nearly all rows that training reads, it changes.
+least recently used rows. A row is in one place only, so it is written each time it leaves memory: training changes
+nearly all rows that it reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tiers:
         self._passes = Passes(index.max_rows, Memory(4 * index.max_rows).array(np.uint32))
         self.compaction = Compaction(cold, self.directory, self._passes)
         self.all_rows = AllRows(name, self.hot, cold, self.directory, self._passes)
-        self.interval = 1  # between two saves: the number that rows that change now get
+        self.interval = 1  # the number of the present interval between two saves: rows that change now get it
         self.num_read = self.num_written = 0  # rows
 
     @property
@@ -56,7 +56,9 @@ class Tiers:
         return self._index.num_bytes + self.directory.num_bytes + 12 * self._index.num_row_numbers
 
     def check_batch(self, keys: Keys) -> None:
-        """Raise TableError if the rows of these keys cannot be in memory together, or cannot be made to fit."""
+        """Raise TableError if the rows of these keys do not fit in memory together, or the directory or the disk has
+        no room for them.
+        """
         num, free = len(keys), self.directory.max_keys - self.directory.num_keys
         if num > min(self.max_hot, free) and (num := len(unique(keys)[0])) > self.max_hot:
             raise TableError(
@@ -115,26 +117,26 @@ class Tiers:
         return at
 
     def note_new(self, keys: Keys, at: Rows) -> None:
-        """These keys got rows in memory."""
+        """Note that these keys got rows in memory."""
         self.directory.insert(keys, at)
         self._passes.forget(at)
         self.hot.use(at)
         self.hot.changed[at] = 0
 
     def note_gone(self, keys: Keys, at: Rows) -> None:
-        """The rows of these keys in memory are dropped."""
+        """Note that the rows of these keys in memory are dropped."""
         self.directory.remove(keys, at)
         self.hot.used[at] = NEVER
         self._found.forget()
 
     def add_cold(self, keys: Keys, words: Words) -> None:
-        """New rows, straight to the disk: for loading more rows than memory holds."""
+        """Append new rows straight to the disk: for loading more rows than memory holds."""
         self.cold.reserve(len(keys))
         records = records_of(keys, words, np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint32))
         self.directory.insert(keys, self.cold.append(records, 0) + self.directory.first_cold)
 
     def mark(self, at: Rows) -> None:
-        """These rows have changed; negative numbers are ignored."""
+        """Note that these rows have changed; negative numbers are ignored."""
         self.hot.changed[at[at >= 0]] = self.interval
 
     def look_up(self, keys: Keys) -> tuple[Places, Words]:
@@ -144,7 +146,7 @@ class Tiers:
     # Rows that leave memory
 
     def _make_room(self, num_new: int) -> None:
-        """Write rows to the disk, none of this request, until `num_new` new rows and some more fit in memory."""
+        """Write rows that this request does not use to the disk, until `num_new` new rows and some more fit."""
         excess = self._index.num_keys + num_new - self.max_hot
         if excess <= 0:
             return

@@ -17,7 +17,7 @@ class TieredTracking(GoneKeys):
         super().__init__()
         self._tiers = tiers
         self.since = tiers.interval  # the first interval that the current save must write
-        self._next = tiers.interval  # and the next one, if the current one is committed
+        self._next = tiers.interval  # the first interval that the next save must write, if the current one is committed
 
     def mark(self, rows: Rows) -> None:
         """Mark these rows as changed. Numbers may repeat; negative ones are ignored."""
@@ -32,5 +32,5 @@ class TieredTracking(GoneKeys):
         self._next = self._tiers.interval
 
     def mark_all(self) -> None:
-        """The current save and the next one must write all rows."""
+        """Let the current save and the next one write all rows."""
         self.since = self._next = 0
