@@ -271,7 +271,7 @@ def _no_evaluation(name: str) -> str:
 
 
 def _shared(loader: Any) -> Any:
-    """Make accelerate's loader, which divides batches among all ranks, give ranks that share samples the same batches."""
+    """Make accelerate's loader, which divides batches among all ranks, give ranks sharing samples the same batches."""
     index, number = fleet.data_shard()
     if number == fleet.worker_num():
         return loader

@@ -33,7 +33,7 @@ def cut(available: list[OffsetRange], num: int) -> list[OffsetRange]:
 
 
 def share(ranges: list[OffsetRange], worker: int, num_workers: int) -> list[OffsetRange]:
-    """A worker's share of all ranges: they are concatenated and cut into equal lengths, so most partitions stay whole."""
+    """A worker's share of all ranges: concatenated, they are cut into equal lengths, so most partitions stay whole."""
     total = sum(map(len, ranges))
     first, last = total * worker // num_workers, total * (worker + 1) // num_workers
     own, begin = [], 0

@@ -88,7 +88,7 @@ class _Replica:
 
 
 class ReplicaApp:
-    """The application of a replica. Ray sends the settings to a node, where the model is loaded at the replica's start."""
+    """The application of a replica. Ray sends the settings to a node, which loads the model at the replica's start."""
 
     def __init__(self, packed: bytes) -> None:
         """`packed`: ServeSettings as JSON."""

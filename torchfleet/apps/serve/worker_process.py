@@ -84,7 +84,7 @@ def _serve(start: WorkerStart) -> None:
 
 
 async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> None:
-    """Serve HTTP, and gRPC beside it, until a signal ends this process. Both then answer the requests that have begun."""
+    """Serve HTTP, and gRPC beside it, until a signal ends this process. Both then answer requests that have begun."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True

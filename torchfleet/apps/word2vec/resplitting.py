@@ -52,7 +52,7 @@ def _checked_total(source: str, paths: Sequence[str], num_ids: int, described: D
 
 
 def _ends_of_parts(paths: Sequence[str], num_ids: int, total: int, num_files: int) -> npt.NDArray[np.int64]:
-    """Where each new file ends, in words from the beginning: after an equal share, or at the end of a line soon after."""
+    """Where each new file ends, in words: after an equal share, or at the end of a line soon after."""
     even = np.array([total * (number + 1) // num_files for number in range(num_files)], np.int64)
     next_line = np.empty_like(even)
     num_words = num_found = 0

@@ -104,7 +104,7 @@ class WordVectors:
             return np.asarray(np.dot(self.vectors[:restrict], unit) / self.norms[:restrict])
 
     def save_text(self, path: str | os.PathLike[str]) -> None:
-        """Write a line `V D`, then lines `word v1 .. vD`. load reads the same numbers. The file appears when complete."""
+        """Write a line `V D`, then lines `word v1 .. vD`. `load` reads them. The file appears when complete."""
         write_text(os.fspath(path), self.words, self.vectors)
 
     def save_binary(self, path: str | os.PathLike[str]) -> None:

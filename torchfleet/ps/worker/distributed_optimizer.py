@@ -25,7 +25,7 @@ class DistributedOptimizer(AdoptedOptimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0) -> None:
-        """`share`: its index among the job's optimizers; `plan` holds the tables of its own parameters."""
+        """`share`: the index of `optimizer` among the job's optimizers. `plan`: the tables of its parameters."""
         super().__init__(optimizer)
         self.plan = self._pushed = plan
         self._share = share
@@ -33,7 +33,7 @@ class DistributedOptimizer(AdoptedOptimizer):
             for module in group.modules:
                 optimizer.state.pop(module.weight, None)
             if group.own is not None:
-                group.own._opt_called = True  # type: ignore[attr-defined]  # a scheduler of it would miss its steps
+                group.own._opt_called = True  # type: ignore[attr-defined]  # else its schedulers warn
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
@@ -138,7 +138,7 @@ class DistributedOptimizer(AdoptedOptimizer):
     def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """All gradients since the last step; dense ones from `dense` by parameter, or from .grad."""
         gradients = self._take_gradients(dense)
-        # Checked here in every mode: a thread that sends later, or a local step, could not name the parameter.
+        # Checked here in every mode: a sender thread or a local step could not name the parameter.
         check_finite(self._pushed, gradients, self._bound()[1].num_steps + 1)
         return gradients
 
@@ -186,7 +186,7 @@ class DistributedOptimizer(AdoptedOptimizer):
 def _unscaled(optimizer: torch.optim.Optimizer) -> bool:
     """Divide an optimizer's gradients in place by the scale, if torch.amp.GradScaler has left one on it.
 
-    Returns whether they are finite, as found by the scaler; True without a scaler, which is unverified.
+    Returns whether the scaler found them finite. Without a scaler, returns True without checking.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf.item()):

@@ -45,10 +45,10 @@ def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
 
 
 def _finite_wholes(gradients: Collection[tuple[Keys, Floats]]) -> set[int]:
-    """Arrays, by their ids, that consist of several of these gradients and are finite: one look at each of them.
+    """The id() of each finite array that consists of several of these gradients, so that one check covers all of them.
     Gradients of many small tables lie in one array (grouped_rows.py).
     """
-    wholes: dict[int, list[int]] = {}  # how many parts and numbers
+    wholes: dict[int, list[int]] = {}  # by id() of an array: the number of gradients in it, and of their elements
     for _, part in gradients:
         if part.base is not None:
             known = wholes.setdefault(id(part.base), [0, 0])

@@ -1,4 +1,4 @@
-"""Schedulers that count the steps of all workers where a worker makes only its own: geo training."""
+"""For geo training, where each worker makes its own steps: schedulers that count the steps of all workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _kinds: dict[type[Any], type[Any]] = {}  # subclasses that count, by the class o
 
 
 class Count:
-    """How often a scheduler steps for one call of its `step`."""
+    """Decides by how many steps one call of a scheduler's `step` advances it."""
 
     def __init__(self, num_workers: Callable[[], int], num_made: Callable[[], int] | None = None) -> None:
         """`num_made`: the number of steps that the optimizer has made; None: every call counts for all workers."""
@@ -26,9 +26,9 @@ class Count:
         self._num_calls = 0  # since the optimizer's last step
 
     def of_call(self) -> int:
-        """For a scheduler that advances with every step of the optimizer: one step per worker. For one that advances
-        after several steps, such as an epoch: one. Further calls after the same step of the optimizer are those of a
-        script that counts for all workers by itself; they add nothing until there are more of them than workers.
+        """The number of workers for a scheduler that is called after every step of the optimizer; 1 for a scheduler
+        that is called after several steps, such as an epoch. Further calls after the same step come from a script that
+        counts for all workers by itself: each is 0 until there have been more calls than workers, and 1 from then on.
         """
         num_workers = self._num_workers()
         if self._num_made is None:
@@ -45,7 +45,8 @@ class GlobalSchedules:
     """Lets all schedulers of an optimizer count the steps of all workers, if they advance with every step.
 
     torch keeps no list of an optimizer's schedulers. This searches all objects for them, at the first step after a
-    scheduler has set `initial_lr` in the param groups, and again when a learning rate has changed for no known reason.
+    scheduler has set `initial_lr` in the param groups, and again when a learning rate has changed although no known
+    scheduler has advanced.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, num_workers: int) -> None:
@@ -125,5 +126,5 @@ def _optimizer(scheduler: LRScheduler) -> Any:
 
 
 def _nested(scheduler: Any) -> list[Any]:
-    """The schedulers that a scheduler contains (SequentialLR, ChainedScheduler), and those that they contain."""
+    """The schedulers that a scheduler contains (SequentialLR, ChainedScheduler), at any depth."""
     return [found for inner in getattr(scheduler, "_schedulers", ()) for found in (inner, *_nested(inner))]

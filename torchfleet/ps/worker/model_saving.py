@@ -36,10 +36,10 @@ Kind = Literal["full", "delta", "inference"]
 
 
 class TablesBeside(Protocol):
-    """Tables of a model that are not on servers, and belong to its saves."""
+    """Tables of a model that are not on servers, but are part of its saves."""
 
     def write(self, storage: Storage, folder: str, kind: Kind, token: int, parent: int) -> list[Part]:
-        """Write their part files, as files of server 0. `token`, `parent`: of this save and of the one before."""
+        """Write their part files, as files of server 0. `token`: of this save; `parent`: the previous save's token."""
 
     def described(self, with_state: bool) -> list[Table]:
         """Their entries in the manifest; after `write`, with the rows that it wrote."""
@@ -93,7 +93,7 @@ def save_model(
 def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> None:
     """Report on stderr that a save replaces a resumable model that this job has neither loaded nor saved.
 
-    `known`: the folders that the job has loaded or saved. The usual cause: only the servers' part of the script loads.
+    `known`: the folders that the job has loaded or saved. The usual cause: the script loads the model on servers only.
     """
     before = present_model(storage) if kind != "delta" and storage.path not in known else None
     if before is not None and before.kind == "full":
@@ -109,7 +109,7 @@ def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> N
 def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
     """Commit the save; `before` is the save that a delta continues, which may have been compacted since it was read.
 
-    The replaced model is removed last: when the files of this one exist, and its manifest has been read back.
+    The replaced model is removed last, after the new model's files were checked and its manifest was read back.
     """
     with alone(storage):
         check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
@@ -148,8 +148,8 @@ def _check_base(storage: Storage, before: Manifest | None, plan: Plan, beside: S
 
 
 def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
-    """The table of tensors that are not float32, if the chain was begun by a release without it. Every save holds this
-    table whole.
+    """The table of tensors that are not float32, if a release without this table began the chain. Every save holds the
+    whole table.
     """
     return {group.spec.name for group in plan.fixed if isinstance(group, BytesGroup)} - {t.name for t in before.tables}
 

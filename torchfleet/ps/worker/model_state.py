@@ -33,7 +33,7 @@ class Servers(NamedTuple):
 
 
 class ServedRows:
-    """All rows of the servers' tables; in geo training, this worker's own rows instead."""
+    """All rows of the servers' tables; on whole tables, this worker's own rows replace those of the servers."""
 
     def __init__(self, plan: Plan, servers: Servers) -> None:
         self._plan, self._connect, self._communicator = plan, servers.connect, servers.communicator
@@ -55,14 +55,14 @@ class ServedRows:
 
 
 class Loading:
-    """One call of load_state_dict: the module where it began, and the tensors that it has values for."""
+    """One call of load_state_dict: the module on which it was called, and the tensors that the state has values for."""
 
     def __init__(self, root: torch.nn.Module, missing_keys: list[str], errors: list[str]) -> None:
         self.root, self._missing_keys, self._errors = root, missing_keys, errors
         self.places: list[Place] = []
 
     def is_for(self, missing_keys: list[str]) -> bool:
-        """Whether it is the call with this list: torch makes one list per call, and passes it to every module."""
+        """Whether this is the call with this list: torch makes one list per call, and passes it to every module."""
         return self._missing_keys is missing_keys
 
     @property
@@ -132,7 +132,7 @@ class ModelState:
         unexpected_keys: list[str],
         errors: list[str],
     ) -> None:
-        if module not in self._modules:  # of a copy
+        if module not in self._modules:  # a copy of the model copied this hook
             return
         if metadata.get("assign_to_params_buffers"):
             raise ModelError(

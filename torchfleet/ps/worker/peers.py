@@ -23,7 +23,7 @@ _PAUSE = 0.005  # seconds between two polls for parcels or for room
 
 
 class Workers:
-    """All workers of the job, seen from one of them. For one thread, with a client of its own."""
+    """One worker's access to all workers of the job. Used by one thread, with its own client."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Workers:
     def gather(self, name: str, data: bytes, num_servers: int = 0) -> list[bytes]:
         """Each worker's data, in order. Collective over all workers that have not left.
 
-        With `num_servers`, this number of servers takes part too; their numbers follow those of the workers.
+        With `num_servers`, this number of servers also takes part; their data follows that of the workers.
         """
         self._round += 1
         found = self._client.gather(name, self._round, data, self.num + num_servers, self._timeout)
@@ -90,7 +90,7 @@ class Exchange:
     _received: int = 0
 
     def send(self, to: int, arrays: list[npt.NDArray[Any]], on_parcel: Callable[[Parcel], None]) -> None:
-        """Returns when the servers have the parcel. While they have no room, takes in the parcels for this worker."""
+        """Returns when the servers have the parcel. While they have no room, passes arriving parcels to `on_parcel`."""
         self._sent[to] = self._sent.get(to, 0) + 1
         deadline = time.monotonic() + self._timeout
         while not self._client.send(self._topic, to, self._sent[to], [Array(0, array) for array in arrays]):

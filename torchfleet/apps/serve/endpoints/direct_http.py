@@ -70,7 +70,7 @@ class DirectProtocol(BoundedProtocol):
         return Exchange(self, app, json_size, length)
 
     def _is_plain(self) -> bool:
-        """Whether the request can be answered directly: no earlier one is open, the client reads, no header is special."""
+        """Whether the request can be answered directly: no earlier one is open, the client reads, headers are plain."""
         before = self.cycle
         return (
             (before is None or before.response_complete)

@@ -141,7 +141,7 @@ class InferenceProtocol:
         return asked
 
     def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
-        """Samples of a request that gives each feature as JSON of its own type; None for all others, also invalid ones."""
+        """Samples of a request that gives each feature as JSON of its own type; None for others, also invalid ones."""
         num = inputs[0].shape[0] if inputs[0].shape else 0
         if not self._packing.is_possible or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
             return None

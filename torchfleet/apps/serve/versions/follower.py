@@ -152,7 +152,7 @@ class Follower:
                 self._follow_saves_meanwhile()
 
     def _take_changes(self) -> None:
-        """Take over changed rows and network up to one moment of each server, or all rows if the subscription is lost."""
+        """Take over changed rows and network up to one moment of each server, or all rows if a subscription is lost."""
         pushed, stack = self._subscription(), self.maker.stack
         base: list[Level] | None = None
         found = None if pushed.is_lost else pushed.changes(stack)

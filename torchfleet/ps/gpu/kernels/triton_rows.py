@@ -43,7 +43,7 @@ def gather_block(
     RESOLVE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: also does the work of `resolve`."""
+    """out[i] = the values of row slots[i]; zeros for ABSENT, NaN for NO_ROW. RESOLVE: works as `resolve`, too."""
     i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i, mask=i < n, other=-1)
     if RESOLVE:

@@ -129,7 +129,7 @@ class Capacity:
 
 
 def old_tick(ticks: npt.NDArray[np.uint32]) -> int:
-    """The tick at or before which a tenth of the rows were last used, estimated from a sample; 0 without rows in use."""
+    """The tick at or before which a tenth of the rows were last used, estimated from a sample; 0 without used rows."""
     used = ticks[ticks != NEVER]
     place = int(len(used) * SHARE)
     return int(np.partition(used, place)[place]) if len(used) else 0

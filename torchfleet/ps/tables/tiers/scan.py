@@ -117,7 +117,7 @@ class Scan:
         return piece.reading is None or bool(wait([piece.reading], self._most_wait).done)
 
     def _memory(self, piece: _Piece) -> Bytes | None:
-        """What was read ahead, valid until the next call; None if it must be read again, which then raises the error."""
+        """What was read ahead, valid until the next call; None if it must be read again, which raises the error."""
         if piece.room is None or piece.reading is None:
             return None
         error = piece.reading.exception()

@@ -41,8 +41,8 @@ def split_slots(slots: list[Any], pooling: str) -> tuple[list[torch.Tensor], Bag
 
 @lru_cache(maxsize=16)
 def _even_offsets(total: int, width: int) -> np.ndarray[Any, Any]:
-    """Offsets of bags of one size. Cached for all batches of that shape, as they take as much memory as a batch's ids.
-    Read-only.
+    """Offsets of bags of one size. All batches of that shape share one cached array, because it may take as much memory
+    as a batch's ids; callers must not change it.
     """
     return np.arange(0, total + 1, width)
 
@@ -52,8 +52,8 @@ def _is_like(slot: Any, first: torch.Tensor) -> bool:
 
 
 def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """(ids, offsets of the samples and the number of ids) of a slot, given as values and offsets or as a block with one
-    row per sample.
+    """(ids, bounds) of a slot: bounds are the offsets of its samples, followed by the number of ids. The slot is given
+    as values and offsets, or as a block with one row per sample.
     """
     if isinstance(slot, torch.Tensor):
         if slot.dim() not in (1, 2):

@@ -17,7 +17,7 @@ WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.u
 
 
 def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
-    """The ids of all slots as keys, slot by slot; without a copy if they already lie so in memory."""
+    """The ids of all slots as keys, slot by slot; without a copy if they already lie in this order in memory."""
     first = slots[0]
     if len(slots) == 1 and first.dtype == torch.int64 and first.is_cpu and first.is_contiguous():
         flat: Keys = first.detach().numpy().reshape(-1).view(np.uint64)
@@ -52,8 +52,8 @@ def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
 def num_samples(inputs: Any, tensors: Iterable[torch.Tensor]) -> int:
     """The number of samples in a call of a model: as a batch or slot states it, or the first tensor's length.
 
-    `tensors`: those of the inputs. For a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes
-    them, the number of bags.
+    `tensors`: the tensors of the inputs. For a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag
+    takes them, returns the number of bags.
     """
     told = told_samples(inputs)
     if told is not None:

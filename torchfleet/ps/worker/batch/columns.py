@@ -15,7 +15,7 @@ from torchfleet.ps.worker.batch.recipe import PLAIN, CannotReplay, Input, Node, 
 from torchfleet.ps.worker.batch.window import Window
 from torchfleet.ps.worker.client.shard import Keys, as_keys
 
-_EACH_NUMBER = ("aten::_to_copy", "aten::floor_divide")  # and all that torch calls pointwise
+_EACH_NUMBER = ("aten::_to_copy", "aten::floor_divide")  # besides functions that torch tags as pointwise
 
 
 class Block(NamedTuple):
@@ -71,18 +71,18 @@ def worth_it(columns: Iterable[Column]) -> set[Block]:
 
 @dataclass
 class Blocks:
-    """The blocks of one batch, each computed when its first column is requested. Equal blocks are one object."""
+    """The blocks of one batch, each computed when its first column is requested. Equal blocks must be one object."""
 
     _replay: Replay
-    _done: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # by the object: a block's hash takes longer
+    _done: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # by id(): hashing a block takes longer
 
     def keys(self, column: Column) -> Keys:
-        """The keys of a block's columns, sample by sample. Raises any exception if this batch has no such block."""
+        """The keys of these columns, sample by sample. May raise any exception if this batch has no such block."""
         own = self.whole(column.block)[column.first : column.first + column.num]
         return as_keys(own[0] if column.num == 1 else own.T)
 
     def whole(self, block: Block) -> npt.NDArray[np.int64]:
-        """All columns of a block, one after the other. Raises as `keys` does."""
+        """All columns of a block, each a row of the result. Raises as `keys` does."""
         found = self._done.get(id(block))
         if found is None:
             found = self._done[id(block)] = self._computed(block)

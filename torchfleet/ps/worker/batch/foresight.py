@@ -1,9 +1,9 @@
 """Which inputs of a batch reach which table: learned from the first lookups, predicted from then on.
 
 When an embedding looks up ids that are (a view of) a tensor of the batch, the way from the batch to the table is
-remembered, and used at once. Ids that forward computes have a recipe, if the call was recorded. Such a way is used once
-it was right about a second batch, and until it is wrong about one. For the next batches all ids can then be collected
-before the model runs, and pulled in one message per server.
+remembered, and used at once. Ids that forward computes have a recipe, if the call was recorded. A way with such a
+recipe is used after it was right about a second batch, until it is wrong about one. For the next batches all ids can
+then be collected before the model runs, and pulled in one message per server.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Expected:
 
     @property
     def tensors(self) -> list[tuple[torch.Tensor, int | None]]:
-        """The ids, and the padding among them."""
+        """The ids of each slot, with its padding_idx."""
         found = []
         for way, ids in self.slots:
             own = ids if isinstance(ids, torch.Tensor) else torch.from_numpy(ids.view(np.int64))
@@ -95,17 +95,17 @@ class Expected:
 
     @property
     def keys(self) -> Keys:
-        """All of them, without padding."""
+        """The keys of all slots, without padding."""
         return (self._known or self._found_once())[0]
 
     @property
     def stamped(self) -> tuple[Keys, Stamp | None]:
-        """The keys, and a stamp for ids that lie in the batch and have no padding; all others are a copy."""
+        """(keys, stamp). The stamp is None if any ids are computed or may have padding; the keys are then a copy."""
         return (self._known or self._found_once())[:2]
 
     @property
     def guesses(self) -> list[Guess]:
-        """Of the ways that compute ids."""
+        """The guesses of the ways that compute ids."""
         for way, _ in self.slots:
             if way.recipe.is_computed:
                 return (self._known or self._found_once())[2]
@@ -192,13 +192,15 @@ class Foresight:
         return {call: batch[place] for call, place in self.aliases.items() if place in batch}
 
     def lacks(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a way begins at a place that is missing here."""
+        """Whether a way in use starts from a tensor that is missing here."""
         return any(way.is_awake and not way.recipe.places <= tensors.keys() for way in self.ways)
 
     def keys(
         self, replay: Replay, ways: Iterable[Way] | None = None, blocks: Blocks | None = None
     ) -> dict[str, Expected]:
-        """All ids that this batch is expected to look up, by table. `ways`: some of them. `blocks`: of the batch."""
+        """All ids that this batch is expected to look up, by table. `ways`: the ways to ask; None: all. `blocks`: the
+        blocks of the batch.
+        """
         found: dict[str, list[tuple[Way, torch.Tensor | Keys]]] = {}
         blocks = Blocks(replay) if blocks is None else blocks
         for way in self.ways if ways is None else ways:
@@ -236,7 +238,7 @@ class Foresight:
             self._use((*self.ways, way))
 
     def _use(self, ways: tuple[Way, ...]) -> None:
-        """Use these ways from now on. What is equal in them is found here, once: batches compare numbers."""
+        """Use these ways from now on. Equal recipes and blocks are found once, here: batches only compare numbers."""
         blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
         for way in ways:
             way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
@@ -245,7 +247,7 @@ class Foresight:
         self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:
-        """Whether a way that is asleep leads to these ids; if so, it is used from now on."""
+        """Whether a way that is asleep leads to these ids; if so, it wakes, unless it was learned in this call."""
         for way in self.ways:
             if way.table == table and not way.is_awake and _leads_to(replay, way.recipe, ids):
                 way.is_awake, way.num_wrong = not way.is_new, 0

@@ -1,8 +1,8 @@
 """Functions of torch are looked up by one thread at a time.
 
-torch makes the Python object of a function when it is first called under a dispatch mode, as Recorder is, and keeps its
-address. Two threads that call the function first at the same time make two objects: torch.ops keeps the later one, and
-the address may be that of the other, which is freed. Every later call then uses whatever lies there.
+torch makes the Python object of a function when it is first called under a dispatch mode, such as Recorder, and keeps
+the object's address. If two threads make this first call at the same time, they make two objects: torch.ops keeps the
+later one, and the address may be that of the other, which is freed. Every later call then uses freed memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from torch._ops import OpOverloadPacket, _OpNamespace
 
-_lock = threading.RLock()  # a lookup may need another
+_lock = threading.RLock()  # a lookup may need another lookup
 
 
 def look_up_one_at_a_time() -> None:
-    """From now on, in this process. Later calls do nothing."""
+    """Let one thread at a time look up functions of torch, from now on in this process. Later calls do nothing."""
     for kind in (_OpNamespace, OpOverloadPacket):
         if not hasattr(kind.__getattr__, "__wrapped__"):
             kind.__getattr__ = _locked(kind.__getattr__)  # type: ignore[method-assign]

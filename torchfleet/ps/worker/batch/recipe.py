@@ -56,19 +56,19 @@ Node = Input | Constant | Result
 
 @dataclass(frozen=True)
 class Recipe:
-    """How ids are computed. `shapes`: those of the batch's tensors at the recording, by their places."""
+    """How ids are computed. `shapes`: the shapes of the batch's tensors at the recording, by their places."""
 
     root: Node  # from a Shelf: recipes with the same root are equal
     shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False)
 
     @cached_property
     def places(self) -> set[str]:
-        """Places of the tensors that it starts from."""
+        """Places of the tensors from which the ids are computed."""
         return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
 
     @cached_property
     def is_computed(self) -> bool:
-        """Whether it is more than a view of the batch's own memory."""
+        """Whether the ids are more than a view of the batch's own memory."""
         return not isinstance(self.root, Input)
 
     @cached_property
@@ -100,7 +100,7 @@ class Replay:
     """Replays recipes on one batch. Parts that several recipes share are computed once."""
 
     tensors: Mapping[str, torch.Tensor]
-    # By the id of a node, which stays alive while it is in here.
+    # By the id() of a node; the value keeps the node alive.
     _done: dict[int, tuple[Node, Any]] = field(default_factory=dict)
 
     def ids(self, recipe: Recipe) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Replay:
         return ids
 
     def _sizes(self, shapes: Mapping[str, torch.Size]) -> Sizes | None:
-        """None if no size has changed."""
+        """Sizes that differ from the recorded ones; None if all are the same."""
         sizes: Sizes | None = None
         for place, old in shapes.items():
             if place not in self.tensors:

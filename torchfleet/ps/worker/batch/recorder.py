@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records how every tensor was made, between `begin` and `end`.
 
     A tensor is identified by its memory: the last tensor made at an address is the one that is there. Memory written
-    without torch may be mistaken for the tensor before it, so a recipe is tested before it is used.
+    without torch may be mistaken for the tensor that was there before, so a recipe is tested before it is used.
     """
 
     supports_higher_order_operators = True  # they pass through
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mark = self._mark(ids)
         if isinstance(mark, Refusal):
             return mark
-        places = _places(mark) or list(self._shapes)[:1]  # positions in a batch are as many as its samples
+        places = _places(mark) or list(self._shapes)[:1]  # e.g. an arange over the samples: its length is an input's
         return Recipe(mark, {place: self._shapes[place] for place in places})
 
     def refuse(self, tensor: torch.Tensor, refusal: Refusal) -> None:
@@ -224,7 +224,7 @@ def hold_compiler(owner: object) -> None:
 
 
 def let_compiler_go(owner: object) -> None:
-    """Allow compilation again, if no other owner disables it. Does nothing for an owner that does not."""
+    """Allow compilation again, unless another owner disables it. Does nothing if `owner` has not disabled it."""
     _remove_owner(id(owner))
 
 

@@ -27,7 +27,7 @@ class SampleCount:
     """
 
     def __init__(self, model: torch.nn.Module, worker: int, num_optimizers: int = 1) -> None:
-        """Counts separately for each optimizer, as each steps on its own."""
+        """Counts separately for each optimizer, because each makes its own steps."""
         self._worker = worker
         self._is_told = False
         self._counts = [Count() for _ in range(num_optimizers)]
@@ -44,8 +44,8 @@ class SampleCount:
         self._counts[share] = Count()
 
     def take(self, is_nothing: Callable[[], bool], share: int = 0) -> float | None:
-        """The number of samples since an optimizer's last call; None if it is not known, which is reported once on
-        stderr.
+        """The number of samples since an optimizer's last step; None if it is not known, which is reported once on
+        stderr. The count starts again at 0.
 
         `is_nothing`: whether the step has no gradient, so that no sample was expected.
         """
@@ -82,8 +82,8 @@ class SampleCount:
             tensor.register_hook(count)  # type: ignore[no-untyped-call]
 
     def _samples(self, inputs: Any, outputs: list[torch.Tensor]) -> int | None:
-        """The number that a batch states; otherwise the common length of inputs and outputs; otherwise that of all
-        inputs.
+        """The number that a batch states; otherwise a length that an input and an output share; otherwise the length
+        that all inputs share; otherwise None.
         """
         told = told_samples(inputs)
         if told is not None:

@@ -1,7 +1,7 @@
 """Strings as ids: `fleet.hash_string` of all strings of an array at once, without a loop in Python.
 
-numpy's arrays of text and bytes, and Arrow's arrays, are hashed where they lie. Lists and arrays of Python's strings
-are joined first.
+numpy's arrays of fixed-width text and bytes, and Arrow's arrays, are hashed from their buffers. Lists, arrays of
+Python's strings and numpy's strings of variable width are joined first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}  # witho
 
 
 def are_strings(values: Any) -> bool:
-    """Whether these are strings to be hashed. Of a list or an array of objects, the first one tells."""
+    """Whether these are strings to be hashed. A list or an array of objects is judged by its first element."""
     if isinstance(values, np.ndarray):
         if values.dtype.kind == "O":
             return bool(values.size) and isinstance(values.flat[0], (str, bytes))
@@ -41,7 +41,7 @@ def hash_strings(values: Any, seed: int = 0, size: int = 0) -> Ids:
     is 0.
 
     `values`: an array of numpy (text, bytes or Python's str), an array of pyarrow (strings or bytes, also in chunks or
-    as a dictionary), or a list. The 64 bits of a hash are those of a signed number.
+    as a dictionary), or a list. The 64 bits of a hash are read as a signed number.
     """
     if not 0 <= seed < 1 << 64 or not 0 <= size < 1 << 63:
         raise DataError(f"hash_strings: seed and size must be from 0 up to 64 and 63 bits, found {seed} and {size}")
@@ -54,9 +54,7 @@ def hash_strings(values: Any, seed: int = 0, size: int = 0) -> Ids:
 
 
 def with_hashed(ids: Any) -> Any:
-    """Ids as an embedding takes them, with tensors in the place of strings: also of those in a slot, and in a list of
-    slots.
-    """
+    """An embedding's input, with strings replaced by tensors of their ids, also in a slot and in a list of slots."""
     if isinstance(ids, torch.Tensor):
         return ids
     if are_strings(ids):
@@ -77,7 +75,7 @@ def hash_bytes(given: Sequence[bytes], seed: np.uint64) -> Hashes:
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    """Objects of Python, not fixed widths: one long string would make all as wide."""
+    """A list becomes an array of Python objects: at a fixed width, one long string would make all others as wide."""
     made: npt.NDArray[Any] = (
         np.asarray(values, dtype=object) if isinstance(values, (list, tuple)) else np.asarray(values)
     )
@@ -106,7 +104,7 @@ def _of_array(array: npt.NDArray[Any], seed: np.uint64) -> Hashes:
 
 
 def _encoded(one: Any) -> bytes:
-    """As `hash_string` does."""
+    """Encode as `hash_string` does."""
     if isinstance(one, bytes):
         return one
     if not isinstance(one, str):
@@ -147,7 +145,7 @@ def _of_arrow(array: Any, seed: np.uint64) -> Hashes:
 
 
 def _of_buffers(array: Any, offset_type: np.dtype[Any], seed: np.uint64) -> Hashes:
-    """Hash the strings in Arrow's memory; those within its last bytes, behind which nothing may be read, in a copy."""
+    """Hash the strings in Arrow's memory. Strings near its end, beyond which the hash must not read, are copied."""
     num = len(array)
     hashes = np.empty(num, np.uint64)
     if not num:

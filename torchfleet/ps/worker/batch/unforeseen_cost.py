@@ -1,4 +1,4 @@
-"""What lookups cost whose ids were not foreseen: the share of a worker's time that they waited for rows."""
+"""What unforeseen lookups cost: the share of its time that a worker waited for their rows."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class UnforeseenCost:
 
     @property
     def share(self) -> float:
-        """0 while the worker learns. Waits of several threads add up, to 1 at most."""
+        """The share of the time since the second step; 0 before it. Waits of several threads add up, to 1 at most."""
         passed = 0.0 if self._since is None else self._now() - self._since
         return min(1.0, self._waited / passed) if passed > 0 else 0.0

@@ -14,8 +14,8 @@ from torchfleet.base.background import BackgroundThreads
 from torchfleet.ps.worker.client.client import Client
 
 _LOOK = 0.1  # seconds
-_UNDER_WAY = 4  # groups of batches whose rows were asked for and have not come
-_TOGETHER = 4  # batches of a group
+_UNDER_WAY = 4  # groups of batches whose rows were requested and have not arrived
+_TOGETHER = 4  # batches of a group, on average over the groups that begin at once
 
 End = Callable[[], None]
 
@@ -24,7 +24,7 @@ class Preparer(Protocol):
     """A cache, as its thread sees it."""
 
     def begin(self, client: Client, batches: list[Any]) -> End:
-        """Do the first half of the preparation of batches, and return the second. An error leaves no trace."""
+        """Do the first half of the preparation of batches, and return the second half. May be repeated after errors."""
 
     def fail(self, batches: list[Any], error: BaseException) -> None:
         """Store the error of either half in the batches."""
@@ -32,7 +32,7 @@ class Preparer(Protocol):
 
 @dataclass
 class Alone:
-    """Work that begins when all that was given before has ended."""
+    """Work that begins when all earlier work has ended."""
 
     work: Callable[[Client], None]
     errors: list[BaseException]
@@ -40,8 +40,8 @@ class Alone:
 
 
 class CacheThread:
-    """Runs the work of all caches, and that of each cache in the order in which it was given. Batches that wait in the
-    queue at the same time are prepared together: the device and the servers get as many calls as for one batch.
+    """Runs the work of all caches; the work of each cache runs in the order in which it was given. Batches that wait in
+    the queue at the same time are prepared together, with as many calls to the device and the servers as for one batch.
     """
 
     def __init__(self, connect: Callable[[], Client]) -> None:
@@ -55,11 +55,11 @@ class CacheThread:
         self._threads.start()
 
     def check(self) -> None:
-        """Raise an error if the thread has ended."""
+        """Raise the thread's error if it has failed."""
         self._threads.check()
 
     def prepare(self, cache: Preparer, batch: Any) -> None:
-        """Have the thread call `cache.begin`, and what it returns when the replies should have arrived."""
+        """Have the thread call `cache.begin`, and later, when the replies should have arrived, what that returned."""
         self.check()
         if self._gathered is None:
             self._queue.put((cache, batch))
@@ -68,7 +68,9 @@ class CacheThread:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Hold back the batches that one thread prepares in this context until it ends, so that they begin together."""
+        """Hold back the batches that are prepared in this context until it ends, so that they begin together. For one
+        thread at a time.
+        """
         self._gathered = []
         try:
             yield
@@ -87,7 +89,7 @@ class CacheThread:
             raise alone.errors[0]
 
     def close(self) -> None:
-        """End the thread and close its client. Work that has not begun is dropped."""
+        """End the thread and close its client. Work that has not ended is dropped."""
         self._ending.set()
         self._threads.join(timeout=10)
 
@@ -115,7 +117,7 @@ class CacheThread:
         alone.is_done.set()
 
     def _begin(self, client: Client, first: tuple[Preparer, Any]) -> None:
-        """Begin this batch and those that wait behind it."""
+        """Begin this batch together with batches that wait behind it in the queue."""
         groups = {id(first[0]): (first[0], [first[1]])}
         following: Alone | None = None
         while following is None and sum(len(batches) for _, batches in groups.values()) < _TOGETHER * len(groups):

@@ -18,7 +18,7 @@ from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 
 Slot = tuple[torch.Tensor, int | None]  # ids, and the id among them that stands for padding
-_WAIT = 0.1  # seconds between two looks whether the thread that fills the cache has failed
+_WAIT = 0.1  # seconds between two checks whether the thread that fills the cache has failed
 
 
 class CachedBatch:
@@ -34,8 +34,8 @@ class CachedBatch:
         self.on_gradient: Callable[[CachedBatch], None] = lambda batch: None
         self.is_ready, self.is_dropped = threading.Event(), False
         self.error: BaseException | None = None
-        self.given: Any = None  # event of the stream on which the ids are made
-        self.event: Any = None  # of the cache's stream, when the rows are there
+        self.given: Any = None  # CUDA event after which the ids are there
+        self.event: Any = None  # CUDA event, on the cache's stream, after which the rows are there
         self.asked = torch.empty(0, dtype=torch.int64, device=memory.device)  # slots whose rows are on their way
         self._index: dict[tuple[Stamp, int | None], torch.Tensor] = {}
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None  # distinct keys, sorted, and their slots
@@ -67,7 +67,7 @@ class CachedBatch:
     # In the training thread
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait for the rows. Raises the error that kept them away. `check` raises an error if the thread has ended."""
+        """Wait for the rows. Raises the error that prevented them. `check` raises the error of the cache's thread."""
         while not self.is_ready.wait(_WAIT):
             check()
         if self.error is not None:
@@ -118,7 +118,7 @@ class CachedBatch:
         return self.memory.values(index)
 
     def add(self, index: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add a gradient for each index. On a CPU the order of a sum is that of the lookups without a cache."""
+        """Add a gradient for each index. On a CPU, a row's gradients are added in the same order as without a cache."""
         if not self._parts and self._grads is None:
             self.on_gradient(self)
         if not self.memory.is_exact:
@@ -185,7 +185,7 @@ def pooled(rows: torch.Tensor, index: torch.Tensor, bags: Bags) -> torch.Tensor:
 
 
 def keys_together(batches: Sequence[CachedBatch]) -> Iterator[tuple[int | None, torch.Tensor]]:
-    """(padding, keys) of the ids of all batches, on the cache's device: those with the same padding together."""
+    """Yield (padding, keys) for each padding_idx: the ids of all batches with this padding, on the cache's device."""
     every = [(batch, ids, padding) for batch in batches for ids, padding in batch.ids]
     for padding in dict.fromkeys(padding for _, _, padding in every):
         flat = [as_keys(ids, batch.memory.device) for batch, ids, own in every if own == padding]

@@ -1,4 +1,4 @@
-"""The rows that a cache has dropped: with which eviction, and their values while the servers do not have them yet."""
+"""The rows that a cache has evicted: the last eviction of each key, and the values until the servers have them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Evictions:
     """Counts evictions, and holds the writes of their rows until the servers have answered them.
 
     The servers get writes in order. A row that no open write holds is therefore on the servers as it was last dropped;
-    a row that one holds is taken from the newest of them, and nothing waits for the servers.
+    a row in open writes is taken from the newest of them, without a wait for the servers.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._num = 0
         self._marks = EvictedKeys(num_slots, device)
         self._open: list[Write] = []  # oldest first
-        self._last_write: dict[int, Write] = {}  # by the number of an eviction: its own, or the one before it
+        self._last_write: dict[int, Write] = {}  # by an eviction's number: its own, or the newest before it
 
     def add(self, keys: torch.Tensor, write: Write | None) -> None:
-        """Note that these keys are dropped. `write` has those of their rows that had changed; None if none had."""
+        """Note that these keys are dropped. `write` has the rows among theirs that had changed; None if no row had."""
         self._num += 1
         number = EvictedKeys.number(self._num)
         self._marks.add(keys, number)
@@ -40,7 +40,7 @@ class Evictions:
             self._last_write[number] = self._open[-1]
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """The number of the last eviction of each key (uint8); NEVER for a key that was in none."""
+        """The number of the last eviction of each key (uint8); NEVER for a key that was never evicted."""
         return self._marks.find(keys)
 
     def settle(self, wait: Callable[[Write], None]) -> None:
@@ -49,8 +49,8 @@ class Evictions:
             wait(write)
 
     def on_their_way(self, keys: Keys, numbers: Keys) -> tuple[Places, Rows | None]:
-        """Search the open writes for these keys. Returns the places of the keys that were found, and their rows; None
-        if none was found. `numbers`: what `find` returned for the keys.
+        """Search the open writes for these keys. Returns (the indices of the keys that were found, their rows); the
+        rows are None if no key was found. `numbers`: what `find` returned for the keys.
         """
         self._open = [write for write in self._open if not write.is_done.is_set()]
         self._last_write = {n: write for n, write in self._last_write.items() if not write.is_done.is_set()}

@@ -11,8 +11,8 @@ import torch
 
 @dataclass
 class Pending:
-    """Gradients of slots. `touched` None: slots may repeat, and -1 is padding; else slots are distinct and those for
-    which it is True have a gradient. Holds the batches, so that their rows stay.
+    """Gradients of slots. `touched` None: slots may repeat, and -1 is padding; otherwise slots are distinct, and those
+    for which `touched` is True have a gradient. Holds the batches, so that their rows stay in the cache.
     """
 
     batches: list[Any]
@@ -25,7 +25,7 @@ class Pending:
         return self
 
     def whole_gradients(self) -> torch.Tensor:
-        """The gradients of all rows, zeros for those without one. A change of this tensor changes the update."""
+        """The gradients of all rows, zeros for rows without one. A change of this tensor changes the update."""
         if self.touched is None:
             self.slots, self.grads, self.touched = _summed([self])
         self.grads.masked_fill_(~self.touched[:, None], 0.0)

@@ -29,12 +29,12 @@ from torchfleet.ps.worker.client.future import Future
 from torchfleet.ps.worker.client.shard import Floats
 
 _CHUNK = 1 << 16  # rows of one pull
-_EVICTED_SHARE = 64  # an eviction frees 1/64 of the slots, or more: several batches then need none
+_EVICTED_SHARE = 64  # an eviction frees 1/64 of the slots, or more: the next batches then need no eviction
 
 
 class RowCache:
-    """Rows that this worker alone changes. Methods are called by the training thread, those with a client by the
-    cache's thread, on a stream of its own.
+    """Rows that this worker alone changes. The training thread calls the methods above "In the cache's thread"; the
+    cache's thread calls the methods below that, on its own stream.
 
     Batches are prepared in two halves. `begin` gives slots to the keys that have none and asks the servers for their
     rows; `_end` waits for the rows and puts them into their slots. Batches begin and end in the order in which they
@@ -75,7 +75,7 @@ class RowCache:
         with self._lock:
             self._num_batches += 1
             batch = CachedBatch(self.memory, self._num_batches, ids)
-            # at most a few batches live at once: those that have ended are forgotten here
+            # at most a few batches are alive at once: references to others are removed here
             self._alive = {number: known for number, known in self._alive.items() if known() is not None}
             self._alive[batch.number] = weakref.ref(batch)
         if self._is_cuda and any(tensor.is_cuda for tensor, _ in ids):
@@ -146,7 +146,7 @@ class RowCache:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin(self, client: Client, batches: list[CachedBatch]) -> Callable[[], None]:
-        """The first half, of several batches at once; returns the second."""
+        """Do the first half for several batches at once; returns the second half."""
         new = list[torch.Tensor]()
         with self._beside(), self._timed("begin"):
             for batch in batches:
@@ -169,7 +169,7 @@ class RowCache:
         return lambda: self._end(batches, pulls)
 
     def _place(self, batches: Sequence[CachedBatch], new: list[torch.Tensor]) -> None:
-        """Give slots to all keys of these batches. Adds those of keys that had none to `new`, also if it raises."""
+        """Give slots to all keys of these batches. Adds the newly given slots to `new`, even if it raises an error."""
         memory = self.memory
         for padding, keys in keys_together(batches):
             slots = memory.place(keys, padding)
@@ -196,8 +196,8 @@ class RowCache:
             self._looked_up += memory.count_used(batch.number)
 
     def _missing(self, batch: CachedBatch, new: torch.Tensor) -> Any:
-        """The keys of new slots to ask the servers for. Of the other keys, rows that open writes hold are put into
-        their slots here; the servers have no row of the rest, which keep their first values.
+        """The keys of new slots whose rows the servers are asked for. Rows that open writes hold are put into their
+        slots here. The remaining keys have no row on the servers, and keep their first values.
         """
         if not len(new):
             return np.empty(0, np.uint64)
@@ -222,7 +222,7 @@ class RowCache:
         self.memory.words[slots] = rows if self._staging is None else self._staging.moved(rows)
 
     def _end(self, batches: Sequence[CachedBatch], pulls: Sequence[Future[tuple[Floats, int]]]) -> None:
-        asked = batches[0].asked  # empty if an earlier batch has failed, and its slots were taken back
+        asked = batches[0].asked  # empty if an earlier batch failed: `fail` erased these slots
         with self._beside(), self._timed("end"):
             start = 0
             for pull in pulls:
@@ -238,8 +238,8 @@ class RowCache:
             batch.is_ready.set()
 
     def fail(self, batches: list[CachedBatch], error: BaseException) -> None:
-        """Store an error in these batches, and in later ones that may use their rows. The cache forgets rows that did
-        not arrive.
+        """Store an error in these batches, and in later batches, which may use their rows. The cache forgets the rows
+        that did not arrive.
         """
         with self._lock:
             known = [there() for number, there in self._alive.items() if number >= batches[0].number]
@@ -252,8 +252,8 @@ class RowCache:
             batch.is_ready.set()
 
     def _evict(self, num: int) -> None:
-        """Drop at least `num` rows: those used least recently, and none of a batch that is alive. Raises an error if
-        there are fewer.
+        """Drop at least `num` rows: the least recently used, but no row of a batch that is alive. Raises ModelError if
+        there are too few.
         """
         with self._timed("evict"):
             self._check_gradients()
@@ -271,7 +271,7 @@ class RowCache:
             return min(self._alive, default=self._num_batches + 1)
 
     def _write(self, slots: torch.Tensor) -> Write | None:
-        """Send those of these rows that have changed."""
+        """Send the rows of these slots that have changed; None if no row has."""
         if self._stream is not None and self._updated is not None:
             self._stream.wait_event(self._updated)
         slots = slots[self.memory.is_changed[slots]]

@@ -60,7 +60,7 @@ class RowMemory:
 
     def place(self, keys: torch.Tensor, padding: int | None) -> torch.Tensor:
         """Slots (int32) of keys, which may repeat; -1 for padding. Keys without a slot get one, with the first values
-        of a new row, or NO_ROW if none is free. `read_counters` then tells how many.
+        of a new row, or NO_ROW if no slot is free. `read_counters` then returns the slots that were given out.
         """
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         return self.kernels.find(self.table, self.layout, keys, True, padding, is_deterministic)
@@ -110,8 +110,8 @@ class RowMemory:
         return (self.last_use[:-1] == batch).sum()
 
     def oldest(self, num: int, before: int) -> torch.Tensor:
-        """Slots whose last use is the least recent, by a batch before `before`: `num` of them or more (a batch's slots
-        are taken together), all if there are fewer, and at most twice as many.
+        """The least recently used slots, among those last used by a batch before `before`: `num` slots or more (a
+        batch's slots are taken together), but at most 2 * `num`; all if there are fewer.
         """
         last_use = self.last_use[:-1]
         latest = int(last_use.max())
@@ -144,7 +144,7 @@ class RowMemory:
         update; None: slots may repeat, and -1 is left out.
 
         On a CPU it runs the servers' own kernels, and has their results bit for bit. On a GPU a row whose gradient is
-        not finite stays as it is, and `has_failed` says so: that needs no wait for the GPU.
+        not finite stays as it is, and `has_failed` is set, without a wait for the GPU.
         """
         if self.is_exact:
             self._update_as_servers(slots, grads, touched, lr, step)
@@ -172,7 +172,7 @@ class RowMemory:
         self.is_changed[slots[touched]] = True
 
 
-_OLDEST = 4095  # batches since the last use that are told apart
+_OLDEST = 4095  # batches since the last use; higher numbers count as this one
 
 
 def _num_free(counters: Sequence[int]) -> int:

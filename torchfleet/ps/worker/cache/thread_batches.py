@@ -1,4 +1,4 @@
-"""A thread's batches of tables with a cache: those of its step, and their gradients until the step."""
+"""One training thread's batches of tables with a cache: the batches of its step, and their gradients until the step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ThreadBatches:
         return parts
 
     def joined(self, table: str) -> Pending | None:
-        """The pending gradients of a table as one, which stays pending; None if there are none."""
+        """The pending gradients of a table as one Pending, which stays pending; None if the table has no gradients."""
         found = [made for part in self._pending.get(table, []) if (made := part.pending()) is not None]
         if not found:
             return None
@@ -70,7 +70,7 @@ class ThreadBatches:
         return together
 
     def take(self, table: str) -> list[Pending]:
-        """The gradients that the step applies to a table: one update, or nothing."""
+        """The gradients that the step applies to a table: a list of one Pending, or an empty list."""
         together = self.joined(table)
         self._pending.pop(table, None)
         return [] if together is None else [together]

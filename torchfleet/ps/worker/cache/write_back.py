@@ -1,4 +1,4 @@
-"""Rows on their way from a cache back to the servers: sent by a thread with a client of its own, while others come."""
+"""Rows on their way from a cache back to the servers: a thread with its own client sends them, while others arrive."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
 
 _LOOK = 0.1  # seconds
-_MOST_WAITING = 4  # writes; one more waits, so that memory stays bounded
+_MOST_WAITING = 4  # writes in the queue; `give` blocks for a further one, so that memory stays bounded
 _ROWS = 1 << 14  # of one message: a pull behind it waits for a few milliseconds
-_UNDER_WAY = 4  # messages that are not answered
+_UNDER_WAY = 4  # messages without a reply yet
 
 
 class Write:
@@ -31,13 +31,13 @@ class Write:
         self._held: tuple[torch.Tensor, torch.Tensor] | None = keys, rows  # None: the servers have them
 
     def messages(self) -> Iterator[tuple[Any, Any]]:
-        """(keys, rows) in parts; one if there are no rows, which tells the step."""
+        """Yield the (keys, rows) of each message. Without rows there is one empty message, which sets the step."""
         keys, rows = self._filled()
         for start in range(0, max(1, len(keys)), _ROWS):
             yield keys[start : start + _ROWS].view(np.uint64), rows[start : start + _ROWS]
 
     def rows_of(self, keys: Any) -> tuple[Any, Any]:
-        """(mask of the keys that this write holds, their rows). It holds none once the servers have them."""
+        """(mask of the keys that this write holds, their rows). Once the servers have the rows, it holds no keys."""
         own, rows = self._filled()
         if not len(own):
             return np.zeros(len(keys), bool), rows
@@ -60,8 +60,8 @@ class Write:
 
 
 class WriteBack:
-    """Sends writes in the order in which they were given. After a failed write all later calls raise its error: its
-    rows exist nowhere else.
+    """Sends writes in the order in which they were given. After a failed write all later calls raise its error, because
+    its rows exist nowhere else.
     """
 
     def __init__(self, connect: Callable[[], Client]) -> None:

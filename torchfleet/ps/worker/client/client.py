@@ -42,7 +42,7 @@ class Client(Walks):
     """Pull and push over `channels`, one per server, in the same order in every client. Belongs to one thread.
 
     Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do not
-    wait; the others do. At most `window` requests per server are in flight: one more waits for the oldest.
+    wait; the others do. At most `window` requests per server are in flight: a further one waits for a reply.
     """
 
     def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
@@ -110,7 +110,7 @@ class Client(Walks):
         return self._pull(shards, flags, once=counts)
 
     def _joined_requests(self, tables: Iterable[str]) -> JoinedRequests | None:
-        """Requests for these tables as one; None if they are made table by table."""
+        """What makes joined requests for these tables; None if their requests are made table by table."""
         names = tuple(tables)
         if names not in self._joined:
             known = [self._tables[name] for name in names]

@@ -280,7 +280,7 @@ class Connection:
         self._heard = self._channel.now()
         call = self._calls.get(reply.call)
         if call is None:
-            return  # the reply to a retry
+            return  # a second reply, because the request was sent twice
         if reply.status == ERROR and self._is_busy(call, reply.arrays):
             return
         del self._calls[call.number]
@@ -298,7 +298,9 @@ class Connection:
         self._incarnation = self._incarnation or reply.incarnation
 
     def _take_unreadable(self, frames: Sequence[Frame], error: WireError) -> None:
-        """Fail the call if the server has another version of the protocol; otherwise send the request again."""
+        """Fail the call if the server has another version of the protocol; otherwise ignore the reply, so that the
+        request is retried.
+        """
         call = None if version_of(frames) in (0, VERSION) else self._calls.pop(call_of(frames), None)
         if call is not None:
             call.error = WireError(f"{self.name}: {error}")
@@ -314,7 +316,7 @@ class Connection:
         return True
 
     def _error(self, call: Call, arrays: Sequence[Array]) -> FleetError:
-        """The server's error, as the same class if that is one of ours."""
+        """The server's error, of the same class if that is in torchfleet.base.errors, otherwise a ServerError."""
         try:
             body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}
         except WireError as error:

@@ -107,7 +107,7 @@ class Future(Generic[Result]):
         return self._finish(replies)
 
     def give_up(self) -> None:
-        """Send none of the requests again that are not answered yet."""
+        """Stop retrying the requests that are not answered yet."""
         for connection, call in self._waits:
             connection.give_up(call)
 

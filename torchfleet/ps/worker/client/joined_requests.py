@@ -19,10 +19,10 @@ Gradients = Mapping[str, tuple[npt.ArrayLike, Floats] | Floats]
 
 
 class JoinedRequests:
-    """Requests for these tables, in this order; a method returns None for one that must be made table by table."""
+    """Requests for these tables, in this order; a method returns None if the request must be made table by table."""
 
     def __init__(self, tables: Sequence[KnownTable]) -> None:
-        """Of tables that `suit`."""
+        """`tables`: tables for which `suit` returns True."""
         self._tables = tables
         numbers = [table.number for table in tables]
         self._pull = np.zeros(len(tables), ENTRY)
@@ -74,7 +74,7 @@ class JoinedRequests:
     def push(
         self, grads: Gradients, heads: npt.NDArray[np.float64], settings: Sequence[int], are_finite: bool
     ) -> JoinedArrays | None:
-        """The request to update the tables. `heads`: a line for each."""
+        """The request to update the tables. `heads`: one line for each table."""
         keys, rows, counts, blocks = [], [], [], []
         for i, block in enumerate(grads.values()):
             if isinstance(block, tuple):
@@ -118,7 +118,7 @@ class JoinedRequests:
         counts: list[int],
         blocks: list[tuple[int, Floats]],
     ) -> JoinedArrays:
-        """Room for the request, with its first and last array."""
+        """Memory for the request, with `heads` and `settings` already written to it."""
         entries = np.zeros(len(self._push) + bool(settings), ENTRY)  # not by concatenate, which drops the padding
         entries[: len(self._push)] = self._push
         places: Any = 1 + 2 * self._sparse

@@ -32,7 +32,7 @@ class KnownTable:
         self._num_servers = num_servers
         self._pulled, self._pushed = pulled_rows(spec), pushed_rows(spec)
         self._num_pushes = 0
-        # requests for it may be joined with those for others (joined_requests.py)
+        # requests for this table may be joined with those for other tables (joined_requests.py)
         self.is_plain = not self.counts_pulls and not self._has_statistics and self._pulled is None is self._pushed
         self.ranges: list[tuple[int, int]] = []  # for a dense table: the elements that each server holds
         if self.is_dense:
@@ -45,7 +45,7 @@ class KnownTable:
         return shard(self.spec, as_keys(keys), self._num_servers)
 
     def join_rows(self, shards: Shards, replies: list[Floats], with_state: bool = False) -> Floats:
-        """Join the servers' rows in the order of the requested keys. `with_state`: they come with flag STATE."""
+        """Join the servers' rows in the order of the requested keys. `with_state`: the request had the flag STATE."""
         if self._pulled is not None and not with_state:
             counts = [len(keys) for keys in shards.keys]
             replies = [
@@ -112,8 +112,8 @@ class KnownTable:
             raise TableError(f"table '{self.spec.name}' has rows and is not dense: use pull, push and assign")
 
     def check_finite(self, values: Floats) -> None:
-        """Raise TableError unless all are finite. The servers check too, but if one of them refused, others would
-        already have applied their share.
+        """Raise TableError unless all values are finite. The servers check too, but if one server refused its share,
+        others would already have applied theirs.
         """
         if not all_finite(values.reshape(-1).view(np.uint32)):
             raise TableError(

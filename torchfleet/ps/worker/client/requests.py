@@ -37,7 +37,7 @@ class Requests:
     """Connections to all servers, over `channels`, one per server, in the same order in every client.
 
     Every call sends one message per server, to all of them before it waits for any. At most `window` requests per
-    server are in flight: one more waits for the oldest.
+    server are in flight: a further one waits for a reply.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Requests:
         Future(waits, lambda replies: None).result()
 
     def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
-        """Wait until all workers that have not left are here. Server 0 keeps the list."""
+        """Wait until all workers that have not left have arrived. Server 0 keeps the list."""
         body = pack({"name": name, "num_workers": num_workers, "timeout": float(timeout)})
         first = self._connections[0]
         # The server ends the wait itself and names the missing workers; the client gives up only if the server is
@@ -110,7 +110,7 @@ class Requests:
     def gather(
         self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float, first: int = 0
     ) -> dict[int, bytes]:
-        """Each worker's data, by worker, once all that have not left are here: `num_workers` workers
+        """Each worker's data, by worker, once all workers that have not left have sent theirs: `num_workers` workers
         from `first` on.
         """
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
@@ -122,9 +122,9 @@ class Requests:
         return {array.number: array.data.tobytes() for array in reply}
 
     def enter(self, number: int, timeout: float) -> Sequence[Array]:
-        """Take part in the exchange of the network from its next round on. Server 0 says which that is, which workers
-        take part, and which of them have the newest network; a copy of the network may follow. `number`: of this
-        process's calls; 0: only the copy, if there is one."""
+        """Take part in the exchange of the network from its next round on. Server 0 replies with the round, the workers
+        that take part, and those of them that have the newest network; a copy of the network may follow. `number`: the
+        number of this process's call; 0: only get the copy, if there is one."""
         first = self._connections[0]
         return first.wait(first.submit(Command.ENTER, [pack({"number": number})], timeout=timeout))
 
@@ -149,7 +149,9 @@ class Requests:
         return bool(keeper.wait(keeper.submit(Command.SEND, arrays))[0].data[0, 0])
 
     def take(self, topic: str, worker: int, received: int) -> list[tuple[int, list[npt.NDArray[Any]]]]:
-        """(number, arrays) of parcels for this worker after number `received`. The server may forget those up to it."""
+        """(number, arrays) of this worker's parcels after number `received`. The server may forget the parcels up to
+        that number.
+        """
         keeper = self._connections[worker % self.num_servers]
         reply = keeper.wait(keeper.submit(Command.TAKE, [pack({"topic": topic, "received": received})]))
         parcels, at = [], 0

@@ -44,7 +44,7 @@ class Shards:
     places: list[Places] | None = None
 
     def split_rows(self, values: Floats) -> list[Floats]:
-        """Split rows in the order of the request by server, in the order of its keys."""
+        """Split rows, given in the order of the request, by server. Each server's rows are in the order of its keys."""
         if self.places is None:
             return [values]
         out, start = np.empty_like(values), 0

@@ -17,7 +17,7 @@ from torchfleet.ps.worker.client.shard import Floats, Keys
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """Rows of one table that changed, and keys that lost theirs."""
+    """Rows of one table that changed, and keys whose rows were dropped."""
 
     keys: Keys
     values: Floats
@@ -26,7 +26,7 @@ class ChangedRows:
 
 @dataclass(frozen=True)
 class Changed:
-    """A server's reply: what changed there, by the numbers of its tables."""
+    """A server's reply: what changed there, by the number of the table."""
 
     body: ChangedBody
     rows: dict[int, ChangedRows] = field(default_factory=dict)

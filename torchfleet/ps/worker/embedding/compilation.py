@@ -11,15 +11,15 @@ import torch
 
 @functools.cache
 def keep_from_compilers(kind: Any) -> None:
-    """Exclude the lookups of this class of embeddings from torch.compile, but for those in a table on a device. Called
-    when a lookup is bound: this imports the compiler, as torch's own optimizers do.
+    """Exclude the lookups of this class of embeddings from torch.compile, except for those in a table on a device.
+    Called when an embedding is bound, because it imports the compiler, as torch's own optimizers do.
     """
     kind.forward = _kept_from_compilers(kind.forward)
 
 
 def _kept_from_compilers(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     uncompiled = torch.compiler.disable(compiled)  # type: ignore[no-untyped-call]
-    # A call around which nothing is compiled needs no such wrapper, which takes as long as a small lookup.
+    # A call outside of compiled code does not need the wrapper, which takes as long as a small lookup.
     callback_of = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
     @functools.wraps(compiled)

@@ -14,10 +14,10 @@ from torchfleet.ps.worker.row_state.table_rows import TableRows
 def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Module:
     """Convert the chosen torch embeddings in place; without a choice, those with sparse=True.
 
-    Every SparseEmbedding gets its path, and a name if it has none. A converted embedding is still the same object and a
-    torch.nn.Embedding or EmbeddingBag, and a SparseEmbedding too. Its weight becomes a RowWeight in place, so other
-    holders of either (an optimizer, a list) hold the converted one from then on. Returns the model. After an error the
-    model is unchanged.
+    Every SparseEmbedding gets its path, and a name if it has none. A converted embedding is still the same object and
+    an instance of torch.nn.Embedding or EmbeddingBag, and also of SparseEmbedding. Its weight becomes a RowWeight in
+    place, so other references to either (in an optimizer, a list) refer to the converted one from then on. Returns the
+    model. After an error the model is unchanged.
     """
     choice = choice or choose(model, None)
     wanted = {id(module) for module in choice.chosen}
@@ -28,7 +28,7 @@ def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Mo
         check_convertible(module, path)
     for module in choice.tied:
         module.sparse = False  # the other layer's gradient is dense
-    tables: dict[int, str] = {}  # by weight: several may share one, each with its own padding
+    tables: dict[int, str] = {}  # by weight, which several embeddings may share, each with its own padding
     for path, module in places:
         convert_in_place(module, tables.setdefault(id(module.weight), path))
     _name(model)
@@ -89,8 +89,8 @@ def _name(model: torch.nn.Module) -> None:
 
 
 def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
-    """The TableRows that all embeddings of a table share: that of the first. From an earlier job only initial values
-    are kept.
+    """The TableRows that all embeddings of a table share: the first embedding's. From an earlier job only the initial
+    values are kept.
     """
     assert module.name is not None
     if module.is_copy:

@@ -20,8 +20,8 @@ _OVERRIDES = ("__call__", "__deepcopy__", "__getstate__", "_load_from_state_dict
 
 
 class _Settled:
-    """An option of torch's that cannot be changed any more, since the servers have made the table: setting another
-    value raises ModelError. `accepted`: values that may be set nevertheless, as they change nothing.
+    """An option of torch's that cannot be changed any more, because the servers have made the table: setting another
+    value raises ModelError. `accepted`: values that may be set nevertheless, because they change nothing.
     """
 
     def __init__(self, reason: str, accepted: tuple[Any, ...] = ()) -> None:
@@ -87,7 +87,7 @@ class ConvertedEmbeddingBag(_TorchOptions, SparseEmbeddingBag, torch.nn.Embeddin
 def convert_in_place(module: TorchEmbedding, table: str) -> None:
     """Move the module to a table: its rows become the first values, and it gets a class that looks rows up.
 
-    What else it has stays: the attributes of torch and of the user, hooks, a subclass with its methods.
+    Everything else stays: the attributes of torch and of the user, hooks, a subclass with its methods.
     """
     fields = _fields(module, table)
     weight: Any = module.weight
@@ -135,7 +135,7 @@ def _is_torch(kind: type) -> bool:
 
 
 def _fields(module: Any, table: str) -> dict[str, Any]:
-    """What a SparseEmbedding has beside torch's attributes."""
+    """The attributes that a SparseEmbedding has in addition to torch's."""
     made = SparseEmbedding(
         module.embedding_dim, table or None, padding_idx=module.padding_idx, num_embeddings=module.num_embeddings
     )
@@ -146,7 +146,7 @@ def _fields(module: Any, table: str) -> dict[str, Any]:
 
 @functools.cache
 def _converted_class(kind: Any) -> type[Any]:
-    """The class of a converted embedding. That of a user's subclass has the subclass among its bases."""
+    """The class of a converted embedding. For a user's subclass, it has that subclass among its bases."""
     base = ConvertedEmbeddingBag if issubclass(kind, torch.nn.EmbeddingBag) else ConvertedEmbedding
     if kind in _TORCH_CLASSES:
         return base

@@ -63,31 +63,31 @@ class SparseEmbedding(EmbeddingState):
     each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum", "mean" or
     "max") of its ids' rows; called with a list of n slots, (samples, n, dim). Strings (an array of numpy or pyarrow, or
     a list) stand for the ids that fleet.hash_strings gives them. Modules with the same `name` share one table. Ids
-    equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it, and
-    the servers need no map to find their rows.
+    equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are 0 to num_embeddings - 1,
+    and the servers need no map to find their rows.
 
-    `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
-    which rows are dropped again (fleet.Shrink): docs/online.md.
+    `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list, all of which must admit the id),
+    `shrink` which rows are dropped again (fleet.Shrink): docs/online.md.
 
     `weight_bounds=(low, high)`: after each update every number of the rows that it touched is at least `low` and at
-    most `high`; first values are as `initializer` says. One of the two may be infinite. Not in geo training, where the
-    servers add differences and make no updates: that is an error.
+    most `high`; first values are as `initializer` says. One of the two may be infinite. An error in geo training, where
+    the servers add differences and make no updates.
 
     `state_dict()` has all rows as `weight`, of shape (num_embeddings, dim), and `load_state_dict` takes them. Without
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
     are left out): docs/states.md.
 
-    `optimizer` is a rule of its own for the table, such as fleet.optim.FTRL(lr=0.05, l1=1.0), made without parameters:
-    it takes the place of the one that fleet.distributed_optimizer gets, rate included. A scheduler for its rate is made
-    of it: docs/rows.md.
+    `optimizer` gives the table its own rule, such as fleet.optim.FTRL(lr=0.05, l1=1.0), made without parameters: it
+    replaces the optimizer given to fleet.distributed_optimizer, learning rate included. A scheduler for its rate is
+    made from it: docs/rows.md.
 
     `storage=fleet.Tiered(memory="8GB", path=DIR)`: each server keeps the rows used last in that much memory and the
     others in a file in that folder: docs/tiered.md.
 
     `dtype` ("float32", "bfloat16", "float16", "int8"): of the values on the servers and in saves; the rule computes in
-    float32. int8 has a step per row: `step="row"`, from its largest number, or "learned" (at `step_rate`). `wire`: the
-    dtype in which values and gradients travel; left out, values travel as stored and gradients as float32. All of it:
-    docs/rows.md.
+    float32. int8 has a quantization step per row: `step="row"` computes it from the row's largest number, "learned"
+    trains it (at `step_rate`). `wire`: the dtype in which values and gradients travel; left out, values travel as
+    stored and gradients as float32: docs/rows.md.
 
     `cache="2GB"`: this much memory of the device on which the layer lies keeps the rows used last, which are trained
     there and written back to the servers before every save: docs/gpu_cache.md.
@@ -151,8 +151,8 @@ class SparseEmbedding(EmbeddingState):
         return engine
 
     def place(self, path: str) -> None:
-        """Make it part of a distributed model; its weight, which torch.save had turned into a plain one, learns its
-        table.
+        """Make the embedding part of a distributed model. A weight that torch.save turned into a plain parameter
+        becomes a RowWeight again.
         """
         self.path = path
         if not isinstance(self.weight, RowWeight):
@@ -226,7 +226,7 @@ class SparseEmbedding(EmbeddingState):
     def _slots(
         self, table: str, ids: Ids, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> tuple[list[Any], bool]:
-        """(the slots that these arguments give, whether they are the bags of one)."""
+        """(the slots that these arguments give, whether it is a single slot and not a list of slots)."""
         if isinstance(ids, torch.Tensor) and offsets is None:
             check_weights(self.path, self.pooling, weights, None)
         if offsets is not None:
@@ -256,7 +256,7 @@ class SparseEmbedding(EmbeddingState):
     def prepared(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> Prepared:
-        """What a call with these arguments looks up in a table on a device, and what it makes of the rows."""
+        """What a call with these arguments looks up in a table on a device, and how its output is made of the rows."""
         assert self.name is not None
         if not isinstance(ids, torch.Tensor):
             ids = hashed_ids(self.name, self.num_embeddings, ids)

@@ -13,7 +13,7 @@ Ids = Any  # a tensor or strings, a slot (values, offsets), or a list of slots
 
 
 def hashed_ids(table: str | None, num_embeddings: int | None, ids: Ids) -> Ids:
-    """The same ids, with tensors in the place of strings. Raises WrongIds for strings if the table has a size."""
+    """The same ids, with strings replaced by tensors of their ids. Raises WrongIds for strings if it has a size."""
     found = with_hashed(ids)
     if found is not ids and num_embeddings is not None:
         raise WrongIds(
@@ -25,8 +25,9 @@ def hashed_ids(table: str | None, num_embeddings: int | None, ids: Ids) -> Ids:
 
 
 def check_weights(path: str, pooling: str, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
-    """Raise ModelError unless there are no weights, or as in torch.nn.EmbeddingBag one for each id of a bag, and sums.
-    `path`: of the embedding in its model; `ids`: of its bags, None if the call gives no single list of them.
+    """Raise ModelError unless there are no weights or, as in torch.nn.EmbeddingBag, the pooling is a sum with one float
+    per id. `path`: of the embedding in its model. `ids`: the ids of its bags; None if the call gives no single list of
+    ids.
     """
     if weights is None:
         return
@@ -41,8 +42,8 @@ def check_weights(path: str, pooling: str, weights: torch.Tensor | None, ids: to
 def bag_arguments(
     path: str, ids: Ids, offsets: torch.Tensor | None, include_last_offset: bool
 ) -> tuple[Ids, torch.Tensor | None]:
-    """(ids, where bags begin), checked as torch.nn.EmbeddingBag does; None for two-dimensional ids, and for slots,
-    which say it themselves.
+    """(ids, offsets of the bags), checked as torch.nn.EmbeddingBag does. Offsets are None for two-dimensional ids.
+    Slots, which have their own offsets, are returned as they are, with `offsets`.
     """
     if not isinstance(ids, torch.Tensor):
         return ids, offsets

@@ -14,13 +14,13 @@ from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 AUTO_BYTES = 1 << 20  # bytes of weights: a dense table is sent whole in every step, both ways
-AUTO_LEAST_BYTES = 1 << 12  # less costs nothing beside the rest of a message
+AUTO_LEAST_BYTES = 1 << 12  # a smaller weight costs nothing compared to the rest of a message
 AUTO_UNTOUCHED = 0.5  # the share of rows that a batch must leave untouched
 Sparse = str | int | None  # "auto", a number of rows, or None
 
 
 class Auto(str):
-    """sparse="auto" where it is known how many rows a batch looks up at most."""
+    """sparse="auto", with the maximum number of rows that a batch looks up."""
 
     num_lookups: int
 
@@ -30,8 +30,8 @@ class Auto(str):
         return made
 
     def is_worth_moving(self, module: TorchEmbedding) -> bool:
-        """Whether a batch leaves most rows untouched, were its ids drawn evenly. Those of real data repeat more often,
-        and leave more.
+        """Whether the weight is not tiny, and a batch would leave most rows untouched if its ids were drawn uniformly.
+        Real ids repeat more often, and leave more rows untouched.
         """
         untouched = math.exp(-self.num_lookups / module.num_embeddings)
         return module.weight.nbytes >= AUTO_LEAST_BYTES and untouched >= AUTO_UNTOUCHED
@@ -44,7 +44,7 @@ class Choice:
     sparse: Sparse = None
     chosen: list[TorchEmbedding] = field(default_factory=list)
     dense: dict[str, str] = field(default_factory=dict)  # by path: its size, or the reason
-    tied: list[TorchEmbedding] = field(default_factory=list)  # the dense ones among those with sparse=True
+    tied: list[TorchEmbedding] = field(default_factory=list)  # embeddings with sparse=True that stay dense
 
     @property
     def num_rows(self) -> int:
@@ -55,9 +55,9 @@ class Choice:
 def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
     """Choose the embeddings with sparse=True. With a number, also all others with at least that many rows; with Auto,
     those that are trained and of which a batch leaves most rows untouched; with "auto", those that are trained and have
-    at least AUTO_BYTES. An embedding that servers do not support stays dense,
-    with the reason. So does an embedding whose weight another module computes with: a weight that is used whole is
-    trained whole.
+    at least AUTO_BYTES. Of these others, an embedding that servers do not support stays dense, with the reason. An
+    embedding whose weight another module computes with always stays dense: a weight that is used whole is trained
+    whole.
     """
     least = sparse if isinstance(sparse, int) and not isinstance(sparse, bool) else None
     if sparse not in (None, "auto") and (least is None or least < 1):

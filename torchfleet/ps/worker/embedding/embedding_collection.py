@@ -17,14 +17,13 @@ from torchfleet.ps.worker.lookup.joined_tables import Asked, JoinedRows
 
 class SparseEmbeddingCollection(torch.nn.ModuleDict):
     """Embeddings by name, looked up by one call: `collection({"user": ids, "item": ids})` is
-    `{"user": collection["user"](ids), "item": collection["item"](ids)}`, bit for bit. What is given for a name is what
-    its embedding takes as `ids`: a tensor, strings, a slot (values, offsets), or a list of slots. Names may be left
-    out.
+    `{"user": collection["user"](ids), "item": collection["item"](ids)}`, bit for bit. Each name has what its embedding
+    takes as `ids`: a tensor, strings, a slot (values, offsets), or a list of slots. Names may be left out.
 
-    Embeddings with tables in GPU memory that have the same dim, first values and rule are found, gathered and given new
-    rows by one launch of each kernel for all of them: docs/gpu.md. Those on servers are called one after the other,
-    where one message asks for all of them. Layers of torch, which fleet.distributed_model(model, sparse=...) replaces,
-    are taken, too.
+    For embeddings with tables in GPU memory that have the same dim, first values and rule, one launch of each kernel
+    finds, creates and gathers the rows of all of them: docs/gpu.md. Embeddings on servers are called one after the
+    other; one message asks for the rows of all of them. torch's own embeddings, which
+    fleet.distributed_model(model, sparse=...) converts, may be members, too.
     """
 
     def forward(self, ids: Mapping[str, Ids]) -> dict[str, torch.Tensor]:
@@ -52,7 +51,7 @@ class SparseEmbeddingCollection(torch.nn.ModuleDict):
 
 
 def _group_of(module: torch.nn.Module) -> JoinedRows | None:
-    """The group of its table; None if the module is to be called: it has none, or hooks."""
+    """The group of the module's table; None if the module must be called by itself: it has no group, or has hooks."""
     if not isinstance(module, SparseEmbedding) or module._forward_hooks or module._forward_pre_hooks:
         return None
     engine: Any = module.table_rows.engine

@@ -16,13 +16,14 @@ from torchfleet.ps.worker.embedding.embedding_settings import check_whole_number
 
 
 class TwoPartEmbedding(torch.nn.Module):
-    """Rows of `dim` numbers whose first `embedx_start` numbers an id has at once, and the others when it is seen often:
-    the embed_w and embedx of Paddle's accessors.
+    """Rows of `dim` numbers: an id gets the first `embedx_start` numbers at once, and the others when it is seen often.
+    They are the embed_w and embedx of Paddle's accessors.
 
-    An id gets the long part when its score reaches `embedx_threshold` if `entry` has fleet.ShowClickEntry, otherwise at
-    its appearance of that number (a lookup for training, counted once per batch). Until then the long part reads as
-    zeros, learns nothing, and takes no memory but a count. The parts are two tables, `embed` and `embedx`, so that an
-    id travels twice; `settings` are those of SparseEmbedding, for both: name, initializer, shrink, optimizer, dtype...
+    An id gets the long part when its score reaches `embedx_threshold` if `entry` has fleet.ShowClickEntry, otherwise
+    when it appears for the `embedx_threshold`-th time (in a lookup for training, counted once per batch). Until then
+    the long part reads as zeros, learns nothing, and takes no memory but a count. The parts are two tables, `embed` and
+    `embedx`, so an id travels twice. `settings` are arguments of SparseEmbedding, for both: name, initializer, shrink,
+    optimizer, dtype...
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TwoPartEmbedding(torch.nn.Module):
 
 
 def _later(entry: AdmissionEntry, threshold: Any) -> AdmissionEntry:
-    """The entry of the long part: that of the short one, and the threshold."""
+    """The entry of the long part: the short part's entry, combined with the threshold."""
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
     if not is_number or (not entry.show and threshold != int(threshold)):
         expected = "a number" if entry.show else "a whole number of appearances"

@@ -1,7 +1,7 @@
 """Computes the blocks of a model for CPU workers: a forward pass keeps its graph until its backward pass.
 
 The values of a block belong to the worker that calls it. A heter worker has a copy of them for each of its workers, and
-nothing else of a worker's training: another heter worker computes the same from the same message.
+no other state of their training: another heter worker computes the same from the same message.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockRunner:
         return [pack(Forwarded(specs, kind, keys, grads, changed)), *map(to_array, sent)]  # type: ignore[arg-type]
 
     def backward(self, worker: WorkerValues, body: Backward, arrays: Sequence[Array]) -> list[Array]:
-        """Compute a backward pass. The graph is kept for another one, until the worker says that it is done with it.
+        """Compute a backward pass. The graph is kept for further ones, until `Forward.kept` no longer lists it.
 
         Raises the errors of `forward`.
         """
@@ -106,7 +106,7 @@ class BlockRunner:
         return [pack(Gradients(there, specs)), *map(to_array, sent)]
 
     def _values(self, worker: WorkerValues, body: Forward, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """The values of the block for this call, those of the message included."""
+        """The values of the block for this call, including the values that the message brings."""
         specs = self.specs[body.block].values
         if len(body.changed) != len(arrays) or not all(place < len(specs) for place in body.changed):
             raise WireError(f"expected values of {len(specs)} parameters and buffers, found {len(arrays)} arrays")
@@ -120,7 +120,7 @@ class BlockRunner:
 
     @staticmethod
     def _leaves(tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors, those that are wanted as the leaves of a new graph. They share their memory."""
+        """The tensors, with those at the places `wanted` replaced by leaves of a new graph, sharing their memory."""
         if wanted and (wanted[-1] >= len(tensors) or list(wanted) != sorted(set(wanted))):
             raise WireError(f"expected places of {len(tensors)} tensors in ascending order, found {wanted!r:.100}")
         leaves = list(tensors)
@@ -146,7 +146,7 @@ class BlockRunner:
 
     @contextlib.contextmanager
     def _as_called(self, body: Forward) -> Iterator[None]:
-        """The surroundings of the call on the CPU worker: random numbers, autocast, gradients or none."""
+        """Set up what the CPU worker sent about its call: random seed, autocast, whether gradients are wanted."""
         if body.autocast and body.autocast not in DTYPES:
             raise WireError(f"expected a dtype for autocast, found {body.autocast!r:.40}")
         devices = [self._device] if self._device.type == "cuda" else []

@@ -2,8 +2,8 @@
 
 Listener.serve → BlockServer.handle → decode → queue → BlockRunner, in its thread → BlockServer.ready → encode
 
-Each session has at most one request under way, so that the queue is short and fair. A request that comes again, because
-its answer was late or lost, is computed once.
+Each session has at most one request under way, so that the queue is short and fair. A request that is sent again,
+because its reply was late or lost, is computed only once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchfleet.ps.worker.heter.messages import MAX_BODY, Backward, Forward, Joi
 MAX_SESSIONS = 1024
 MAX_QUEUED = 1 << 33  # bytes of requests that wait to be computed
 IDLE = 600.0  # seconds without a request after which a session is forgotten; its worker then sends everything again
-RECENT = 60.0  # seconds after its last request in which a session counts as that of a living process
+RECENT = 60.0  # seconds after its last request for which a session counts as that of a living process
 MAX_TEXT = 2000
 _WORKERS = (Role.WORKER, Role.FIRST_WORKER)
 
@@ -55,7 +55,7 @@ Result = list[Array] | FleetError
 
 @dataclass
 class Job:
-    """A request to compute, and where its answer goes: a repeat may have come from another connection."""
+    """A request to compute, and where its reply goes: a repeat may have come from another connection."""
 
     message: Message
     body: Forward | Backward
@@ -72,7 +72,7 @@ class Session:
     incarnation: int  # of the worker's process
     heard: float
     values: WorkerValues = field(default_factory=WorkerValues)
-    job: Job | None = None  # the last request; its answer is kept until the next one
+    job: Job | None = None  # the last request; its reply is kept until the next one
 
     @property
     def is_busy(self) -> bool:
@@ -80,11 +80,11 @@ class Session:
 
     @property
     def is_present(self) -> bool:
-        """Whether its worker was heard of lately."""
+        """Whether its worker was heard from lately, or its request is being computed."""
         return self.is_busy or time.monotonic() - self.heard < RECENT
 
     def is_of(self, message: Message) -> bool:
-        """Whether it is of the process that sent the message."""
+        """Whether the session belongs to the process that sent the message."""
         return (self.worker, self.incarnation) == (message.worker, message.incarnation)
 
 
@@ -111,7 +111,7 @@ class BlockServer:
 
     @property
     def num_sessions(self) -> int:
-        """The workers that compute here."""
+        """The number of workers that compute here."""
         return sum(session.is_present for session in self._sessions.values())
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class BlockServer:
         return [] if result is None else [(peer, self._encoded(message, result))]
 
     def _answer(self, message: Message, peer: Peer, role: int) -> Result | None:
-        """The answer, or None if it comes later."""
+        """The reply, or None if it comes later."""
         commands: dict[int, Callable[[Message, Peer], Result | None]] = {
             Command.JOIN: self._join,
             Command.LEAVE: self._leave,
@@ -178,8 +178,8 @@ class BlockServer:
         return [pack(Load(self.num_sessions, is_joined=True))]
 
     def _leave(self, message: Message, peer: Peer) -> Result:
-        """End a session, if there is one. With a flag, its worker needs no heter worker any more: unless another
-        process of that worker was heard of lately."""
+        """End the client's session, if there is one. With a flag, the worker needs no heter worker any more, unless
+        another process of that worker was heard from lately."""
         worker = message.worker
         others = [s for s in self._sessions.values() if s.worker == worker and s.incarnation != message.incarnation]
         is_last = bool(message.flags) and not any(session.is_present for session in others)
@@ -272,7 +272,7 @@ class BlockServer:
         return []
 
     def work(self) -> bool | None:
-        """As Handler.work: whether answers are ready."""
+        """As Handler.work: whether replies are ready."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return True if self._done else None

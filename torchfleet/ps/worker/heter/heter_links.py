@@ -1,7 +1,7 @@
-"""A CPU worker's connections to the heter workers: it computes on one of them, and moves on when that is gone.
+"""A CPU worker's connections to the heter workers: it computes on one of them, and on another one when that is gone.
 
-The worker chooses the heter worker with the fewest workers, looks at the others from time to time, and moves where
-there are at least two fewer. Whatever was sent to a heter worker can be sent to another one, so moving loses nothing.
+The worker chooses the heter worker with the fewest workers, asks all for their load from time to time, and moves to one
+with at least two workers fewer. A request to one heter worker can be repeated at another one, so moving loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIVE = Patience(timeout=4.0, retries=3)  # of small requests: a heter worker an
 _AGAIN = 0.2  # seconds between two attempts to find a heter worker
 _AVOIDED = 30.0  # seconds for which a lost heter worker is asked last: asking it may take the time of ALIVE
 _TELL_EVERY = 10.0
-_ANY = 1 << 62  # a worker without a heter worker goes anywhere
+_ANY = 1 << 62  # a worker without a heter worker joins one whatever its load
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Link:
     sent: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def ask(self, command: Command, arrays: Sequence[Array], timeout: float) -> Sequence[Array]:
-        """Wait for the answer for up to `timeout` seconds, as long as the heter worker shows signs of life."""
+        """Send a request, and wait for the reply up to `timeout` seconds while the heter worker shows signs of life."""
         return self.connection.wait(self.connection.submit(command, arrays, timeout=timeout))
 
 
@@ -73,9 +73,9 @@ class HeterLinks:
         self.num_moves = -1  # the first heter worker is no move
 
     def current(self, may_move: bool) -> Link:
-        """The link to compute on. Waits for a heter worker if there is none. Raises FleetError if none comes.
+        """The link to compute on. Without one, waits for a heter worker. Raises FleetError after `start_timeout`.
 
-        `may_move`: nothing at the present heter worker is needed any more.
+        `may_move`: this worker needs no forward pass at the present heter worker any more.
         """
         if self._link is None:
             self._link = self._find()
@@ -85,7 +85,7 @@ class HeterLinks:
         return self._link
 
     def lose(self, link: Link, error: FleetError) -> None:
-        """The heter worker of this link is gone, or has forgotten it."""
+        """Close a link whose heter worker is gone, or has forgotten this worker."""
         if link is self._link:
             self._link = None
         self._close(link.index)
@@ -94,7 +94,7 @@ class HeterLinks:
             tell(f"fleet: heter worker {link.index} is lost, another one goes on: {error}")
 
     def leave(self) -> None:
-        """Tell all heter workers that this worker needs them no more, and close. Those that do not answer are left."""
+        """Tell all heter workers that this worker needs them no more, and close. Ignores those that do not answer."""
         there = [self._connection(index) for index in self._all if not self._places[index].is_gone()]
         calls = [(each, each.submit(Command.LEAVE, [], flags=1)) for each in there]
         for connection, call in calls:
@@ -133,7 +133,7 @@ class HeterLinks:
             time.sleep(_AGAIN)
 
     def _chosen(self) -> Link | None:
-        """Join the heter worker with the fewest workers. Those that were lost lately are asked if no other answers."""
+        """Join the heter worker with the fewest workers. Those lost lately are asked only if no other can be joined."""
         now = time.monotonic()
         avoided = {index for index, lost in self._lost.items() if now - lost < _AVOIDED}
         for group in ([i for i in self._all if i not in avoided], [i for i in self._all if i in avoided]):

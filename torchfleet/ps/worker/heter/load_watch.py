@@ -12,13 +12,13 @@ from torchfleet.ps.worker.client.connection import Call, Connection
 from torchfleet.ps.worker.heter.messages import Load
 
 PERIOD = 5.0  # seconds between two looks
-TIMEOUT = 2.0  # seconds for an answer; a heter worker that takes longer is left out of this look
+TIMEOUT = 2.0  # seconds for a reply; a heter worker that takes longer is left out of this look
 
 
 class LoadWatch:
     """`loads` has the number of workers of each heter worker that answered the last look, by its index.
 
-    The connections belong to the thread of the watch. One that fails is made anew for the next look.
+    The connections belong to the thread of the watch. A connection that fails is replaced at the next look.
     """
 
     def __init__(self, connect: Callable[[int], Connection], num: int) -> None:
@@ -60,7 +60,7 @@ class LoadWatch:
 
 
 def load_in(connection: Connection, call: Call, on_failure: Callable[[], None]) -> int | None:
-    """The number of workers in the answer to STATS; None, after `on_failure`, if the heter worker does not answer."""
+    """The number of workers in the reply to STATS; None, after `on_failure`, if the heter worker does not reply."""
     try:
         return unpack(connection.wait(call)[0], Load).sessions
     except (ServerUnreachable, ServerRestarted):

@@ -44,14 +44,14 @@ class BlockSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A CPU worker begins. `most`: it gets no session if there are more of them than this."""
+    """A CPU worker asks for a session. `most`: it gets no session if there are more sessions than this."""
 
     blocks: Annotated[list[BlockSpec], msgspec.Meta(max_length=MAX_BLOCKS)]
     most: Number
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The load of a heter worker. `is_joined`: in the answer to Join, whether the worker has a session there."""
+    """The load of a heter worker. `is_joined`: in the reply to Join, whether the worker has a session there."""
 
     sessions: Number
     is_joined: bool = False
@@ -92,7 +92,7 @@ class Backward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of a backward pass: gradients of those of `Forward.wanted` that the outputs depend on."""
+    """The result of a backward pass: gradients of the tensors in `Forward.wanted` that the outputs depend on."""
 
     found: Annotated[list[Index], msgspec.Meta(max_length=MAX_VALUES + MAX_TENSORS)]  # places in `wanted`
     grads: Annotated[list[TensorSpec], msgspec.Meta(max_length=MAX_VALUES + MAX_TENSORS)]

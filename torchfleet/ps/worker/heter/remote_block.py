@@ -1,8 +1,8 @@
 """Blocks on the side of a CPU worker: the forward of a block is a call of a heter worker, and so is its backward.
 
-The parameters stay where they are, in the model of the worker, and are trained in the worker's mode. A call takes along
-those that have changed since the last one, and brings their gradients back. So a step is made once, by the worker,
-whatever happens to heter workers: a call that was lost with one of them is repeated at another.
+The parameters stay where they are, in the model of the worker, and are trained in the worker's mode. A call sends the
+parameters that have changed since the last call, and returns gradients. So a step is made once, by the worker, whatever
+happens to heter workers: a call that was lost with one of them is repeated at another.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RemoteBlocks:
             self._passes[made.number] = graph
 
     def forward(self, made: Pass, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
-        """The outputs, and which of them have gradients. Buffers of the block follow those of the heter worker."""
+        """The outputs, and which of them have gradients. Copies the buffers that have changed into the block."""
         with self._lock:
             may_move = not self._kept(made)
             reply, outputs, buffers = self._somewhere(lambda link: self._forward(link, made, tensors), may_move)
@@ -162,7 +162,7 @@ class RemoteBlocks:
             return self._somewhere(lambda link: self._backward_at(link, made, tensors, given), may_move=False)
 
     def _somewhere(self, compute: Callable[[Link], Result], may_move: bool) -> Result:
-        """Compute at a heter worker. If that is lost meanwhile, at another one."""
+        """Compute at a heter worker, and again at another one if that is lost meanwhile."""
         for _ in range(MAX_LOST):
             link = self._links.current(may_move)
             try:
@@ -202,7 +202,7 @@ class RemoteBlocks:
 
 
 class RemoteForward:
-    """The forward of a block while its worker trains. A copy of the block gets the block's own, as does an export."""
+    """The forward of a block while its worker trains. Copies and exports of the block use the block's own forward."""
 
     def __init__(self, blocks: RemoteBlocks, number: int, own: Callable[..., Any]) -> None:
         self._number, self._own = number, own

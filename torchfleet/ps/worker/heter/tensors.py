@@ -44,7 +44,7 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def from_array(spec: TensorSpec, array: Array, device: torch.device) -> torch.Tensor:
-    """A new tensor with these bytes. Raises WireError if they are not those of `spec`."""
+    """A new tensor with these bytes. Raises WireError if the bytes do not fit `spec`."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise WireError(f"expected a tensor of {', '.join(DTYPES)}; found {spec.dtype!r:.40}")

@@ -22,7 +22,7 @@ from torchfleet.ps.worker.lookup.device_copies import to_host
 
 Index = npt.NDArray[np.int32]
 
-_FEW = 4096  # keys that are compared sooner as bytes than by numpy's functions
+_FEW = 4096  # keys; up to this number, comparing bytes is faster than numpy's functions
 _NO_KEYS: Keys = np.empty(0, np.uint64)
 _NO_INDEX: Index = np.empty(0, np.int32)
 
@@ -64,7 +64,7 @@ class BatchRows:
         self._expected, self.stamp = others._expected, others.stamp
 
     def expect_part(self, keys: Keys, index: Index, expected: Keys) -> None:
-        """As `expect` of the keys `expected`, without a stamp, whose distinct ones and their index are known."""
+        """As `expect(expected, None)`, if the distinct keys of `expected` and their index are known already."""
         self.keys, self.expected_index, self._expected = keys, index, expected
 
     @property
@@ -102,7 +102,7 @@ class BatchRows:
             self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
     def copy_from(self, others: BatchRows, keys: Keys | None) -> Keys | None:
-        """Append those rows of these new keys that `others` have; returns the keys that they do not have."""
+        """Append the rows of these new keys that `others` have; returns the keys that `others` lack."""
         if keys is None or others is self:
             return keys
         index, missing = others.find(keys)
@@ -159,7 +159,7 @@ class BatchRows:
         pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, touched)
 
     def add_largest(self, winners: Index, grads: Floats) -> None:
-        """`winners`: the row that each number came from, -1 for none."""
+        """`winners`: the row that each number came from, -1 if it came from no row."""
         pooling.unpool_max(grads, self.dim, winners, *self._sums())
 
     def _sums(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -203,7 +203,7 @@ def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
 
 
 def _by_sample(grads: torch.Tensor) -> tuple[Floats, int]:
-    """(the numbers in a row, the stride between samples) of a tensor of shape (samples, slots, dim).
+    """(the numbers as a flat array, the stride between samples) of a tensor of shape (samples, slots, dim).
 
     No copy if each sample's numbers are contiguous, even if the model appended others to them.
     """

@@ -1,4 +1,4 @@
-"""Groups of tables whose ids are columns of one block: what is the same for all batches is found out once."""
+"""Groups of tables whose ids are columns of one block: what is the same for all batches is computed once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _ColumnGroup:
         self.columns: npt.NDArray[np.int64] = np.array(columns, np.int64)
         self.sizes = [layer.num_embeddings for layer in layers]
         self.limits = limits_of(self.sizes)
-        self.origin = self.sizes, columns, id(block)  # groups with the same one have the same ids
+        self.origin = self.sizes, columns, id(block)  # groups with the same origin have the same ids
 
     def parts(self, blocks: Blocks) -> DistinctParts | None:
-        """The keys of a batch; None if their number does not suit a group. Raises any exception if the batch has no
+        """The keys of a batch; None if their number does not suit a group. May raise any exception if the batch has no
         such block."""
         ids = blocks.whole(self.block)[self.columns]
         num = ids.shape[1]
@@ -39,7 +39,7 @@ class _ColumnGroup:
 
 
 class ColumnGroups:
-    """The groups that these ways lead to, and the ways that are in none."""
+    """The groups that these ways form; `others`: the ways that are in no group."""
 
     def __init__(self, ways: Sequence[Way], groupable: Mapping[str, Embedding]) -> None:
         self.ways = ways
@@ -69,7 +69,7 @@ class ColumnGroups:
             if parts is None:
                 try:
                     parts = group.parts(blocks)
-                except Exception:  # torch functions may raise anything; the ways that are then tried one by one tell it
+                except Exception:  # torch functions may raise anything; Foresight.keys then tries and notes each way
                     return None
                 if parts is None or not parts.are_below:
                     return None

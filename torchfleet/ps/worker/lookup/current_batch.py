@@ -23,7 +23,7 @@ GroupPlace = tuple[GroupedRows, int, list[torch.Tensor]]
 class Batch:
     """One batch's tensors, by their place in it and in the model's call with it, and its rows.
 
-    Predicted rows are pulled at once at the first lookup, or before. `replay`: of its tensors.
+    Predicted rows are pulled together, at the first lookup or before. `replay`: of its tensors.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Batch:
         self.groups, self.grouped = [], {}
 
     def guess_unused(self) -> None:
-        """Add the guesses of tables that were not looked up in their group: those of the others were right."""
+        """Add the guesses of tables that were not looked up in their group: the guesses of other tables were right."""
         for group in self.groups:
             if not all(group.is_used):
                 for number, table in enumerate(group.tables):
@@ -130,7 +130,9 @@ class Batch:
         self.foreseen, self.under_way, self.is_awaited = {}, [], False
 
     def may_serve(self, table: str, slots: Sequence[torch.Tensor]) -> bool:
-        """Whether its rows are valid for a prediction: one within the call, or the first one on a prefetched batch."""
+        """Whether the batch's rows are valid for a lookup for prediction: one within the model's call, or the first one
+        of these ids in a prefetched batch.
+        """
         if self.is_open:
             return True
         asked = table, stamp_of(slots)

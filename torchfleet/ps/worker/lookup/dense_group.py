@@ -169,7 +169,7 @@ def block_spec(name: str, size: int, num_servers: int, rule: Rule | None = None)
 
 
 def check_buffers(model: torch.nn.Module) -> None:
-    """Raise ModelError for buffers that cannot be kept, whatever is trained."""
+    """Raise ModelError for buffers that cannot be kept, whichever parameters are trained."""
     state = _state(model)
     _refuse_extra_state(state)
     buffers = dict(model.named_buffers())

@@ -1,8 +1,8 @@
 """The forward of an embedding whose table is on a device: rows of ids as they are, or pooled over bags, on the device.
-The ids are known before the lookup, so that those of several embeddings can be looked up together.
+The ids are known before the lookup, so that ids of several embeddings can be looked up together.
 
-Nothing here reads a tensor's numbers on the host: the device need not be waited for, torch.compile finds no break, and
-a CUDA graph can capture it.
+Nothing here reads a tensor's numbers on the host: there is no wait for the device, torch.compile finds no graph break,
+and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchfleet.base.errors import ModelError, WrongIds
 
 
 class Prepared(NamedTuple):
-    """A call of an embedding: the ids that it looks up, and what becomes of their rows, of shape (*ids.shape, dim)."""
+    """A call of an embedding: the ids that it looks up; `finish` makes its output of their rows, (*ids.shape, dim)."""
 
     ids: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor]
@@ -93,7 +93,7 @@ def _bags(
     weights: torch.Tensor | None,
     padding: int | None,
 ) -> torch.Tensor:
-    """Rows pooled over bags of any length, by torch's own kernel: each row is an embedding of its place."""
+    """Rows pooled over bags of any length, by torch's own kernel, for which a row's position is its id."""
     places = torch.arange(len(values), device=values.device)
     ignored = None
     if padding is not None:

@@ -1,8 +1,8 @@
 """Lookups in tables on this process's device: the rows of a batch, and the gradients that wait for the step.
 
-A lookup is one node of autograd's graph. Its backward leaves slots and gradients here, and `step` pushes those of all
-lookups of a table together. In code that torch.compile compiles, a lookup is a custom operator, so that the graph has
-no break.
+A lookup is one node of autograd's graph. Its backward leaves slots and gradients here, and `step` pushes the gradients
+of all lookups of a table together. In code that torch.compile compiles, a lookup is a custom operator, so that the
+graph has no break.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class RowsOnDevice:
         return shaped(values, (*ids.shape, self.table.dim)), slots
 
     def step(self, lr: float | torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
-        """One update by all gradients since the last one, times `factor`."""
+        """One update by all gradients since the last step, times `factor`."""
         self.table.push(*joined_gradients(self.take(), self.table, factor), lr)
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(slots, gradients) of all lookups since the last step, which begins anew."""
+        """(slots, gradients) of all lookups since the last step. Forgets them: the next step begins."""
         pending, self.pending, self.looked_up = self.pending, [], []
         return pending
 
@@ -124,7 +124,7 @@ def joined_gradients(
 
 
 def shaped(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The same memory as a tensor of this shape, and no view: autograd refuses changes in place of a view."""
+    """A tensor of this shape in the same memory that is not a view: autograd refuses in-place changes of a view."""
     found: torch.Tensor = values.new_empty(0).set_(values.untyped_storage(), values.storage_offset(), shape)  # type: ignore[call-overload]
     return found
 
@@ -200,15 +200,15 @@ class DeviceLookups:
     """All tables on devices of a model, by name: the engine that its embeddings are bound to."""
 
     def __init__(self, rows: Mapping[str, RowsOnDevice], joined: Sequence[JoinedTables] = ()) -> None:
-        """`joined`: groups of them, a table in at most one."""
+        """`joined`: groups of these tables; a table is in at most one group."""
         self.rows = dict(rows)
         self.joined = list(joined)
         self.group_of = {member.table.name: group for group in joined for member in group.members}
         self.on_training: Callable[[], object] | None = None
 
     def step(self, rates: Mapping[str, float | torch.Tensor], factor: float | torch.Tensor) -> None:
-        """One update of all tables by their gradients since the last one, times `factor`. `rates`: by table; those of
-        a group have one.
+        """One update of all tables by their gradients since the last step, times `factor`. `rates`: by table; the
+        tables of a group have the same rate.
         """
         for group in self.joined:
             group.step(rates[group.members[0].table.name], factor)
@@ -251,7 +251,7 @@ class DeviceLookups:
         return self.rows[table].table.num_rows
 
     def check_writable(self) -> None:
-        """Refuses: loading a state into a table on a device that has rows."""
+        """Raises ModelError: a state cannot be loaded into a table on a device that is already in use."""
         raise ModelError(
             "load_state_dict: tables on devices exist once fleet.distributed_optimizer was called: load the state "
             "before it, or use fleet.load"

@@ -25,7 +25,7 @@ class DistinctParts:
     keys: Keys
     starts: list[int]  # where each table's keys start, and where the last ones end
     index: Index  # by id: the position of its key among `keys`
-    own: Index  # by id: the position of its key among those of its table
+    own: Index  # by id: the position of its key among the keys of its table
     are_below: bool  # all keys are below the sizes of their tables
 
     @classmethod
@@ -35,7 +35,7 @@ class DistinctParts:
 
     @classmethod
     def of_joined(cls, ids: Keys, counts: list[int], limits: Keys) -> DistinctParts:
-        """Of the ids of all tables, one table after the other. `limits`: of `limits_of`."""
+        """From the ids of all tables, one table after the other. `limits`: from `limits_of`."""
         firsts = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=firsts[1:])
         num = len(ids)

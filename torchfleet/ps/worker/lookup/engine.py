@@ -87,7 +87,7 @@ class Engine(LookingAhead):
         padding_idx: int | None,
         create: bool,
     ) -> torch.Tensor:
-        """One row per sample and slot, pooled over its bag: shape (samples, slots, dim). `slots`: their ids."""
+        """One row per sample and slot, pooled over its bag: shape (samples, slots, dim). `slots`: the ids of each."""
         if create and table in self.caches:
             cached, at = self._find_cached(table, slots, padding_idx)
             found = pooled_rows(cached.lookup(weight, at), at, bags)
@@ -108,7 +108,7 @@ class Engine(LookingAhead):
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
         self.unforeseen_cost.step_made()
-        if self._is_recording:  # if parts of the model are called by themselves, no call of the whole model comes
+        if self._is_recording:  # if only parts of the model are called, no call of the whole model ends the recording
             self.end_recording()
         return taken
 

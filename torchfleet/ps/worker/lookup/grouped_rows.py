@@ -2,7 +2,7 @@
 gathers their rows, and one sums their gradients.
 
 A model with many small tables spends its time on the calls of each table, not on its numbers. So a group is one object,
-and has rows of each table apart only once something asks for them.
+which makes a BatchRows for each table only when something asks for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchfleet.ps.worker.lookup.batch_rows import BatchRows
 from torchfleet.ps.worker.lookup.distinct_parts import DistinctParts
 from torchfleet.ps.worker.lookup.sources import Embedding
 
-MOST_IDS = 8192  # of one table; the distinct keys of more are found by several threads
+MOST_IDS = 8192  # of one table; with more ids, several threads find the distinct keys
 NewRows = Callable[[str], BatchRows]
 
 
@@ -40,13 +40,13 @@ class GroupedRows:
         new_rows: NewRows,
         pending: list[Any],
     ) -> None:
-        """`ways`: one of each table. `pending`: gets the group with its first gradients."""
+        """`ways`: one for each table. `pending`: the group is appended to it with its first gradients."""
         self.tables = [way.table for way in ways]
         self.weights = tuple([layer.weight for layer in layers])
         self.dim, self.parts = layers[0].dim, parts
-        # by table: the shape of its ids behind the first dimension, if known. A view would be a function of its own.
+        # by table: the shape of its ids behind the first dimension, if known. A view would add an autograd function.
         self.suffixes: Sequence[tuple[int, ...]] = [()] * len(self.tables)
-        self.is_used = bytearray(len(self.tables))  # by table: its lookup was one of the group
+        self.is_used = bytearray(len(self.tables))  # by table: whether the group has served its lookup
         self._ways, self._new_rows, self._pending = ways, new_rows, pending
         self._values: Floats | None = None
         self._versions: list[list[float]] = []
@@ -55,7 +55,7 @@ class GroupedRows:
 
     @property
     def rows(self) -> list[BatchRows]:
-        """By table: its rows. From the first time on they are kept apart, and what they get is not the group's."""
+        """The rows of each table. From the first access on they are kept apart, with gradients of their own."""
         if self._rows is None:
             self._rows = [self._apart(number) for number in range(len(self.tables))]
         return self._rows
@@ -74,7 +74,7 @@ class GroupedRows:
             yield table, keys[start:stop]
 
     def guesses(self, number: int) -> list[Guess]:
-        """Of the ids of a table, if they are computed."""
+        """The guess of a table's ids, if they are computed; otherwise empty."""
         way = self._ways[number]
         return [Guess(way, self.parts.ids_of(number))] if way.recipe.is_computed else []
 
@@ -96,8 +96,8 @@ class GroupedRows:
         return ids.dtype in WHOLE and keys_of([ids]).tobytes() == self.parts.ids_of(number).tobytes()
 
     def looked_up(self) -> Sequence[torch.Tensor]:
-        """By table: the rows of its ids, in their order, (ids, *suffix, dim). The graph holds this group: who keeps the
-        result in it makes a circle.
+        """By table: the rows of its ids, in their order, (ids, *suffix, dim). The graph holds this group: the result
+        must not be stored in it, which would make a reference cycle.
         """
         found: Sequence[torch.Tensor] = _GroupedLookup.apply(self, *self.weights)  # type: ignore[no-untyped-call]
         return found
@@ -140,7 +140,7 @@ class GroupedRows:
             yield table, (keys, sums[start:stop]), versions
 
     def drop_gradients(self) -> None:
-        """Drop them, while the rows are not kept apart."""
+        """Drop the gradients, while the rows are not kept apart."""
         self._sums = None
 
     def _add_each(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -149,7 +149,7 @@ class GroupedRows:
                 rows.add(self.parts.own_of(number), grad.reshape(-1, rows.dim))
 
     def _apart(self, number: int) -> BatchRows:
-        """The rows of a table by themselves, with what the group has got."""
+        """The rows of a table by themselves, with the values and gradients that the group has for them."""
         parts, rows = self.parts, self._new_rows(self.tables[number])
         start, stop = parts.starts[number : number + 2]
         rows.expect_part(parts.keys[start:stop], parts.own_of(number), parts.ids_of(number))
@@ -161,8 +161,8 @@ class GroupedRows:
 
 
 def _split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Parts of a tensor that only the caller holds. Each may be changed in place, which torch refuses for views that a
-    function of autograd returns.
+    """Split a tensor that only the caller holds. Each part may be changed in place, which torch refuses for views that
+    a function of autograd returns.
     """
     return list(torch.unsafe_split_with_sizes(tensor, sizes))
 
@@ -181,8 +181,8 @@ def groups_of(
 ) -> Iterator[GroupedRows]:
     """The groups of a batch with these predicted lookups, with keys and without values.
 
-    `groupable`: the layers of the tables that may be in a group. A group with a wrong prediction is left out: what is
-    wrong with its ids is found by the lookup of each table.
+    `groupable`: the layers of the tables that may be in a group. A group with an id beyond the size of its table is
+    left out: its tables are looked up one by one, which finds the wrong id or prediction.
     """
     by_dim: dict[int, list[str]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # the weights' properties are read

@@ -1,7 +1,7 @@
 """Tables of one shape on this process's device that a model looks up and updates together: one launch of each kernel.
 
-Updates of a group are always joined. Lookups are joined if one call has the ids of several tables: that of a
-SparseEmbeddingCollection.
+Updates of a group are always joined. Lookups are joined if one call, of a SparseEmbeddingCollection, has the ids of
+several tables.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class JoinedRows:
         self.tables.push(counts, slots, grads, lr)
 
     def lookup(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
-        """As RowsOnDevice.lookup of each, in their order. A table may be asked several times, with a launch for each
-        of these times.
+        """As RowsOnDevice.lookup of each, in their order. A table may occur several times; each of its lookups is in
+        another launch.
         """
         found: dict[int, torch.Tensor] = {}
         for places in _rounds(asked):
@@ -59,7 +59,7 @@ class JoinedRows:
         return [found[place] for place in range(len(asked))]
 
     def _look_up(self, asked: Sequence[Asked]) -> Sequence[torch.Tensor]:
-        """Different tables, with the same `create` and `trains`."""
+        """Look up different tables, with the same `create` and `trains`."""
         first = asked[0]
         if len(asked) == 1:
             return [first.rows.lookup(first.ids, first.padding, first.create, first.trains)]
@@ -72,7 +72,7 @@ class JoinedRows:
         return found
 
     def find(self, asked: Sequence[Asked]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each, (values, slots)."""
+        """(values, slots) of each lookup."""
         parts = [(self._numbers[each.rows.table.name], each.ids, each.padding) for each in asked]
         found = self.tables.find_and_gather(parts, asked[0].create)
         return [
@@ -88,7 +88,7 @@ class _JoinedLookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, group: JoinedRows, asked: Sequence[Asked]) -> tuple[torch.Tensor, ...]:
         found = group.find(asked)
         ctx.rows, ctx.slots = [each.rows for each in asked], [slots for _, slots in found]
-        ctx.set_materialize_grads(False)  # a table that the loss does not need makes no update of rows
+        ctx.set_materialize_grads(False)  # a table that the loss does not use gets no update of its rows
         return tuple(values for values, _ in found)
 
     @staticmethod
@@ -100,7 +100,7 @@ class _JoinedLookup(torch.autograd.Function):
 
 
 def _rounds(asked: Sequence[Asked]) -> Iterator[list[int]]:
-    """Places of lookups that are made together, each table once. One that is alone is a round of its own."""
+    """Yield the places of lookups that are made together, each table at most once. One with `is_alone` is by itself."""
     rounds: dict[Hashable, list[int]] = {}
     times: dict[str, int] = {}
     for place, each in enumerate(asked):
@@ -112,8 +112,8 @@ def _rounds(asked: Sequence[Asked]) -> Iterator[list[int]]:
 
 
 def joined(rows: Mapping[str, RowsOnDevice], trained_by: Mapping[str, Hashable]) -> list[JoinedRows]:
-    """Groups of those tables that have one shape and one param group, by `trained_by`. A table without another one is
-    in none, nor is one that lies on several ranks.
+    """Groups of tables with the same shape and, by `trained_by`, the same param group. A table without such a partner,
+    or on several ranks, is in no group.
     """
     groups: dict[Hashable, list[RowsOnDevice]] = {}
     for name, own in rows.items():

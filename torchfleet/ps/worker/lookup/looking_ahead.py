@@ -35,7 +35,7 @@ from torchfleet.ps.worker.lookup.thread_state import ThreadState
 
 Item = TypeVar("Item")
 _BATCHES_AHEAD = 4  # of a worker with a cache: rows come while several batches are trained
-_MOST_AHEAD = 8  # where the cache has room for them: taken four at a time, which it prepares in the calls of one
+_MOST_AHEAD = 8  # if the caches have room: taken four at a time, which a cache prepares with the calls of one
 
 
 class LookingAhead:
@@ -53,7 +53,7 @@ class LookingAhead:
         """
         self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
         self.caches = dict(caches or {})
-        # by table whose lookups may be grouped with those of others: its one layer
+        # for tables whose lookups may be grouped with those of other tables: the table's one layer
         self._groupable = {
             table: layers[0]
             for table, layers in self._embeddings.items()
@@ -109,7 +109,7 @@ class LookingAhead:
                 yield item
                 if current is not None and not current.is_entered:  # otherwise its call has counted
                     self._count_samples(item, tensors_of(item))
-        finally:  # also if the loop is left early: its rows must not serve a later one
+        finally:  # also if the loop is left early: its rows must not serve a later loop
             if self._own.batch is current:
                 self._own.batch = None
 
@@ -240,7 +240,7 @@ class LookingAhead:
                 rows.expect_as(others)
             found = expected.guesses
             if found and size is not None and (rows.keys >= np.uint64(size)).any():
-                continue  # a wrong guess is no error; an actual lookup of these ids will raise it
+                continue  # a wrong guess is no error; an actual lookup of these ids will raise one
             foreseen[table] = rows
             if found:
                 guesses[table] = found
@@ -301,7 +301,7 @@ class LookingAhead:
             batch.receive()
 
     def _check_range(self, table: str, keys: Keys) -> None:
-        """Checked here as well as on the servers, because here the modules are known."""
+        """Raise an error for keys beyond the table's size. Servers check too, but do not know the modules to name."""
         size = self._embeddings[table][0].num_embeddings
         if size is not None:
             paths = self._paths(table)

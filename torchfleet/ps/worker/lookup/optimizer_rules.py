@@ -33,8 +33,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
 
 
 def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The rule of a group's rows: the optimizer's own, or the one named by the group's "row_rule", with the weight
-    decay of the group's "row_weight_decay", which with "row_decoupled_decay" is apart from the gradients.
+    """The rule of a group's rows: the optimizer's own, or the one named by the group's "row_rule", with the group's
+    "row_weight_decay" as weight decay; "row_decoupled_decay" decouples it from the gradients.
     """
     name = group.get("row_rule")
     if name is not None and name not in RULES:
@@ -51,7 +51,7 @@ def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule
 
 
 def needs_row_decay(rule: Rule, group: dict[str, Any], is_apart: bool) -> bool:
-    """Whether a group's weight_decay would act on rows that need a separate setting, since it is meant for every step.
+    """Whether rows need a separate setting, because the group's weight_decay, meant for every step, would act on them.
 
     AdamW decays by default and apart from the gradients: in a group of rows alone (`is_apart`), its decay acts on the
     rows that an update touches.

@@ -255,8 +255,8 @@ def _add_sparse(
 
 
 def rule_options(modules: list[SparseEmbedding], group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a table's rule. A CUDA graph captures the updates of a table on a device as they are, so that
-    `capturable` says nothing about them.
+    """The options of a table's rule. A table on a device ignores `capturable`: a CUDA graph can capture its updates
+    without it.
     """
     return {**group, "capturable": False} if modules[0].table_device is not None else group
 

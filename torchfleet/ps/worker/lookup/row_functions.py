@@ -18,7 +18,7 @@ from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index
 from torchfleet.ps.worker.lookup.device_copies import host_tensor, to_device, to_host
 
-_FEWEST_IDS = 8192  # of a thread
+_FEWEST_IDS = 8192  # that a thread gets
 
 
 def pooled(weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:

@@ -55,11 +55,11 @@ class ThreadState(threading.local):
         self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
 
     def note_group(self, group: GroupedRows) -> None:
-        """Record the first lookup for training in a group: it notes by itself which tables were looked up."""
+        """Record the first lookup for training in a group. The group itself notes which tables were looked up."""
         self._looked_up_groups.append(weakref.ref(group))
 
     def batch_rows(self, table: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """The distinct rows that were looked up for training, differentiable; None if there were none."""
+        """The distinct rows that were looked up for training, differentiable; None if no row was."""
         places: dict[int, tuple[BatchRows, list[Index]]] = {}
         for of_group in self._looked_up_groups:
             if (found := _in_group(of_group, table)) is not None and found[0].is_used[found[1]]:
@@ -190,7 +190,9 @@ class ThreadState(threading.local):
         self.batch = None
 
     def _whole_groups(self, tables: Collection[str]) -> list[GroupedRows] | None:
-        """The groups that all pending gradients are of, if all their tables are among these and in one group each."""
+        """The groups of all pending gradients, if all are of whole groups, whose tables are all in `tables` and in one
+        group each; otherwise None.
+        """
         found, num, seen = [], 0, set[str]()
         for group in self.pending:
             if not isinstance(group, GroupedRows) or group.is_apart:
@@ -201,7 +203,7 @@ class ThreadState(threading.local):
         return found if len(seen) == num and all(map(tables.__contains__, seen)) else None
 
     def _apart(self) -> list[tuple[str, BatchRows]]:
-        """The pending gradients, table by table from now on."""
+        """The pending gradients by table. From now on they are kept so, no longer by group."""
         found: list[tuple[str, BatchRows]] = []
         for own in self.pending:
             found += [own] if isinstance(own, tuple) else zip(own.tables, own.rows, strict=True)
@@ -209,7 +211,7 @@ class ThreadState(threading.local):
         return found
 
     def _end_groups(self, tables: Collection[str]) -> None:
-        """End the step of groups. Tables of a group that are not among these go on by themselves."""
+        """End the step of all groups. The rows of a group's tables that are not in `tables` are kept table by table."""
         for groups in (self._groups, self._looked_up_groups):
             for group in [there for reference in groups if (there := reference()) is not None]:
                 for number, table in enumerate(group.tables):
@@ -257,7 +259,7 @@ class ThreadState(threading.local):
 
 
 def _in_group(reference: weakref.ref[GroupedRows], table: str) -> tuple[GroupedRows, int] | None:
-    """(the group, the table's number in it); None if it is gone, or has no such table."""
+    """(the group, the table's number in it); None if the group is gone, or has no such table."""
     group = reference()
     number = None if group is None else group.number_of(table)
     return None if group is None or number is None else (group, number)
@@ -267,7 +269,7 @@ def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[
     """Concatenate the gradients of several lookups or batches. Gradients with a slot, which must not be summed here,
     are summed by the server.
     """
-    width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode have no show, click and slot
+    width = max(grads.shape[1] for _, grads in gradients)  # eval mode records no show, click and slot
     keys = np.concatenate([keys for keys, _ in gradients])
     grads = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in gradients])
     return (keys, grads) if is_wide else sum_by_key(keys, grads)

@@ -113,7 +113,7 @@ class Async(Communicator):
 
     def flush(self) -> None:
         self.settle()
-        self._own.under_way = None  # it is older
+        self._own.under_way = None  # its values are older
         values = self._pull_dense(self._client)
         with self._lock:
             self._fresh = Dense()

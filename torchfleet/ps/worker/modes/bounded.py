@@ -22,8 +22,7 @@ class Bounded(Communicator):
     """A push is in flight when `step` returns. Its reply, which brings the dense values, is awaited at the model's next
     call. The servers delay a push that would make another worker's dense values too stale.
 
-    From a call of the model with gradients until its push, the servers expect a push of this worker. `rest` withdraws
-    that.
+    From a call of the model with gradients until its push, the servers expect a push of this worker. `rest` ends this.
     """
 
     pulls_ahead = True
@@ -56,7 +55,7 @@ class Bounded(Communicator):
         self._take()
         if not torch.is_grad_enabled():
             if not self._is_computing:
-                self.rest()  # it predicts, for how long is not known
+                self.rest()  # this worker predicts, for an unknown time
         elif not self._is_over and not self._is_lifted:
             if not self._is_counted:
                 self._write(self._client.pull_dense_tables(self._names, is_bounded=True).result())
@@ -90,7 +89,7 @@ class Bounded(Communicator):
             self._is_counted = False
 
     def lift(self) -> None:
-        """Let the bound not hold for this worker from now on: the servers neither delay its pushes nor expect them."""
+        """Lift the bound for this worker: from now on the servers neither delay its pushes nor expect them."""
         self.rest()
         self._is_lifted = True
 

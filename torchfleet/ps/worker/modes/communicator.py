@@ -74,7 +74,7 @@ class Communicator(ABC):
     pulls_ahead = False
     in_step = False  # pulls belong to steps that all workers make together
     has_threads = False  # several threads are training now
-    steps_together = False  # a step of one worker is a step of several
+    steps_together = False  # several workers make each step together
     steps_here = False  # dense parameters are stepped in this process, not by the servers
     keeps_rest = False  # a flush sends a part of what this worker has learned, and `stop` the rest
     takes_threads = True  # several threads of a worker may train at once
@@ -210,7 +210,7 @@ class Communicator(ABC):
             cache.flush()
 
     def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the rows that this worker trains instead of the servers', in chunks; empty in most modes."""
+        """Yield this worker's own rows, which replace the servers' in a state_dict, in chunks; empty in most modes."""
         return iter(())
 
     def check_loading(self) -> None:  # noqa: B027  (most modes take what is loaded)

@@ -74,7 +74,7 @@ class Geo(Communicator):
         )
 
     def _begin_with_none(self, tables: Collection[str]) -> None:
-        """Start without local rows of these tables, and with the servers' dense values in the model."""
+        """Start without local rows of these tables. The model must have the servers' dense values."""
         limit = max_table_bytes()
         for name in tables:
             self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
@@ -92,8 +92,8 @@ class Geo(Communicator):
         self._take_in(self._wait())
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
-        """Rows of the local copy, or while the model has the servers' values, of the base; rows that it lacks are
-        pulled from the servers first.
+        """Rows of the local copy, or of the base for a prediction while the model has the servers' values. Rows that
+        the local copy lacks are pulled from the servers first.
         """
         with self._alone:
             return Ready(self._pull_here(keys, create))
@@ -155,7 +155,7 @@ class Geo(Communicator):
             self._exchange(share=1.0)
 
     def settle(self) -> None:
-        """Exchange differences now, divided as ever."""
+        """Exchange differences now, divided by the number of workers."""
         with self._alone:
             is_shown = self._is_shown
             self._exchange()
@@ -163,8 +163,8 @@ class Geo(Communicator):
                 self._show_servers()
 
     def flush(self) -> None:
-        """Let the model have the servers' values until it is called for training again. Differences are sent before, as
-        ever, if steps were made since the last exchange: a save behind a prediction has the same values.
+        """Let the model have the servers' values until it is called for training again. Divided differences are sent
+        before, but only if steps were made since the last ones: a save right after a prediction has the same values.
         """
         with self._alone:
             self._exchange(is_sent=self.num_steps != self._sent_step)
@@ -190,7 +190,7 @@ class Geo(Communicator):
         with self._alone:
             if self._is_shown:
                 self._is_shown = False
-                for group in self._plan.dense:  # with what the script has changed by hand meanwhile
+                for group in self._plan.dense:  # keeps what the script has changed by hand meanwhile
                     name = group.spec.name
                     changed = group.values() - self._dense_base[name]
                     group.write(self._aside[name] + changed, unnoticed=self._is_beside)
@@ -226,7 +226,7 @@ class Geo(Communicator):
         self._hand_out(deltas)
 
     def _hand_out(self, deltas: Deltas) -> None:
-        """To the background thread, which sends them and brings the other workers' changes."""
+        """Give the differences to the background thread, which sends them and pulls the other workers' changes."""
         self._under_way = True
         self._mark = mark()
         self._out.put(deltas)

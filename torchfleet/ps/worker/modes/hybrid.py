@@ -27,8 +27,8 @@ def rows_of(plan: Plan) -> Plan:
 
 
 class Hybrid(Async):
-    """As Async, for rows alone. Few gradients are sent by the training thread, which awaits the reply later: as many
-    pushes as the queue has places are in flight.
+    """As Async, for rows alone. If there are few gradients, the training thread sends them, and awaits the reply later:
+    up to `send_queue_size` of these pushes are in flight.
     """
 
     takes_threads = False  # the workers make their steps together

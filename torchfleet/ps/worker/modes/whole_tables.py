@@ -170,7 +170,7 @@ class WholeTables(Communicator):
                 with self._copy.alone(self._patience):
                     self._send(client, *self._how())
                     self._copy.received[:] = self._take_in(client)
-                with self._changed:  # a thread that sees it counted finds it finished
+                with self._changed:  # a thread that sees the exchange counted also sees it finished
                     self._num_exchanges += 1
                     self._finish(wanted)
 
@@ -182,7 +182,7 @@ class WholeTables(Communicator):
             return None if self._num_wanted == self._num_done else self._num_wanted  # waiting callers are served first
 
     def _how(self) -> tuple[bool, int]:
-        """(whether to send all differences whole; otherwise, the number of changes from which a row is sent)."""
+        """(whether to send the differences of all rows whole, the number of changes from which a row is sent)."""
         with self._changed:
             every_row = self._wants_every_row or self._num_exchanges % _HOT == 0
             whole = self._wants_whole

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's options when it is made: those of the rule that stands for it on servers."""
+"""Checks an optimizer's options when it is made, by the rule that implements it on servers."""
 
 from __future__ import annotations
 

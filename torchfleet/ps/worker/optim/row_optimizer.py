@@ -16,8 +16,8 @@ State = dict[str, torch.Tensor]
 
 
 class _Stepping(torch.optim.Optimizer):
-    """A parameter with a dense gradient is updated whole; one with a sparse gradient in the rows that it names, as the
-    servers do it.
+    """A parameter with a dense gradient is updated whole. With a sparse gradient only the rows that the gradient names
+    are updated, as on the servers.
     """
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class _Stepping(torch.optim.Optimizer):
 
     @abstractmethod
     def _first_state(self, group: dict[str, Any], parameter: torch.Tensor, has_rows: bool) -> State:
-        """The state before the first update. `has_rows`: gradients are sparse, dimension 0 is that of rows."""
+        """The state before the first update. `has_rows`: gradients are sparse, and dimension 0 counts rows."""
 
     @abstractmethod
     def _update(self, group: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: State) -> None:
@@ -62,7 +62,7 @@ class RowOptimizer(MayLackParameters, _Stepping):
 
 
 def with_decay(group: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient with the group's weight decay; where it is decoupled, `weight` decays, and the gradient stays."""
+    """The gradient with the group's weight decay. Decoupled decay changes `weight` in place, and not the gradient."""
     decay = group["weight_decay"]
     if decay and group["decoupled_weight_decay"]:
         weight.mul_(1.0 - group["lr"] * decay)

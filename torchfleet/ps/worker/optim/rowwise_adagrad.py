@@ -16,7 +16,7 @@ class RowWiseAdagrad(RowOptimizer):
     The formula of FBGEMM's EXACT_ROWWISE_ADAGRAD. With `momentum`, scaled gradients go through a velocity:
     u ← μ u + g / (√s + eps), w ← w - lr u. `weight_decay` is added to the gradient, or with
     `decoupled_weight_decay` taken from the weight. Parameters with dense gradients have no rows: each of their values
-    counts as one, which is Adagrad.
+    counts as a row, which is Adagrad.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters may be left out: what remains says how one table is trained."""
+"""Optimizers whose parameters may be left out: the options then say how one table is trained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchfleet.base.errors import ModelError
 
 
 class MayLackParameters:
-    """Put before a class of torch.optim.Optimizer. Without `params` the optimizer has one param group, which is empty:
-    its options are the rule of a table, SparseEmbedding(optimizer=...).
+    """A mixin, put before a subclass of torch.optim.Optimizer. Without `params` the optimizer has one param group,
+    which is empty: its options are the rule of a table, SparseEmbedding(optimizer=...).
     """
 
     def __init__(self, params: Any = None, *args: Any, **options: Any) -> None:

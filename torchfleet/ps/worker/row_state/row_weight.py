@@ -45,7 +45,7 @@ class RowWeight(torch.nn.Parameter):
 
     path: str = ""
     table: str = ""
-    # whether .grad shows its gradients: of several weights of one table only one does; in hybrid mode none
+    # whether .grad shows its gradients: of several weights of one table only one does, in hybrid mode no weight does
     is_shown: bool = True
     pending: PendingGradients | None = None
 
@@ -57,7 +57,7 @@ class RowWeight(torch.nn.Parameter):
 
     @classmethod
     def take_place_of(cls, weight: torch.nn.Parameter) -> RowWeight:
-        """Turn a weight into a RowWeight in place: other holders of it (an optimizer, a list) then hold the stand-in.
+        """Turn a weight into a RowWeight in place: other references to it (in an optimizer, a list) see the stand-in.
 
         The caller must have copied its numbers before.
         """
@@ -133,7 +133,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _keeps_shape(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the weight or an attribute is set to something equally empty: a move, or a saved weight."""
+    """Whether the call sets data of the same, empty shape (a move, or a saved weight), or another attribute."""
     if name in ("=data", "copy_"):
         return isinstance(args[0], RowWeight) and tuple(args[0].shape) == tuple(args[1].shape)
     return name.startswith("=")

@@ -36,7 +36,7 @@ def is_without_rows() -> bool:
 
 
 class TableRows:
-    """One table of a model. Every embedding has one; those of the same name share it once the model is distributed."""
+    """State of one table. Every embedding has one; those of the same name share it once the model is distributed."""
 
     def __init__(self, padding_idx: int | None) -> None:
         self.engine: Any = None  # where lookups go; None before init_worker
@@ -119,7 +119,7 @@ class NoTable:
 def slices(
     keys: np.ndarray[Any, Any] | torch.Tensor | None, values: np.ndarray[Any, Any] | torch.Tensor | None
 ) -> Iterator[tuple[Keys, Floats]]:
-    """Yield rows in slices. Without keys they are those of 0, 1, ..."""
+    """Yield (keys, rows) in chunks. Without keys the rows are those of the ids 0, 1, ..."""
     for start in range(0, 0 if values is None else len(values), SLICE):
         rows = np.asarray(values[start : start + SLICE], np.float32)  # type: ignore[index]
         some = np.arange(start, start + len(rows)) if keys is None else np.asarray(keys[start : start + SLICE])

@@ -1,4 +1,4 @@
-"""All rows of a table in host memory: joined from slices, with initial values for declared ids without a row."""
+"""All rows of a table in host memory: joined from chunks, with initial values for declared ids without a row."""
 
 from __future__ import annotations
 
