@@ -598,11 +598,39 @@ def test_names_of_dropped_lists_are_remembered_in_bounded_memory(monkeypatch: py
     lists, sizes = FileLists(), []
     for number in range(200):
         name = f"list {number:04}"
-        lists.ask(1, 0, FilesBody(name, 0, 10.0, files=["a"]), 0.0)
-        lists.leave(0)
+        lists.ask(1, 0, FilesBody(name, 0, 10.0, files=["a"], take=1), 0.0)
+        lists.ask(1, 0, FilesBody(name, 0, 10.0, done=["a"]), 0.0)
         sizes.append(size_of(lists))
     assert max(sizes[20:]) <= max(sizes[:20])
     assert lists.ask(1, 0, FilesBody("list 0195", 0, 10.0, take=1), 0.0) == (END, "")
+
+
+def test_a_finished_pass_is_dropped_before_one_whose_workers_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LISTS", 3)
+    lists = FileLists()
+    silent = Worker(lists, 0, ABC)
+    silent.begin()
+    assert silent.take() == ("file", "a")
+    for number in (1, 2, 3):
+        other = Worker(lists, 1, ["a"], client=200 + number, number=number)
+        other.begin(now=100.0)
+        assert other.take(now=100.0) == ("file", "a")
+        other.done("a", now=100.0)
+    assert silent.take(now=101.0) == ("file", "a")
+    assert [silent.take(now=101.0) for _ in range(2)] == [("file", "b"), ("file", "c")]
+
+
+def test_lists_that_no_worker_has_read_to_the_end_are_not_dropped_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LISTS", 3)
+    lists = FileLists()
+    for number in range(3):
+        lists.ask(1, 0, FilesBody(f"list {number}", 0, 10.0, files=ABC), 0.0)
+    assert lists.expire(100.0)
+    with pytest.raises(DataError, match="3"):
+        lists.ask(1, 0, FilesBody("another", 0, 10.0, files=ABC), 100.0)
+    for number in range(3):
+        body = FilesBody(f"list {number}", 0, 10.0, take=1)
+        assert lists.ask(1, 0, body, 100.0) == ("file", "a")
 
 
 def test_a_client_that_takes_files_as_another_worker_is_refused_and_changes_nothing() -> None:

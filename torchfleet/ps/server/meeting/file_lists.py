@@ -35,7 +35,7 @@ class FileLists:
         self._passes: OrderedDict[tuple[str, int], Pass | int] = (
             OrderedDict()
         )  # of finished passes only a digest of the list
-        self._first: dict[str, int] = {}  # by name: all passes before this one are finished or abandoned
+        self._first: dict[str, int] = {}  # by name: passes before this one that are not in `_passes` were dropped
 
     def ask(self, client: int, worker: int, body: FilesBody, now: float, hold: object = None) -> tuple[str, str]:
         """("file", path); WAIT while other workers hold the last files; END; or ("", "") if no file was asked for.
@@ -43,7 +43,7 @@ class FileLists:
         `hold`: kept as long as the list, if this request opens it.
         """
         place = (body.name, body.number)
-        if body.number < self._first.get(body.name, 0):
+        if place not in self._passes and body.number < self._first.get(body.name, 0):
             return (END, "") if body.take else ("", "")
         if place not in self._passes and not body.files:
             raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
@@ -105,12 +105,25 @@ class FileLists:
     def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
         if len(set(files)) < len(files):
             raise DataError(f"file list '{place[0]}': a file is in it twice")
-        if len(self._passes) >= MAX_LISTS:  # drop the oldest pass that is finished or has no holder
-            free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
-            if not free:
-                raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
-            self._drop(*free[0])
+        if len(self._passes) >= MAX_LISTS:
+            self._drop(*self._droppable())
         self._passes[place] = Pass(frozenset(files), deque(files), hold=hold)
+
+    def _droppable(self) -> tuple[str, int]:
+        """The oldest finished pass; without any, the oldest one that its workers left for a later pass of its name."""
+        last = dict(sorted(self._passes))
+        left: list[tuple[str, int]] = []
+        for (name, number), current in self._passes.items():
+            if isinstance(current, int):
+                return name, number
+            if not current.holders and number < last[name]:
+                left.append((name, number))
+        if not left:
+            raise DataError(
+                f"{MAX_LISTS} lists of files are open already, the most at once, and none has been read to its end. "
+                "Read lists to their ends, or read one list again under the same name."
+            )
+        return left[0]
 
     def _drop(self, name: str, number: int) -> None:
         del self._passes[name, number]
