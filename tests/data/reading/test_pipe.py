@@ -306,6 +306,22 @@ def test_an_abandoned_command_is_ended(tmp_path: Path, kind: str, command: str) 
     assert is_gone(pid)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gz", "memory"])
+def test_a_pass_that_is_over_ends_a_command_that_does_not_read_its_input(tmp_path: Path, kind: str) -> None:
+    note = tmp_path / "pid"
+    stream = piped(make(tmp_path, kind, TEXT * 3), f"echo $$ > {note}; exec sleep 300", False, lambda: True)
+    reading = threading.Thread(target=list, args=(stream,), daemon=True)
+    reading.start()
+    try:
+        reading.join(60)
+        assert not reading.is_alive()
+        assert is_gone(noted_pid(note))
+    finally:
+        if not is_gone(noted_pid(note)):
+            psutil.Process(noted_pid(note)).kill()
+
+
 def test_what_an_abandoned_command_has_started_is_ended_too(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     command = f"sleep 300 & echo $! > {note}; yes '1 5'"

@@ -55,7 +55,7 @@ def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lam
             yield from _output(process.stdout, is_over)
             status = _wait(process, is_over)
             if feeder is not None:
-                feeder.finish()
+                feeder.finish(is_over)
             if status:
                 raise DataError(_failure(path, command, status, complaints))
         finally:
@@ -92,8 +92,10 @@ class _Feeder:
         self._thread = threading.Thread(target=self._feed, daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
-        self._thread.join()
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the whole file is written, or `is_over`: a command that does not read blocks the thread."""
+        while self._thread.is_alive() and not is_over():
+            self._thread.join(_POLL_MS / 1000)
         if self._error is not None:
             raise self._error
 
