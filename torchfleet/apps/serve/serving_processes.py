@@ -39,7 +39,8 @@ class _Process:
     began: float = 0.0
     pause: float = 0.0
     start_at: float = 0.0
-    ready: int = -1  # descriptor to read from, until the process is ready
+    ready: int = -1  # descriptor to read from, until the process is ready or has ended
+    is_ready: bool = False
 
 
 class ServingProcesses:
@@ -111,7 +112,7 @@ class ServingProcesses:
         status = process.running.poll()
         if status is None:
             return True
-        process.running = None
+        process.running, process.is_ready = None, False
         self._num_ended += not self._has_told
         if not self._has_told and (status == FAILED or self._num_ended == _MOST_STARTS * len(self._processes)):
             return False
@@ -133,10 +134,10 @@ class ServingProcesses:
         process.ready, process.began = reading, time.monotonic()
 
     def _note_ready(self, process: _Process) -> None:
-        is_ready = bool(os.read(process.ready, 1))
+        process.is_ready = bool(os.read(process.ready, 1))
         os.close(process.ready)
         process.ready = -1
-        if is_ready and not self._has_told and all(other.ready < 0 for other in self._processes):
+        if not self._has_told and all(other.is_ready for other in self._processes):
             self._has_told = True
             scheme = "https" if self._settings.tls_cert else "http"
             host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
