@@ -62,6 +62,28 @@ def test_a_snapshot_and_its_deltas_are_the_next_snapshot() -> None:
     assert shown == json.loads(json.dumps(record.snapshot()))
 
 
+def test_a_process_that_is_silent_while_the_grid_doubles_loses_no_points() -> None:
+    def role(key: str, second: int) -> dict[str, Any]:
+        about = {"kind": "role", "key": key, "role": "worker", "state": "running"}
+        return {"time": BEGIN + second, **about, "status": {"samples_per_s": float(second)}}
+
+    start = {"time": BEGIN, "kind": "start", "command": [], "attempt": 0}
+    record = taken([start, *(role(f"worker.{n}", second) for second in range(MOST_POINTS) for n in (0, 1))])
+    record.snapshot()
+    record.take(role("worker.0", MOST_POINTS))  # the first second that does not fit; worker 1 says nothing
+    assert record.delta() is None
+    shown = copy.deepcopy(record.snapshot())
+    for begin in (MOST_POINTS + 1, MOST_POINTS + 5):
+        for second in range(begin, begin + 4):
+            for n in (0, 1):
+                record.take(role(f"worker.{n}", second))
+        delta = record.delta()
+        assert delta is not None
+        shown = applied(shown, delta)
+    assert shown == record.snapshot()
+    assert shown["roles"]["worker.1"]["series"]["points"] == list(range((MOST_POINTS + 8) // 2 + 1))
+
+
 def test_series_have_the_last_number_of_every_point_and_never_more_points_than_fit() -> None:
     grid, columns, made = Grid(BEGIN, 100), Columns(), random.Random(1)
     given: list[tuple[float, str, float]] = []

@@ -75,3 +75,4 @@ class Columns:
                 elif column[index] is not None:
                     values[name][-1] = column[index]
         self.points, self.values = points, values
+        self._num_told = 0  # all points have new numbers
