@@ -131,6 +131,32 @@ def test_what_torch_saw_is_moved_and_cut_to_the_steps(tmp_path: Path) -> None:
     )
 
 
+def test_a_worker_that_ended_before_its_first_recorded_step_is_left_out(tmp_path: Path) -> None:
+    """torch.profiler has seen something of it, but there is no step to cut that to."""
+    path = tmp_path / "torch.json"
+    op = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 10, "tid": 11, "ts": NOW / 1000, "dur": 5.0}
+    path.write_text(json.dumps({"baseTimeNanoseconds": 0, "traceEvents": [op]}))
+    first = job()[0]
+    document = ChromeTrace([first, part("worker", 1, "a", 2, [])], {"worker 1": TorchTrace(path, 10)}).document()
+    trace_events.check(document)
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(first.spans)
+    assert {event["pid"] for event in slices} == {1}
+
+
+def test_processes_of_a_large_job_have_numbers_of_their_own() -> None:
+    """Viewers show processes with one number as one process."""
+    span = Span("step 1", STEP, NOW, NOW + MS, "steps", 1, 1)
+    workers = [part("worker", index, "a", index, [span]) for index in range(1002)]
+    servers = [part("server", index, "a", 5000 + index, []) for index in range(2)]
+    events = ChromeTrace([*servers, *workers], {}).document()["traceEvents"]
+    names = [event for event in events if event["name"] == "process_name"]
+    numbers = {event["args"]["name"].partition(" (")[0]: event["pid"] for event in names}
+    assert len(numbers) == len(set(numbers.values())) == 1004
+    assert list(numbers) == sorted(numbers, key=numbers.__getitem__)
+    assert list(numbers)[-3:] == ["worker 1001", "server 0", "server 1"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', "{"])
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "torch.json"

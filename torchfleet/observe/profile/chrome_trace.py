@@ -16,7 +16,6 @@ from torchfleet.base.tracing.profile_folder import Part
 from torchfleet.base.tracing.span import HANDLE, REQUEST, Span
 from torchfleet.observe.profile.torch_events import TorchTrace
 
-_SERVERS = 1000  # added to a server's number in the trace, so that servers come after workers
 _TRACKS = {"steps": 0, "sender": 100, "exchange": 110, "requests to": 200, "requests": 0, "held": 100}
 _FIRST_THREAD = 1 << 23  # number of our first track: above all thread numbers of Linux
 
@@ -38,7 +37,7 @@ class ChromeTrace:
     def __init__(self, parts: Sequence[Part], torch_traces: Mapping[str, TorchTrace]) -> None:
         """`torch_traces`: what torch.profiler saw, by the name of the process. Raises FleetError if nothing was
         recorded."""
-        self._parts = sorted(parts, key=_number)
+        self._parts = sorted(parts, key=lambda part: (part.role == "server", part.index))
         self.clocks = clocks(self._parts)
         starts = [self._moved(part, span.start) for part in self._parts for span in part.spans]
         if not starts:
@@ -65,12 +64,11 @@ class ChromeTrace:
 
     def _events(self) -> Iterator[Event]:
         linked = self._calls(REQUEST) & self._calls(HANDLE)  # a reply may come after the last step
-        for part in self._parts:
-            number = _number(part)
+        for number, part in enumerate(self._parts, 1):  # not by pid, which may be the same on several machines
             yield _meta(number, "process_name", name=f"{part.name} ({part.host}, pid {part.pid})")
             yield _meta(number, "process_sort_index", sort_index=number)
             yield from self._own_events(part, number, linked)
-            if part.name in self._torch:
+            if part.spans and part.name in self._torch:  # without a step there is nothing to cut it to
                 shift = self.clocks[part.machine].ahead
                 first, last = min(s.start for s in part.spans), max(s.end for s in part.spans)
                 yield from self._torch[part.name].events(number, part.name, self.base + shift, first, last)
@@ -102,11 +100,6 @@ class ChromeTrace:
 
     def _axis(self, part: Part, time: int) -> float:
         return (self._moved(part, time) - self.base) / 1000
-
-
-def _number(part: Part) -> int:
-    """The number of this process in the trace. Not its pid, which may be the same on several machines."""
-    return 1 + part.index + _SERVERS * (part.role == "server")
 
 
 def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
