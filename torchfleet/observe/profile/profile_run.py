@@ -58,21 +58,23 @@ class ProfileRun:
         """Block until the workers are ready: all of the job, or all of this machine if no more appear."""
         num_before, since = 0, time.monotonic()
         while True:
+            over = self._is_over()
             here, ready = self._found("here"), self._found("ready")
             if len(here) != num_before:
                 num_before, since = len(here), time.monotonic()
             is_all = bool(here) and (len(here) >= here[0].num_workers or time.monotonic() - since > _LAST_ONE)
             if is_all and len(ready) == len(here):
                 return ready
-            self._check(f"{len(here)} workers have seen the request, {len(ready)} are ready. A worker looks for it at "
-                        f"the end of a step, and is ready after {self._request.skip} more (--skip)")  # fmt: skip
-            time.sleep(_LOOK)
+            _pause(over, f"{len(here)} workers have seen the request, {len(ready)} are ready. A worker looks for it at "
+                         f"the end of a step, and is ready after {self._request.skip} more (--skip)")  # fmt: skip
 
     def _wait_for_parts(self, workers: Sequence[Part]) -> list[Part]:
-        while len(made := self._found("part.json")) < len(workers):
-            self._check(f"{len(made)} of {len(workers)} workers have made their {self._request.steps} steps")
-            time.sleep(_LOOK)
-        return made
+        while True:
+            over = self._is_over()
+            made = self._found("part.json")
+            if len(made) >= len(workers):
+                return made
+            _pause(over, f"{len(made)} of {len(workers)} workers have made their {self._request.steps} steps")
 
     def _wait_for_servers(self) -> list[Part]:
         servers, deadline = self._found("here", is_server=True), time.monotonic() + _SERVERS
@@ -86,10 +88,17 @@ class ProfileRun:
         found = [read(path, Part) for path in sorted(self._folder.glob(f"*.{ending}"))]
         return [part for part in found if part is not None and (part.role == "server") == is_server]
 
-    def _check(self, state: str) -> None:
+    def _is_over(self) -> str:
+        """Return why no more files will come, or "" while some may. The caller looks for files after this call: a job
+        that has ended has written all of its files."""
         code = self._ended()
         if code is not None:
-            time.sleep(_LOOK)  # its last files may just have been written
-            raise FleetError(f"the job has ended with status {code} before its profile was complete: {state}")
-        if time.monotonic() > self._deadline:
-            raise FleetError(f"no profile after {self._timeout:g} s (--timeout): {state}")
+            return f"the job has ended with status {code} before its profile was complete"
+        return f"no profile after {self._timeout:g} s (--timeout)" if time.monotonic() > self._deadline else ""
+
+
+def _pause(over: str, state: str) -> None:
+    """Wait until the next look into the folder. Raises FleetError if it would find no more than this one."""
+    if over:
+        raise FleetError(f"{over}: {state}")
+    time.sleep(_LOOK)
