@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -136,6 +139,42 @@ def test_a_step_goes_with_its_gradients_to_the_thread_that_sends_them(recorder: 
     span_recorder.use(None)
     with span_recorder.part_of([mark], "sender"):
         pass
+
+
+@pytest.mark.parametrize("function", [span_recorder.mark, span_recorder.part_of])
+def test_a_profile_may_end_at_any_moment_in_another_thread(function: Callable[..., Any], recorder: Recorder) -> None:
+    arguments = () if function is span_recorder.mark else ([span_recorder.Mark(9, 0)], "sender")
+    recorder.begin(9, "steps")
+    num_before = 0
+    while ends_before(num_before, function, *arguments):
+        span_recorder.use(recorder)
+        num_before += 1
+    assert num_before > 5
+
+
+def ends_before(instruction: int, function: Callable[..., Any], *arguments: Any) -> bool:
+    """Call the function; just before its instruction of this number, tracing ends. False: it has not that many."""
+    places = itertools.count()
+    has_ended = False
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal has_ended
+        if frame.f_code is not function.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(places) == instruction:
+            has_ended = True
+            span_recorder.use(None)
+        return trace
+
+    before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if a frame asks before settrace
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    finally:
+        sys.settrace(before)
+    return has_ended
 
 
 def test_identities_differ_and_are_the_same_on_both_sides() -> None:

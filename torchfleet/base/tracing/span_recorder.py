@@ -137,12 +137,14 @@ def use(recorder: Recorder | None) -> Recorder | None:
 
 def mark() -> Mark | None:
     """The calling thread's traced step, to hand to another thread; None if it is not traced."""
-    if active is None or not active.trace:
+    recorder = active  # another thread may end tracing meanwhile
+    if recorder is None or not recorder.trace:
         return None
-    return Mark(active.trace, active.now())
+    return Mark(recorder.trace, recorder.now())
 
 
 def part_of(marks: Sequence[Mark | None], track: str) -> contextlib.AbstractContextManager[None]:
     """Like Recorder.as_part_of, for the marks that are not None."""
+    recorder = active  # another thread may end tracing meanwhile
     found = [each for each in marks if each is not None]
-    return active.as_part_of(found, track) if active is not None and found else contextlib.nullcontext()
+    return recorder.as_part_of(found, track) if recorder is not None and found else contextlib.nullcontext()
