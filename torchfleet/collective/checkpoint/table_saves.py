@@ -118,9 +118,9 @@ def save_tables(
     with contextlib.ExitStack() as stack:
 
         def save() -> int:
-            client = stack.enter_context(_keeper(plan, storage))
-            network = dataclasses.replace(plan, sparse={})
             try:
+                client = stack.enter_context(_keeper(plan, storage))
+                network = dataclasses.replace(plan, sparse={})
                 return save_model(client, network, dirname, _TIMEOUT, kind, extra, beside).number
             except Exception as error:
                 beside.refuse(error)
