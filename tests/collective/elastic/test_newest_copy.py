@@ -42,14 +42,14 @@ def test_every_loss_of_machines_is_survived_unless_two_in_a_row_are_lost(lost: s
 def test_a_complete_copy_is_taken_before_a_newer_save_and_a_save_before_nothing() -> None:
     assert newest([Copies(own=[6], saved=8), Copies(own=[6], saved=8)], 0, 3).is_copy
     found = newest([Copies(own=[9], saved=8), Copies(saved=8)], 0, 3)
-    assert (found.step, found.is_copy) == (8, False)
+    assert (found.step, found.is_copy, found.is_save) == (8, False, True)
     assert "rank 1" in found.lost
 
 
 def test_ranks_that_never_had_a_copy_begin_at_the_beginning() -> None:
     """One rank was killed in its first copy: the others had completed theirs."""
     found = newest([Copies(own=[3]), Copies()], 0, 3)
-    assert (found.step, found.is_copy, found.lost) == (0, False, "")
+    assert (found.step, found.is_copy, found.is_save, found.lost) == (0, False, False, "")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ _MACHINE = "GROUP_RANK"  # torch's launchers number machines by it
 class ElasticSteps:
     """Yields steps; copies the state every `copy_steps` of them (0: never). All ranks iterate together.
 
-    `saved` returns the step of the last save, or NO_STEP; `load` loads that save.
+    `saved` returns the step of the last save, or NO_STEP; rank 0 calls it, for all. `load` loads that save.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class ElasticSteps:
         copies = Copies(own=self._steps(self._files.own, 0), kept=self._steps(self._files.kept, apart))
         failed = None
         try:
-            copies.saved = self._saved()
+            if world.rank == 0:
+                copies.saved = self._saved()
         except Exception as error:
             copies.error, failed = error_text(error), error
         start = newest(exchange(world, copies, failed), apart, self._copy_steps)
@@ -80,7 +81,7 @@ class ElasticSteps:
                 file.begin()
         if start.is_copy:
             self._load_copy(start)
-        elif copies.saved != NO_STEP:
+        elif start.is_save:
             self._load()
         if world.rank == 0:
             _tell(start)

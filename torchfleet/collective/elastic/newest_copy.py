@@ -18,14 +18,15 @@ class Copies(Report, kw_only=True):
 
     own: list[int] = msgspec.field(default_factory=list)
     kept: list[int] = msgspec.field(default_factory=list)  # of its ward
-    saved: int = NO_STEP  # the step of the last save, as this rank sees it
+    saved: int = NO_STEP  # the step of the last save; rank 0's counts
 
 
 class Start(NamedTuple):
     """Where training goes on."""
 
     step: int
-    is_copy: bool  # False: from the last save, or from the beginning
+    is_copy: bool
+    is_save: bool = False  # neither: from the beginning
     wards: Sequence[int] = ()  # ranks that get their copy from their keeper
     lost: str = ""  # a message that says what is missing of newer copies
 
@@ -39,18 +40,18 @@ def newest(copies: Sequence[Copies], distance: int, copy_steps: int) -> Start:
     """
     step, wards = _complete(copies, distance)
     if step != NO_STEP:
-        return Start(step, True, wards)
+        return Start(step, is_copy=True, wards=wards)
     saved = copies[0].saved
     latest = max((one for rank in copies for one in (*rank.own, *rank.kept)), default=NO_STEP)
     lost = _missing(copies, distance, latest) if latest > saved else ""
     if saved != NO_STEP:
-        return Start(saved, False, lost=lost)
+        return Start(saved, is_copy=False, is_save=True, lost=lost)
     if latest > copy_steps:
         raise FleetError(
             f"{lost}, and there is no save to go on from: expected a save in the folder that fleet.elastic.steps got "
             "as dirname. Start the job again to train from the beginning."
         )
-    return Start(0, False)
+    return Start(0, is_copy=False)
 
 
 def _complete(copies: Sequence[Copies], distance: int) -> tuple[int, list[int]]:
