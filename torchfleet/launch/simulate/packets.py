@@ -78,7 +78,8 @@ def packet(to: Address, sender: Address, time: float, frames: Sequence[Any]) -> 
 class Line:
     """One end of the line between a simulated process and the coordinator. Blocks.
 
-    `on_silence` is called after each second without a message.
+    `on_silence` is called after each second in which the other end sends nothing that is waited for, and takes nothing
+    that is sent.
     """
 
     def __init__(self, connection: socket.socket, on_silence: Callable[[], None] | None = None) -> None:
@@ -91,11 +92,8 @@ class Line:
         for sent in turn.packets:
             header = _HEADER.pack(*sent.to, *sent.sender, sent.time, len(sent.sizes), len(sent.body))
             pieces += [header + struct.pack(f"<{len(sent.sizes)}Q", *sent.sizes), sent.body]
-        try:
-            for group in _groups(pieces):
-                self._send_all(group)
-        except OSError:
-            raise LineClosed from None
+        for group in _groups(pieces):
+            self._send_all(group)
 
     def receive(self) -> Turn:
         """Return the next turn. Raises LineClosed if the other end is closed."""
@@ -114,25 +112,30 @@ class Line:
         taken = bytearray(size)
         view, at = memoryview(taken), 0
         while at < size:
-            try:
-                num = self._socket.recv_into(view[at:])
-            except TimeoutError:
-                assert self._on_silence is not None
-                self._on_silence()
-                continue
-            except OSError:
-                raise LineClosed from None
+            num = self._moved(self._socket.recv_into, view[at:])
             if not num:
                 raise LineClosed
             at += num
         return taken
 
     def _send_all(self, pieces: Sequence[Any]) -> None:
-        sent = self._socket.sendmsg(pieces)
+        sent = self._moved(self._socket.sendmsg, pieces)
         for piece in pieces:
-            if sent < len(piece):
-                self._socket.sendall(memoryview(piece)[sent:])
+            rest = memoryview(piece)[sent:]
             sent = max(0, sent - len(piece))
+            while rest:
+                rest = rest[self._moved(self._socket.send, rest) :]
+
+    def _moved(self, call: Callable[[Any], int], what: Any) -> int:
+        """Return how many bytes a call of the socket has moved. It takes as long as the other end needs."""
+        while True:
+            try:
+                return call(what)
+            except TimeoutError:
+                assert self._on_silence is not None
+                self._on_silence()
+            except OSError:
+                raise LineClosed from None
 
 
 def _groups(pieces: Sequence[Any]) -> Iterator[Sequence[Any]]:
