@@ -1,17 +1,22 @@
-"""A worker for which a cluster has no room yet, on the display. The actor is a stand-in: a real Ray is slow to fill."""
+"""A worker for which a cluster has no room at first: on the display, and started again when it fails. The actors are
+stand-ins: a real Ray is slow to fill."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.scripts.launching import SOON, wait_until
 
+from torchfleet.launch.clusters.on_ray import ray_job
+from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
-from torchfleet.launch.job_spec import Task
+from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.job_watch import snapshot_of
 from torchfleet.launch.processes import Output
 
@@ -61,3 +66,49 @@ def test_a_worker_that_waits_for_room_is_not_shown_as_done(tmp_path: Path) -> No
         wait_until(lambda: state() == "running", SOON, "worker that runs")
         actor.end_of_it.set()
         wait_until(lambda: state() == "done", SOON, "worker that is done")
+
+
+class JobActor(Actor):
+    """An actor of a whole job. Its process ends with the next of `codes` when it is let go."""
+
+    def __init__(self, codes: list[int], after: threading.Event | None = None) -> None:
+        super().__init__()
+        self.room.set()
+        self.codes, self.works = codes, list[Work]()
+        self.end_of_it = after or self.end_of_it
+
+    def start(self, work: Work) -> int:
+        self.works.append(work)
+        return len(self.works)
+
+    def look(self, timeout: float) -> Look:
+        self.end_of_it.wait(0.02)
+        code = self.codes[len(self.works) - 1] if self.end_of_it.is_set() else None
+        if code == 0:
+            self.ended()
+        return Look(len(self.works), code, {"steps": 3, "mode": "async"}, b"")
+
+    def ended(self) -> None: ...
+
+    def move(self, moved: dict[str, str]) -> None: ...
+
+
+def test_an_elastic_worker_that_joined_late_and_fails_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = JobActor([1, 0])  # fails, then ends well; the others end after it
+    late.end_of_it.set()
+    late_is_done = threading.Event()
+    late.ended = late_is_done.set
+    others = JobActor([0], late_is_done), JobActor([0], late_is_done)
+    actors = iter([*others, late])
+
+    def group(*asked: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda *_: None, actor=lambda *_, **__: next(actors), close=lambda: None)
+
+    for name, stand_in in {"PlacementGroup": group, "require_ray": lambda: None, "refuse_too_large": print}.items():
+        monkeypatch.setattr(ray_job, name, stand_in)
+    job = JobSpec(("train.py",), tmp_path, max_restart=1, min_workers=1, insecure=True)
+    plan = RayPlan(("train.py",), "", num_servers=1, num_workers=2, min_workers=1)
+    assert RayJob(job, plan, tmp_path, print).run({}, 0) == 0
+    assert [work.task.environment.get("FLEET_RESTART") for work in late.works] == [None, "1"]

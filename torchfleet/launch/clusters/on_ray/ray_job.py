@@ -236,8 +236,10 @@ class RayJob:
     def _has_moved(self, task: Task, place: str) -> dict[str, str]:
         """Called when a process restarts at `place`. The new address of a server is sent to all processes. Returns the
         current addresses of all servers that moved."""
+        if task.role != "server":  # it has no address that others use, and a late worker has none here
+            return self._moved
         name = self._places[task.role, task.index, task.replica]
-        if task.role == "server" and self._moved.get(name, name) != place:
+        if self._moved.get(name, name) != place:
             self._moved = {**self._moved, name: place}
             write_book(self._book, self._moved)
             self._report(f"[fleetrun] {task.name} is at {place} now")
