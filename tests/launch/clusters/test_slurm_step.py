@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ from support.messages import lines_naming, naming
 from support.searches import examples
 
 from torchfleet.base.errors import RoleError, SecurityError
+from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch.cli import main
+from torchfleet.launch.clusters import slurm_launcher
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import expand_hostlist, read_step
 from torchfleet.launch.clusters.slurm_watch import watched
@@ -135,6 +138,22 @@ def test_a_requeued_job_meets_elsewhere_and_jobs_try_different_ports(tmp_path: P
     assert len(set(places)) == 3
     assert meetings[0].places(["server.0"]) == places[:1]
     assert meetings[0].publish("server.0", 0) == places[0]  # derived, not drawn
+
+
+def run_out_of_time(*arguments: Any, timeout: float, **options: Any) -> NoReturn:
+    raise subprocess.TimeoutExpired("scontrol", timeout)
+
+
+@pytest.mark.parametrize("run", [subprocess.run, run_out_of_time])
+def test_a_job_that_cannot_be_requeued_ends_with_the_status_that_asks_for_it(
+    run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {**TASK, "SLURM_PROCID": "1", "PATH": str(tmp_path)}.items():  # worker 0, without a scontrol
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm_launcher, "_run_role", lambda *job: REQUEUE)
+    monkeypatch.setattr(slurm_launcher.subprocess, "run", run)
+    assert main(["--cluster", "slurm", "--requeue", "--log_dir", str(tmp_path / "log"), __file__]) == REQUEUE
+    assert lines_naming(capsys.readouterr().out, 17, "scontrol")
 
 
 def test_keys_are_made_once_by_rank_0_and_removed_by_it(tmp_path: Path) -> None:

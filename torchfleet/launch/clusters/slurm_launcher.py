@@ -231,9 +231,11 @@ def _tell(task: Task, child: Process, status: int, ending: Ending, say: Report) 
 
 def _requeue(step: SlurmStep, say: Report) -> None:
     """Ask Slurm to requeue the job: Slurm ends all of it and starts it again."""
-    told = subprocess.run(
-        ["scontrol", "requeue", str(step.job)], capture_output=True, text=True, timeout=60, check=False
-    )
-    text = told.stderr.strip() or told.stdout.strip()
-    done = f"job {step.job} is requeued" if not told.returncode else f"job {step.job} cannot be requeued: {text}"
+    command = ["scontrol", "requeue", str(step.job)]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        text = told.stderr.strip() or told.stdout.strip()
+        done = f"job {step.job} is requeued" if not told.returncode else f"job {step.job} cannot be requeued: {text}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        done = f"job {step.job} cannot be requeued: {error}"
     say(f"[fleetrun] {done}")
