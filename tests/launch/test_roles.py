@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cases import each_of
@@ -70,6 +71,21 @@ class TestJobLayout:
         assert [roles._claim(PORTS[-1]), roles._claim(PORTS[-1])] == [True, False]
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
         assert [roles._claim(PORTS[-1]), roles._claim(PORTS[-1])] == [True, True]
+
+    def test_a_port_that_another_launcher_claims_at_the_same_moment_is_not_claimed(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        touch = Path.touch
+
+        def touch_after_another(path: Path, **options: Any) -> None:
+            touch(path)
+            touch(path, **options)
+
+        with monkeypatch.context() as patches:
+            patches.setattr(Path, "touch", touch_after_another)
+            assert not roles._claim(PORTS[0])
+        assert [roles._claim(PORTS[0]), roles._claim(PORTS[1])] == [False, True]
 
     def test_free_ports_are_not_those_of_outgoing_connections(self) -> None:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

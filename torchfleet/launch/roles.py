@@ -189,9 +189,10 @@ def _claim(port: int) -> bool:
         claim.parent.mkdir(mode=0o700, exist_ok=True)
         check_own(claim.parent)
         _forget_claims(claim.parent)
-        if claim.exists() and time.time() - claim.stat().st_mtime < _CLAIMED:
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
             return False
-        claim.touch()
     return True
 
 
