@@ -64,8 +64,8 @@ class VersionStore:
     """
 
     def __init__(self, folder: Path, keep: int = 8, spacing: float = 60.0) -> None:
-        """`keep`: how many versions one can go back to. `spacing`: least seconds between two of them, except between
-        the last two versions.
+        """`keep`: how many versions one can go back to, at least 1. `spacing`: least seconds between two of them,
+        except between the last two versions.
         """
         self.folder, self._keep, self._spacing = folder, keep, spacing
         self.status = Status(pid=os.getpid())
@@ -104,7 +104,7 @@ class VersionStore:
         self._write(_name(made.number), body)
         self._write(CURRENT, body)
         self._number, self.current = made.number, made
-        self._kept = self._bounded([*self._thinned(), made])
+        self._kept = self._bounded([*self._thinned(), made][-self._keep :])
         return made
 
     def kept(self, number: int) -> Description | None:
@@ -146,7 +146,7 @@ class VersionStore:
         for version in self._kept[:-1]:
             if not kept or version.created - kept[-1].created >= self._spacing:
                 kept.append(version)
-        return [*kept, *self._kept[-1:]][-(self._keep - 1) :]
+        return [*kept, *self._kept[-1:]]
 
     def _bounded(self, kept: list[Description]) -> list[Description]:
         """Drop the oldest versions while the files that only older versions need are larger than MOST_KEPT times the
