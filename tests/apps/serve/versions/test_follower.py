@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain
+from support.messages import names, naming
 
 from torchfleet.apps.serve.versions import follower as follower_module
+from torchfleet.apps.serve.versions import rollback, version_store
 from torchfleet.apps.serve.versions.follow_process import run, write_settings
 from torchfleet.apps.serve.versions.follower import Follower, FollowSettings
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.apps.serve.versions.rollback import versions
 from torchfleet.apps.serve.versions.version_description import read_current
-from torchfleet.apps.serve.versions.version_store import Wanted, read_status, write_wanted
+from torchfleet.apps.serve.versions.version_store import VersionStore, Wanted, read_status, write_wanted
+from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.compaction import compact
 
 SPECS = (ITEMS, PLAIN, IDS, DENSE)
@@ -243,6 +246,62 @@ def test_going_back_and_on(followed: Followed) -> None:
     followed.follower.step()
     assert followed.version().number == 5
     followed.assert_follows()
+
+
+def test_a_request_for_a_version_that_was_just_dropped_changes_nothing(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer drops the version after the user's process has found it, and before the request is written."""
+    followed.save((1, 10), full=True)
+    followed.follower.step()
+
+    def drop(folder: Path) -> bool:
+        for number in range(4):
+            followed.save((1, 100 + number))
+            followed.follower.step()
+        return True
+
+    def write(folder: Path, wanted: Wanted) -> None:
+        write_wanted(folder, wanted)
+        followed.follower.step()
+
+    monkeypatch.setattr(rollback, "has_writer", drop)
+    monkeypatch.setattr(rollback, "write_wanted", write)
+    with pytest.raises(CheckpointError, match=naming(1, [2, 3, 4, 5])):
+        rollback.ask(followed.work, 1)
+    assert len(followed.told) == 1
+    assert names(followed.told[0], 1, [2, 3, 4, 5])
+    assert read_status(followed.work).pinned == 0
+    followed.save((1, 500))
+    followed.follower.step()
+    followed.assert_follows()
+    assert followed.version().number == 6
+
+
+def test_going_back_is_tried_again_after_a_full_disk(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed.save((1, 10), full=True)
+    followed.follower.step()
+    expected = followed.version().rows("plain", ASKED)
+    followed.save((1, 11))
+    followed.follower.step()
+    write_wanted(followed.work, Wanted(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(version_store, "write_whole", _full)
+        followed.follower.step()
+    assert followed.version().number == 2
+    followed.follower.step()
+    assert followed.version().description.restored == 1
+    np.testing.assert_array_equal(followed.version().rows("plain", ASKED), expected)
+    assert read_status(followed.work).pinned == 1
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_at_most_keep_versions_are_kept(tmp_path: Path, keep: int) -> None:
+    store = VersionStore(tmp_path, keep, spacing=0.0)
+    network = store.write_network(store.next_file(), [], np.empty(0, np.float32))
+    for number in range(1, 7):
+        store.publish([], {}, network, float(number), "a test")
+        assert store.numbers == list(range(max(1, number - keep + 1), number + 1))
 
 
 def test_a_new_writer_goes_on_where_the_last_one_was_killed(followed: Followed) -> None:

@@ -10,7 +10,13 @@ import msgspec
 
 from torchfleet.apps.serve.versions.follow_process import has_writer, read_settings
 from torchfleet.apps.serve.versions.version_description import CURRENT, Description, read_current
-from torchfleet.apps.serve.versions.version_store import Wanted, read_status, read_versions, write_wanted
+from torchfleet.apps.serve.versions.version_store import (
+    Wanted,
+    read_status,
+    read_versions,
+    read_wanted,
+    write_wanted,
+)
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.own_folders import user_folder
 from torchfleet.base.storage import Storage
@@ -62,7 +68,8 @@ def versions(folder: Path) -> list[ListedVersion]:
 def ask(folder: Path, number: int, wait: float = WAIT) -> Description:
     """Go back to version `number`, and stay there; 0: serve the newest again. Returns the version that is then current.
 
-    Raises CheckpointError if there is no such version, or no writer obeys within `wait` seconds.
+    Raises CheckpointError if there is no such version, if the writer drops the request because the version was removed
+    meanwhile, or if no writer obeys within `wait` seconds.
     """
     known = [version.number for version in versions(folder)]
     if number and number not in known:
@@ -79,5 +86,10 @@ def ask(folder: Path, number: int, wait: float = WAIT) -> Description:
             and (number in (current.restored, current.number) or not number)
         ):
             return current
+        if read_wanted(folder).pin != number:
+            raise CheckpointError(
+                f"version {number} is not kept any more, or another request has replaced this one; expected one of "
+                f"{[version.number for version in versions(folder)]}"
+            )
         time.sleep(0.02)
     raise CheckpointError(f"the process that writes versions to {folder} did not obey within {wait:g} s")

@@ -11,7 +11,7 @@ from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 from torchfleet.apps.serve.versions.saved_chain import dense_tables, layout
 from torchfleet.apps.serve.versions.version_description import Network
-from torchfleet.apps.serve.versions.version_store import Status, VersionStore
+from torchfleet.apps.serve.versions.version_store import Status, VersionStore, Wanted, write_wanted
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.tables.settings.spec import Floats
 
@@ -95,15 +95,21 @@ class VersionMaker:
 
     def _go_back(self, number: int) -> None:
         found, current = self.store.kept(number), self.store.current
-        self.status.pinned = number
-        if found is None:
-            is_there = current is not None and number in (current.number, current.restored)
-            what = "it is current" if is_there else f"kept are {self.store.numbers}; the current version stays"
-            self._say(f"torchfleet serve: version {number} was asked for: {what}")
+        if found is not None:
+            source = f"version {number}: {found.source}"
+            self.store.publish(found.levels, found.tables, found.network, found.created, source, number)
+            text = f"went back to version {number}, of {found.source}"
+        elif current is not None and number in (current.number, current.restored):
+            text = f"version {number} was asked for: it is current"
+        else:  # it was dropped after the request was checked
+            write_wanted(self.store.folder, Wanted(self.status.pinned))
+            self._say(
+                f"torchfleet serve: cannot go back to version {number}: only versions {self.store.numbers} are kept; "
+                "the request is dropped"
+            )
             return
-        source = f"version {number}: {found.source}"
-        self.store.publish(found.levels, found.tables, found.network, found.created, source, number)
-        self._say(f"torchfleet serve: went back to version {number}, of {found.source}")
+        self.status.pinned = number
+        self._say(f"torchfleet serve: {text}")
 
     def _files(self) -> set[str]:
         network = set() if self._network is None else {self._network.file}
