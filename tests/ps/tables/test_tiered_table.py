@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.grids import first_of
+from support.messages import naming
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables import tiered_table
@@ -287,3 +288,56 @@ def test_policies_that_need_all_rows_in_memory_are_refused(shrink: Shrink, tmp_p
 def test_memory_that_holds_hardly_a_row_is_refused(tmp_path: Path):
     with pytest.raises(TableError, match="'t'"):
         pair(tmp_path, msgspec.structs.replace(PLAIN, dim=1 << 14))
+
+
+def full_pair(folder: Path, num_free: int) -> tuple[tuple[SparseTable, TieredTable], np.ndarray]:
+    """Tables with the same 2,000 rows, most of them on disk, and room for `num_free` more in the directory."""
+    both = pair(folder, msgspec.structs.replace(PLAIN, shrink=Shrink(delete_after_unseen_days=1.0)))
+    keys = np.arange(1, 2001, dtype=np.uint64)
+    for table in both:
+        table.clock.set(1_700_000_000)
+        table.load(keys, np.random.default_rng(11).random((len(keys), 2 * DIM), np.float32))
+    directory = both[1].tiers.directory
+    directory.max_keys = directory.num_keys + num_free
+    return both, keys
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_table_serves_the_keys_that_have_rows(tmp_path: Path):
+    both, keys = full_pair(tmp_path, num_free=3)
+    some, fresh = keys[::5], np.arange(10_001, 10_004, dtype=np.uint64)
+    for batch in (np.tile(some, 2), np.concatenate([some, fresh, fresh])):
+        assert np.array_equal(*(table.look_up(batch) for table in both))
+        for table in both:
+            table.push(batch, np.ones((len(batch), DIM), np.float32))
+            table.check_add(batch, np.ones((len(batch), DIM), np.float32))
+            table.assign(batch, np.ones((len(batch), DIM), np.float32))
+    with pytest.raises(TableError, match=naming("'t'", "2,003", 1)):
+        both[1].look_up(np.append(some, np.uint64(20_000)))
+    assert rows_of(both[0]) == rows_of(both[1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_pull_that_creates_no_rows_needs_no_room(tmp_path: Path):
+    both = full_pair(tmp_path, num_free=0)[0]
+    keys = np.arange(1, 4001, dtype=np.uint64)
+    hot = both[1].index.num_keys
+    for table in both:
+        table.check_pull(keys, False)
+    assert np.array_equal(*(table.pull(keys, create=False) for table in both))
+    assert np.array_equal(*(table.pull_rows(keys, create=False) for table in both))
+    assert both[1].index.num_keys == hot
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_table_drops_rows(tmp_path: Path):
+    both, keys = full_pair(tmp_path, num_free=0)
+    for table in both:
+        table.check_erase(keys[:1500])
+    assert [table.erase(keys[:10]) for table in both] == [10, 10]
+    for table in both:
+        table.clock.set(1_700_000_000 + 100_000)
+        table.look_up(keys[10:100])
+    shrink = Shrink(delete_after_unseen_days=1.0, max_share=1.0)
+    assert [sum(table.shrink(shrink)) for table in both] == [1900, 1900]
+    assert rows_of(both[0]) == rows_of(both[1])

@@ -23,6 +23,7 @@ from torchfleet.ps.tables.settings.spec import Floats, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage, checked_folder, table_roots
 from torchfleet.ps.tables.sparse_table import SparseTable
 from torchfleet.ps.tables.tiers.cold_rows import ColdRows
+from torchfleet.ps.tables.tiers.hot_rows import SWEEP
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD
 from torchfleet.ps.tables.tiers.scan import MOST_WAIT
 from torchfleet.ps.tables.tiers.tiers import FEWEST_ROWS, Tiers
@@ -73,9 +74,12 @@ class TieredTable(SparseTable):
     # Requests: rows are brought into memory first
 
     def check_keys(self, keys: Keys, create: bool = False) -> None:
-        """As RowStore.check_keys."""
+        """As RowStore.check_keys. A lookup that creates no rows leaves the rows where they are, and needs no room."""
+        if not create:
+            return
         self.tiers.check_batch(keys)
-        if create and self.admission is not None:
+        self.tiers.check_new(keys)
+        if self.admission is not None:
             self.admission.check_room(min(len(keys), self.admission.num_free + 1))
 
     def foresee(self, keys: Keys) -> None:
@@ -85,7 +89,7 @@ class TieredTable(SparseTable):
     def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """A pull that creates no rows leaves the rows where they are."""
         if not create:
-            return self._peek(keys)
+            return self._peek(keys, self._value_words)
         at = self.tiers.bring(keys, self._value_words)
         if self.admission is not None or self.statistics is not None or (at < 0).any():
             return super()._pull_stored(keys, create, worker)
@@ -94,19 +98,22 @@ class TieredTable(SparseTable):
         return out
 
     def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
-        """As Table.pull_rows; rows on disk are brought into memory."""
+        """As Table.pull_rows."""
+        if not create:
+            return self.form.widened(self._peek(keys, self._row_words))
         self.tiers.bring(keys, self._row_words)
         return super().pull_rows(keys, create, worker)
 
-    def _peek(self, keys: Keys) -> Floats:
-        out = np.zeros((len(keys), self._value_words), np.float32)
+    def _peek(self, keys: Keys, num_words: int) -> Floats:
+        """The first words of the rows of these keys, which stay where they are; zeros for a key without a row."""
+        out = np.zeros((len(keys), num_words), np.float32)
         at = self.find(keys)
         rows.gather(self.index.store, *self._layout, at, out)
         cold = np.flatnonzero(at < 0)
         distinct, inverse = np.unique(keys[cold], return_inverse=True)
         places, records = self.tiers.look_up(distinct)
-        values = np.zeros((len(distinct), self._value_words), np.float32)
-        values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, : self._value_words]
+        values = np.zeros((len(distinct), num_words), np.float32)
+        values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, :num_words]
         out[cold] = values[inverse]
         return out
 
@@ -114,6 +121,7 @@ class TieredTable(SparseTable):
         """As Table.admit_waiting."""
         for keys in self.waiting:
             self.tiers.check_batch(keys)
+            self.tiers.check_new(keys)
         for keys in self.waiting.take():
             self.tiers.bring(keys)
             self.appear(keys)
@@ -174,18 +182,21 @@ class TieredTable(SparseTable):
         if not is_new or has_room or stored.shape[1] != self._row_words:
             self._put(keys, stored, columns)
             return
-        self.check_keys(keys)
+        self.tiers.check_new(keys)
         words = stored if self.statistics is None else self._with_columns(stored, columns)
         self.tiers.add_cold(keys, np.ascontiguousarray(words).view(np.uint32))
         if self.watch is not None:
             self._tell(keys)
+
+    def check_erase(self, keys: Keys) -> None:
+        """As Table.check_erase: rows leave memory for those that are dropped next, in parts."""
+        self.tiers.cold.reserve(min(len(keys), self._part) + SWEEP)
 
     def erase(self, keys: Keys) -> int:
         """As Table.erase."""
         num, step = 0, self._part
         for start in range(0, len(keys), step):
             some = np.unique(keys[start : start + step])
-            self.tiers.check_batch(some)
             at = self.tiers.bring(some)
             num += self.drop(some[at >= 0], at[at >= 0])
         return num
@@ -198,7 +209,7 @@ class TieredTable(SparseTable):
     def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
         """As Table.present; rows on disk stay there."""
         is_there = ~np.isin(keys, self.absent(keys))
-        return is_there, self.form.widened(self._peek(keys[is_there]))
+        return is_there, self.form.widened(self._peek(keys[is_there], self._value_words))
 
     def absent(self, keys: Keys) -> Keys:
         """As RowStore.absent; reads rows on disk, which stay there."""

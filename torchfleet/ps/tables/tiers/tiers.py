@@ -56,21 +56,30 @@ class Tiers:
         return self._index.num_bytes + self.directory.num_bytes + 12 * self._index.num_row_numbers
 
     def check_batch(self, keys: Keys) -> None:
-        """Raise TableError if the rows of these keys do not fit in memory together, or the directory or the disk has
-        no room for them.
+        """Raise TableError if the rows of these keys do not fit in memory together, or the disk has no room for those
+        that leave memory for them.
         """
-        num, free = len(keys), self.directory.max_keys - self.directory.num_keys
-        if num > min(self.max_hot, free) and (num := len(unique(keys)[0])) > self.max_hot:
+        num, most = len(keys), self.max_hot
+        if num > most and (num := len(unique(keys)[0])) > most:
             raise TableError(
-                f"table '{self._name}': one request needs {num:,} rows, and memory holds {self.max_hot:,} of its "
+                f"table '{self._name}': one request needs {num:,} rows, and memory holds {most:,} of its "
                 f"{self.directory.num_keys:,} rows beside their directory. Give it more memory, or smaller batches."
             )
+        self.cold.reserve(num + SWEEP)
+
+    def check_new(self, keys: Keys) -> None:
+        """Raise TableError if the directory has no room for those of these keys that have no row."""
+        free = self.directory.max_keys - self.directory.num_keys
+        if len(keys) <= free:
+            return
+        strangers = unique(keys[self.hot.find(keys, 0) < 0], many_repeat=False)[0]
+        num = int((look_up(self.directory, self.cold, strangers)[0] < 0).sum()) if len(strangers) > free else 0
         if num > free:
             raise TableError(
-                f"table '{self._name}' has {self.directory.num_keys:,} rows, and its memory of {self._memory:,} bytes "
-                f"holds a directory of {self.directory.max_keys:,}. Give it more memory, or use more servers."
+                f"table '{self._name}' has {self.directory.num_keys:,} rows, one request needs {num:,} more, and its "
+                f"memory of {self._memory:,} bytes holds a directory of {self.directory.max_keys:,}. Give it more "
+                "memory, use more servers, or drop rows (fleet.shrink)."
             )
-        self.cold.reserve(num + SWEEP)
 
     def foresee(self, keys: Keys) -> None:
         """Begin to read the rows of these keys, which a request that waits will need, from the disk."""
