@@ -67,6 +67,14 @@ def test_neighbours_of_an_item_are_not_itself(tmp_path: Path) -> None:
         index.neighbours(["no such item"])
 
 
+def test_an_item_with_the_id_of_the_fillers_has_neighbours(tmp_path: Path) -> None:
+    build_index(str(tmp_path / "index"), [-1, 5, 7], np.array([[1, 0], [0, 1], [1, 1]], np.float32), metric="ip")
+    index = load_index(str(tmp_path / "index"))
+    found = index.neighbours([-1, 5], 4)
+    assert found.ids.tolist() == [[7, 5, -1, -1], [7, -1, -1, -1]]
+    assert found.scores.tolist() == [[1, 0, -np.inf, -np.inf], [1, 0, -np.inf, -np.inf]]
+
+
 def test_ids_may_be_strings(tmp_path: Path) -> None:
     build_index(str(tmp_path / "index"), ["a", "b", "c"], np.eye(3, dtype=np.float32) + 0.1)
     found = load_index(str(tmp_path / "index")).neighbours(["a"], 2)

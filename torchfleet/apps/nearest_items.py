@@ -161,8 +161,10 @@ class NearestItems:
         wanted = _ids(ids)
         found = self.search(self.vectors_of(ids), k + 1)
         own = found.ids == wanted[:, None]
-        own[~own.any(axis=1), -1] = True  # an approximate search may miss the item itself
-        return Found(found.ids[~own].reshape(-1, k), found.scores[~own].reshape(-1, k))
+        # An approximate search may miss the item itself. Its id may be -1, as that of the fillers, which come last.
+        left_out = np.where(own.any(axis=1), own.argmax(axis=1), k)
+        others = np.arange(k + 1) != left_out[:, None]
+        return Found(found.ids[others].reshape(-1, k), found.scores[others].reshape(-1, k))
 
     def _exact(self, queries: Vectors, k: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         asked = torch.from_numpy(queries)
