@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,12 @@ from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import model_export
 from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.model_export import export_model
+from torchfleet.ps.checkpoint.part_reader import read_dense
+from torchfleet.ps.checkpoint.part_writer import write_file
 from torchfleet.ps.worker.embedding.embedding import SparseEmbedding
 
 pq, safetensors = Late("pyarrow.parquet"), Late("safetensors.torch")
@@ -59,6 +66,33 @@ def test_a_plain_model_is_made_from_the_files_alone(tmp_path: Path) -> None:
     assert torch.equal(plain.scales, Typed().scales)
     assert plain.mask.dtype == torch.bool
     assert shown == [*(table["file"] for table in found["tables"]), "parameters.safetensors"]
+
+
+def test_state_of_optimizers_is_released_before_the_parameters_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_worker(torch.nn.Linear(3, 2), fleet_optimizer("adam", lr=0.1)) as part:
+        part.worker.save(str(tmp_path / "model"), "full")
+    shapes: list[tuple[int, ...]] = []
+    blocks: list[weakref.ref[Any]] = []
+    alive: list[object] = []
+
+    def read(*arguments: Any) -> Any:
+        block = read_dense(*arguments)
+        shapes.append(block.shape)
+        blocks.append(weakref.ref(block))
+        return block
+
+    def write(target: Storage, name: str, buffers: Sequence[Any]) -> None:
+        alive.extend(block for each in blocks if (block := each()) is not None)
+        write_file(target, name, buffers)
+
+    monkeypatch.setattr(model_export, "read_dense", read)
+    monkeypatch.setattr(model_export, "write_file", write)
+    export_model(str(tmp_path / "model"), str(tmp_path / "plain"))
+    assert [num_rows for num_rows, _ in shapes] == [3]  # values, and two numbers of state for each
+    assert not alive
+    assert set(safetensors.load_file(tmp_path / "plain" / "parameters.safetensors")) == {"weight", "bias"}
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

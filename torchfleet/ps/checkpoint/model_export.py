@@ -85,10 +85,11 @@ def _described(table: Table, file: str, num_rows: int) -> dict[str, Any]:
 
 
 def _write_parameters(storage: Storage, manifest: Manifest, target: Storage) -> list[str]:
-    """Write the tensors; returns their names. Holds the blocks of all dense tables in memory."""
+    """Write the tensors; returns their names. Holds the values of all dense tables in memory."""
     described, blocks = [], []
     for table in manifest.tables:
-        values = read_dense(storage, manifest, table)[0] if table.is_dense else np.empty(0, np.float32)
+        # a copy, so that the state of optimizers is released at once
+        values = read_dense(storage, manifest, table)[0].copy() if table.is_dense else np.empty(0, np.float32)
         for parameter in table.parameters:
             data = _bytes(parameter, values[parameter.start : parameter.start + parameter.size])
             described.append((parameter.name, _type(parameter), parameter.shape, len(data)))
