@@ -180,7 +180,18 @@ class TestLoss:
         job.begin()
         job.give(0, 1.0), job.give(2, 1.0)
         replies = job.later(SYNC_TIMEOUT + 1)
-        assert names(refusal(replies[0])[1], 50, "worker 1")
+        text = refusal(replies[0])[1]
+        assert names(text, 50, "worker 1", "loss.backward()")
+        assert "optimizer.step()" not in text
+
+    def test_behind_the_deadline_those_at_the_entrance_are_told_where_they_wait(self) -> None:
+        job = Job(on_loss="wait")
+        job.begin()
+        job.enter(0), job.enter(2)
+        replies = job.later(SYNC_TIMEOUT + 1)
+        text = refusal(replies[0])[1]
+        assert names(text, 50, "worker 1", "model(...)")
+        assert not any(place in text for place in ("optimizer.step()", "loss.backward()"))
 
     def test_workers_that_wait_in_a_round_and_in_a_barrier_are_told(self, job: Job) -> None:
         body = {"name": "b", "num_workers": 3, "timeout": 600.0}

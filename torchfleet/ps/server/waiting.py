@@ -74,7 +74,8 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
     if not waiting:
         return []
     missing = state.meetings.members.expected(state.num_workers) - set(waiting)
-    text = _why_hopeless(state, now, list(waiting.values()), missing, lost, f"{_STEP} waits for it, and sync training")
+    what = f"{_STEP} waits for it, and sync training"
+    text = _why_hopeless(state, now, list(waiting.values()), missing, lost, what, _STEP)
     if not text:
         return []
     state.pushes.step = {}
@@ -82,21 +83,23 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
 
 
 def _expired_rounds(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
-    waiting = [*waiting_in_rounds(state), *state.meetings.entrance.waiting.values()]
+    in_rounds, at_entrance = waiting_in_rounds(state), list(state.meetings.entrance.waiting.values())
+    waiting = [*in_rounds, *at_entrance]
     if not waiting:
         return []
     missing = missing_in_rounds(state)
     if not missing:  # those at the entrance wait for the end of a round
         return []
-    text = _why_hopeless(state, now, waiting, missing, lost, "the exchange of gradients waits for it, and")
+    places = "; ".join([_ROUND] * bool(in_rounds) + [_ENTRANCE] * bool(at_entrance))
+    text = _why_hopeless(state, now, waiting, missing, lost, "the exchange of gradients waits for it, and", places)
     return [(request, WorkerMissing(text)) for request in end_rounds(state)] if text else []
 
 
 def _why_hopeless(
-    state: State, now: float, waiting: list[Request], missing: set[int], lost: Mapping[int, str], what: str
+    state: State, now: float, waiting: list[Request], missing: set[int], lost: Mapping[int, str], what: str, place: str
 ) -> str:
     """Why these requests wait for the workers `missing` in vain; "" if they do not. `what`: what waits and cannot go on
-    without them."""
+    without them. `place`: where in the script the others wait."""
     timeout, members = state.meetings.presence.sync_timeout(), state.meetings.members
     gone = [text for worker, text in lost.items() if worker in missing]
     if gone and not members.go_on and not members.wait:
@@ -105,7 +108,7 @@ def _why_hopeless(
         return ""
     names = ", ".join(map(str, sorted(missing)))
     return (
-        f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}"
+        f"after {timeout:g} s worker {names} of {state.num_workers} is still missing where others wait: {place}"
         f"{''.join(f'; {text}' for text in gone)}. Look at their logs; if they are only slow, give a longer "
         "sync_timeout."
     )
