@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from torchfleet.apps.serve.samples import Joiner
 from torchfleet.base.errors import DataError
 from torchfleet.base.storage import Storage
 from torchfleet.data import FeatureFile, Ragged
+from torchfleet.data.feature_file import Cross
+from torchfleet.data.features import Feature
 
 TEXT = """
 [[feature]]
@@ -40,6 +44,7 @@ hash_seed = 7
 [[feature]]
 name = "price"
 dtype = "float32"
+shape = [1]
 default = [1.5]
 
 [[cross]]
@@ -54,7 +59,7 @@ BODY = {
         {"name": "city", "vocabulary": ["Berlin", "Paris", "Köln"]},
         {"name": "age", "buckets": [18, 30, 50.5]},
         {"name": "user", "hash_size": 1000, "hash_seed": 7},
-        {"name": "price", "dtype": "float32", "default": [1.5]},
+        {"name": "price", "dtype": "float32", "shape": [1], "default": [1.5]},
     ],
     "cross": [{"name": "city_age", "of": ["city", "age"], "size": 500}],
 }
@@ -120,6 +125,39 @@ def test_wrong_columns_are_refused(file: FeatureFile) -> None:
         file.tensors({**COLUMNS, "price": ["dear"] * 4})
     with pytest.raises(DataError, match=naming("city")):
         file.tensors({**COLUMNS, "city": [0.5] * 4})
+
+
+def file_of(*features: Feature, **more: Any) -> FeatureFile:
+    return FeatureFile(list(features), **more)
+
+
+def test_crosses_are_the_same_whether_a_column_or_the_default_gives_the_values() -> None:
+    file = file_of(Feature("a"), Feature("b", default=[7]), crosses=[Cross("both", ["a", "b"], 500)])
+    absent, given = (file.tensors({"a": [1, 2, 3], **more}) for more in ({}, {"b": [7, 7, 7]}))
+    assert absent["b"].tolist() == [7, 7, 7]
+    assert file.crossed(absent)["both"].shape == (3,)
+    assert torch.equal(file.crossed(absent)["both"], file.crossed(given)["both"])
+
+
+@pytest.mark.parametrize("shape", [[], [1], [2, 3]])
+def test_features_with_a_shape_have_it_from_columns_and_from_defaults(shape: list[int]) -> None:
+    size = math.prod(shape)
+    file = file_of(Feature("n"), Feature("x", "float32", shape, default=list(range(size))))
+    column = np.tile(np.arange(size, dtype=np.float32), (2, 1)).reshape((2,) if size == 1 else (2, *shape))
+    absent, given = (file.tensors({"n": [1, 2], **more})["x"] for more in ({}, {"x": column}))
+    assert given.shape == (2, *shape)
+    assert torch.equal(absent, given)
+    with pytest.raises(DataError, match=naming("x", [2, *shape], [2, 5])):
+        file.tensors({"n": [1, 2], "x": np.zeros((2, 5))})
+
+
+def test_a_default_of_several_values_is_a_row_per_sample() -> None:
+    assert file_of(Feature("x", default=[4, 5])).tensors({"other": [0, 0]})["x"].tolist() == [[4, 5], [4, 5]]
+
+
+def test_the_number_of_samples_is_needed_also_if_all_features_have_defaults() -> None:
+    with pytest.raises(DataError, match=naming("column")):
+        file_of(Feature("x", default=[1])).tensors({})
 
 
 class Model(torch.nn.Module):

@@ -20,12 +20,14 @@ size = 10000
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchfleet.base.errors import DataError
@@ -98,7 +100,12 @@ class FeatureFile(
     def tensors(self, columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """By feature: the ids or numbers of raw columns (arrays of numpy or pyarrow, or lists; strings, floats or whole
         numbers), converted as `fleet serve` converts a request. Columns without a feature are left out.
+
+        A feature with a `shape` becomes (samples, *shape). Another has the shape of its column, and a default of one
+        value that of a column with one value per sample.
         """
+        if not columns:
+            raise DataError("expected at least one column, which says how many samples there are; found none")
         missing = [feature.name for feature in self.features if feature.name not in columns and feature.default is None]
         if missing:
             raise DataError(f"expected a column for each feature without a default, found none for {missing}")
@@ -129,19 +136,32 @@ def read_features(path: str | Path) -> FeatureFile:
 
 
 def _tensor(feature: Feature, column: Any, num: int) -> torch.Tensor:
-    if column is None:
-        values = np.asarray(feature.default, feature.dtype)
-        return torch.from_numpy(np.broadcast_to(values, (num, len(values))).copy())
+    array = _default(feature, num) if column is None else _converted(feature, column)
+    if feature.shape is None:
+        return torch.from_numpy(array)
+    shape = (len(array), *feature.shape)
+    if array.size != math.prod(shape):
+        raise DataError(f"feature '{feature.name}': expected values of shape {list(shape)}, found {list(array.shape)}")
+    return torch.from_numpy(array.reshape(shape))
+
+
+def _default(feature: Feature, num: int) -> npt.NDArray[Any]:
+    """The values of `num` samples without the feature."""
+    values = np.asarray(feature.default, feature.dtype)
+    return np.full(num, values[0]) if len(values) == 1 else np.tile(values, (num, 1))
+
+
+def _converted(feature: Feature, column: Any) -> npt.NDArray[Any]:
     if are_strings(column):
         if feature.dtype != "int64":
             raise DataError(f"feature '{feature.name}': expected numbers ({feature.dtype}), found strings")
-        return torch.from_numpy(feature.ids_of(column))
+        return feature.ids_of(column)
     array = np.asarray(column)
     if feature.buckets and array.dtype.kind == "f":
-        return torch.from_numpy(feature.bucketed(array))
+        return feature.bucketed(array)
     if array.dtype.kind not in ("iu" if feature.dtype == "int64" else "iuf"):
         raise DataError(f"feature '{feature.name}': expected {feature.dtype}, or strings, found {array.dtype}")
-    return torch.from_numpy(np.ascontiguousarray(array, feature.dtype))
+    return np.ascontiguousarray(array, feature.dtype)
 
 
 def _scrambled(ids: torch.Tensor) -> torch.Tensor:
