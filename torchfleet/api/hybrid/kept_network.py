@@ -8,7 +8,7 @@ continue in another mode and return without a difference.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -93,9 +93,14 @@ class KeptNetwork:
             state: dict[str, Any] = {}
             row_rule = group.spec.rule.row_rule
             if row_rule.counts_steps:
-                on_device = group.group.get("fused") or group.group.get("capturable")
-                state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
+                device = parameter.device if counts_on_device(group.group) else "cpu"
+                state["step"] = torch.tensor(float(step), device=device)
             for name, row in zip(row_rule.state_names(group.spec.rule), states, strict=True):
                 values = torch.from_numpy(row[place.start : place.start + place.size].copy())
                 state[name] = values.view(parameter.shape).to(parameter.device)
             self._optimizer.inner.state[parameter] = state
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether torch's optimizers keep this param group's counts of steps on the parameters' device."""
+    return bool(group.get("fused") or group.get("capturable"))

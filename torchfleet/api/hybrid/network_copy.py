@@ -7,7 +7,7 @@ whose state is tensors and numbers can be copied, also one whose state the serve
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.api.hybrid.kept_network import counts_on_device
 from torchfleet.base.errors import ModelError, WireError
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.local_tensors import is_local
@@ -107,12 +108,18 @@ class NetworkCopy:
                 state.setdefault(entry.name, {})[entry.key] = value
             else:
                 self._tensors[entry.name].copy_(value)
-        inner = self._optimizer.inner.state
+        inner, groups = self._optimizer.inner.state, self._groups()
         for name, parameter in self._parameters.items():
             inner.pop(parameter, None)
             if name in state:
-                inner[parameter] = {key: _placed(value, parameter) for key, value in state[name].items()}
+                inner[parameter] = {
+                    key: _placed(key, value, parameter, groups.get(parameter, {})) for key, value in state[name].items()
+                }
         self._optimizer.num_steps = head.num_steps
+
+    def _groups(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The param group of each parameter."""
+        return {parameter: group for group in self._optimizer.inner.param_groups for parameter in group["params"]}
 
     def _read(self, entry: Entry, data: Bytes, at: int) -> tuple[Any, int]:
         own = self._tensors.get(entry.name)
@@ -177,7 +184,8 @@ def _bytes(value: torch.Tensor) -> Bytes:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _placed(value: Any, parameter: torch.Tensor) -> Any:
-    """State where torch expects it: tensors of the parameter's shape on its device, counts of steps in host memory."""
-    is_beside = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return value.to(parameter.device) if is_beside else value
+def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """State where torch expects it: on the parameter's device, but most counts of steps in host memory."""
+    if not isinstance(value, torch.Tensor) or (key == "step" and not counts_on_device(group)):
+        return value
+    return value.to(parameter.device)
