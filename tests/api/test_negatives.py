@@ -82,6 +82,19 @@ def test_across_workers_a_process_alone_has_its_own_batch() -> None:
     assert torch.equal(*(torch.autograd.grad(F.cross_entropy(*found), items)[0] for found in (alone, among)))
 
 
+def test_across_workers_bfloat16_vectors_are_taken_and_get_gradients_of_their_own_type() -> None:
+    users, items = (torch.randn(3, 2, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    log_q = torch.randn(3, dtype=torch.bfloat16)
+    alone, among = (
+        fleet.data.negatives.in_batch(users, items, [1, 2, 3], log_q, across_workers=flag) for flag in (False, True)
+    )
+    assert among.logits.dtype == torch.bfloat16
+    assert torch.equal(alone.logits, among.logits)
+    first, second = (torch.autograd.grad(F.cross_entropy(*found), items)[0] for found in (alone, among))
+    assert second.dtype == torch.bfloat16
+    assert torch.equal(first, second)
+
+
 def test_what_cannot_be_drawn_is_an_error() -> None:
     with pytest.raises(DataError, match=naming(2, 1)):
         Popularity([1, 2], [1])

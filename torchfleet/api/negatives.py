@@ -141,9 +141,7 @@ def in_batch(
         items, begin = gathered_rows("in_batch", items)
         candidates = torch.from_numpy(np.concatenate(gathered("in_batch", own.cpu().numpy()))).to(users.device)
         if log_q is not None:
-            shift = torch.from_numpy(np.concatenate(gathered("in_batch", log_q.detach().cpu().numpy()))).to(
-                users.device
-            )
+            shift = torch.from_numpy(np.concatenate(gathered("in_batch", as_array(log_q)))).to(users.device)
     logits = users @ items.T / temperature
     if shift is not None:
         logits = logits - shift.to(logits)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.api import process_role
+from torchfleet.api.util import as_array
 from torchfleet.base.errors import FleetError
 
 _PIECE = 1 << 22  # bytes that a worker sends at a time: servers accept up to four times as many
@@ -35,18 +36,18 @@ class _GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, name: str, begin: int, total: int) -> torch.Tensor:
-        found = np.concatenate(gathered(name, rows.detach().cpu().numpy()))
+        found = np.concatenate(gathered(name, as_array(rows)))
         if len(found) != total:
             raise FleetError(f"{name}: expected {total:,} rows of all workers, found {len(found):,}")
         ctx.name, ctx.own = name, slice(begin, begin + len(rows))
-        return torch.from_numpy(found).to(rows.device)
+        return torch.from_numpy(found).to(rows.device, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        parts = gathered(ctx.name, gradient.detach().cpu().numpy())
+        parts = gathered(ctx.name, as_array(gradient))
         own = np.sum([part[ctx.own] for part in parts], axis=0, dtype=parts[0].dtype)
-        return torch.from_numpy(own).to(gradient.device), None, None, None
+        return torch.from_numpy(own).to(gradient.device, gradient.dtype), None, None, None
 
 
 def gathered_rows(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
