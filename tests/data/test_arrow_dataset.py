@@ -417,6 +417,37 @@ def test_a_null_string_is_an_error_or_the_id_that_fill_null_says() -> None:
     assert samples(fleet.data.from_arrow(whole, 2, fill_null=5)) == [([_id("a")],), ([5],)]
 
 
+@each_of(
+    ("make", "slot", "fill", "expected"),
+    [
+        (lambda: pa.array([1, None]), fleet.Slot("c", "float32", 1), 0.5, [1.0, 0.5]),
+        (lambda: pa.array([1, None], pa.int8()), fleet.Slot("c", dim=1), 1000, [1, 1000]),
+        (lambda: pa.array([1, None], pa.uint64()), fleet.Slot("c", dim=1), -1, [1, -1]),
+        (lambda: pa.array([True, None]), fleet.Slot("c", dim=1), 5.0, [1, 5]),
+    ],
+)
+def test_nulls_are_filled_in_the_type_of_the_slot(
+    make: Callable[[], Any], slot: fleet.Slot, fill: float, expected: list[float]
+) -> None:
+    dataset = fleet.data.from_arrow([pa.record_batch([make()], ["c"])], 2, [slot], fill_null=fill)
+    assert [sample[0][0] for sample in samples(dataset)] == expected
+
+
+@each_of(
+    ("make", "fill"),
+    [
+        (lambda: pa.array([1, None]), 0.5),
+        (lambda: pa.array(["a", None]), 0.5),
+        (lambda: pa.array([1, None], pa.uint64()), 1 << 63),
+        (lambda: pa.array(["a", None]), 1 << 63),
+    ],
+)
+def test_a_null_id_is_filled_with_a_whole_number_of_64_bits_only(make: Callable[[], Any], fill: float) -> None:
+    dataset = fleet.data.from_arrow([pa.record_batch([make()], ["c"])], 2, [fleet.Slot("c", dim=1)], fill_null=fill)
+    with pytest.raises(DataError, match=naming("'c'", "int64", f"fill_null={fill}")):
+        samples(dataset)
+
+
 def test_strings_in_a_slot_of_numbers_are_an_error() -> None:
     with pytest.raises(DataError, match=naming("city", "float32")):
         samples(fleet.data.from_arrow(pa.table({"city": ["a"]}), 1, use_var=[fleet.Slot("city", "float32", 1)]))

@@ -170,10 +170,10 @@ class _Column:
             raise self._error(f"expected {_INTEGERS[self.dtype]} for slot '{self.slot.name}' ({self.slot.dtype})")
         if array.null_count and self._fill_null is None:
             self._check_nulls(array, f"{_INTEGERS[self.dtype]} for slot '{self.slot.name}'")
-        if array.null_count:
-            array = pa.compute.fill_null(array, pa.scalar(self._fill_null).cast(kind))
         if not kind.equals(wanted) and not (kind.equals(pa.uint64()) and self.dtype == np.int64):
             array = array.cast(wanted, safe=False)
+        if array.null_count:
+            array = array.fill_null(pa.array([self._filled()], wanted).view(array.type)[0])
         values = _tensor(array, self.dtype)
         if self.dtype == np.float32 and not math.isfinite(float(values.sum(dtype=torch.float64))):
             raise self._error(f"expected finite numbers for slot '{self.slot.name}'", None, "nan or inf")
@@ -189,8 +189,20 @@ class _Column:
         except DataError as error:
             raise self._error(str(error)) from error
         if is_null is not None:
-            ids[is_null] = int(self._fill_null or 0)
+            ids[is_null] = self._filled()
         return torch.from_numpy(ids)
+
+    def _filled(self) -> int | float:
+        """`fill_null` as a value of the slot. Raises DataError if the slot has ids and it is not one."""
+        assert self._fill_null is not None
+        if self.dtype == np.float32:
+            return float(self._fill_null)
+        if self._fill_null != int(self._fill_null) or not -(1 << 63) <= self._fill_null < 1 << 63:
+            raise self._error(
+                f"expected a whole number of 64 bits as fill_null for slot '{self.slot.name}' ({self.slot.dtype})",
+                found=f"a null, and fill_null={self._fill_null!r}",
+            )
+        return int(self._fill_null)
 
     def _check_nulls(self, array: Any, expected: str) -> None:
         if array.null_count:
