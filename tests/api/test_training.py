@@ -390,6 +390,29 @@ def test_several_threads_that_step_together_are_refused_with_the_way_out(mode: s
         assert train_plainly(part, data).steps == 6
 
 
+def test_a_refused_call_leaves_the_mode_as_it_was(tmp_path: Path) -> None:
+    files, _ = make_files(tmp_path)
+    with job(new_model(), mode="async") as part:
+        before, data = part.worker.communicator, slotted.dataset("queue", files, SIZE)
+        loader: Any = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
+        with pytest.raises(FleetError, match=naming("DataLoader", "fleet.prefetch")):
+            fleet.train_from_dataset(part.model, loader, part.optimizer, loss_of, thread=2)
+        with pytest.raises(FleetError, match=naming("thread=2", 2)):
+            fleet.train_from_dataset(part.model, data, [part.optimizer] * 2, loss_of, thread=2)
+        assert part.worker.communicator is before
+
+
+def test_a_worker_with_a_cache_that_refuses_threads_keeps_its_bound(tmp_path: Path) -> None:
+    (tmp_path / "part").write_text("1 5\n")
+    model = torch.nn.Sequential(fleet.nn.SparseEmbedding(2, name="items", cache="1MB"), torch.nn.Linear(2, 1))
+    with job(model, mode="async") as part:
+        before = part.worker.communicator
+        data = slotted.dataset("queue", [str(tmp_path / "part")], 1, [fleet.Slot("id", dim=1)])
+        with pytest.raises(FleetError, match=naming("thread=2", "cache")):
+            fleet.train_from_dataset(lambda batch: part.model(batch["id"]).sum(), data, part.optimizer, thread=2)
+        assert part.worker.communicator is before
+
+
 @pytest.mark.parametrize("period", [-1, 1.5, None, "10"])
 def test_a_print_period_that_is_none_is_refused(tmp_path: Path, period: Any) -> None:
     files, _ = make_files(tmp_path)

@@ -142,6 +142,22 @@ def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch
     return step
 
 
+def check_pass(dataset: Any, num_threads: Any, num_optimizers: int = 1) -> None:
+    """Raise FleetError for arguments with which no pass can be made."""
+    if not isinstance(dataset, Dataset):
+        raise FleetError(
+            f"expected a fleet.InMemoryDataset or fleet.QueueDataset, found {type(dataset).__name__}; for a DataLoader "
+            "write the loop yourself, over fleet.prefetch(loader)"
+        )
+    if type(num_threads) is not int or num_threads < 1:
+        raise FleetError(f"thread: expected a number of at least 1, found {num_threads!r}")
+    if num_threads > 1 and num_optimizers > 1:
+        raise FleetError(
+            f"thread={num_threads}: a step of {num_optimizers} optimizers is made in one thread. Use thread=1, or one "
+            "optimizer with a param group for each."
+        )
+
+
 def train(
     step: Step,
     dataset: Dataset,
@@ -150,14 +166,11 @@ def train(
     num_threads: int,
     report: Report,
 ) -> Result:
-    """Train for one pass. Each of `num_threads` threads trains on its own batches."""
-    _check_threads(num_threads)
+    """Train for one pass. Each of `num_threads` threads trains on its own batches.
+
+    Call `check_pass` before.
+    """
     communicator = optimizers[0].communicator
-    if num_threads > 1 and len(optimizers) > 1:
-        raise FleetError(
-            f"thread={num_threads}: a step of {len(optimizers)} optimizers is made in one thread. Use thread=1, or one "
-            "optimizer with a param group for each."
-        )
     if num_threads > 1 and not communicator.takes_threads:
         raise FleetError(
             f"thread={num_threads}: in sync and hybrid mode, with max_staleness, and with SparseEmbedding(cache=...), "
@@ -198,8 +211,7 @@ def infer(
     report: Report,
     leave_thread: Callable[[], None],
 ) -> Result:
-    """Run one pass without gradients, with the model in eval mode. Creates no rows."""
-    _check_threads(num_threads)
+    """Run one pass without gradients, with the model in eval mode. Creates no rows. Call `check_pass` before."""
     sums: dict[str, tuple[float, int]] = {}
     lock = threading.Lock()
 
@@ -234,11 +246,6 @@ def _run_pass(
     """Run a pass in the calling thread, or in several threads: then the first error ends all of them, and is raised
     here.
     """
-    if not isinstance(dataset, Dataset):
-        raise FleetError(
-            f"expected a fleet.InMemoryDataset or fleet.QueueDataset, found {type(dataset).__name__}; for a DataLoader "
-            "write the loop yourself, over fleet.prefetch(loader)"
-        )
     batches = dataset.iterate()
     report.begin()
     try:
@@ -270,11 +277,6 @@ def _run_in_threads(
     threads.start()
     threads.join()
     threads.check()
-
-
-def _check_threads(num_threads: Any) -> None:
-    if type(num_threads) is not int or num_threads < 1:
-        raise FleetError(f"thread: expected a number of at least 1, found {num_threads!r}")
 
 
 def _loss(values: Values) -> torch.Tensor:

@@ -79,7 +79,7 @@ def train_from_dataset(
     each name. `fetch_handler` is called periodically from its own thread, with the latest values:
     FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
     """
-    from torchfleet.api.training import Report, as_step, train
+    from torchfleet.api.training import Report, as_step, check_pass, train
     from torchfleet.data.features import text_of
     from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 
@@ -87,10 +87,11 @@ def train_from_dataset(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
+    check_pass(dataset, thread, len(optimizers))
     report, step = Report("train", fetch_list, print_period, fetch_handler, fetch_info), as_step(model, loss_fn)
     report.on_print = partial(_tell_callbacks, worker)
     worker.describer.text = text_of(dataset.read_options)
-    if isinstance(thread, int) and thread > 1:
+    if thread > 1:
         worker.allow_threads()
     with worker.status.follow_samples(dataset) as report.epoch:
         result = train(step, dataset, optimizers, worker.engine, thread, report)
@@ -119,9 +120,10 @@ def infer_from_dataset(
     `model`, `loss_fn`, `thread`, `fetch_list`, `print_period`, `fetch_handler` and `fetch_info` are as in
     train_from_dataset. The Result also has `mean`: the mean of every number over all samples.
     """
-    from torchfleet.api.training import Report, as_step, infer
+    from torchfleet.api.training import Report, as_step, check_pass, infer
 
     worker = get_worker()
+    check_pass(dataset, thread)
     report = Report("infer", fetch_list, print_period, fetch_handler, fetch_info)
     worker.communicator.flush()
     leave = worker.communicator.leave_thread

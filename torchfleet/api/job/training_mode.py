@@ -58,8 +58,9 @@ class TrainingMode:
 
     def allow_threads(self) -> None:
         """Called before several threads train. In async mode this lifts the bound for the network, unless the user has
-        set it: a server bounds the staleness of one set of values per worker."""
-        if self._default_bound() is not None:
+        set it: a server bounds the staleness of one set of values per worker. With a cache, which is filled for one
+        thread, several cannot train, and the bound stays."""
+        if self._default_bound() is not None and not self._caches:
             tell("several threads train: max_staleness, the number of workers by default, does not hold from now on")
             unbounded = make_unbounded(self._setup, self._client, self._connect_again)
             unbounded.num_steps = self.communicator.num_steps
