@@ -195,7 +195,10 @@ def check(options: argparse.Namespace) -> None:
             raise RoleError(f"fleetrun has no --{name}: {way}")
     asked = [f"--{name}" for name in RESOURCES if getattr(options, name) is not None]
     if asked and options.cluster is None:
-        raise RoleError(f"{', '.join(asked)}: a cluster is asked for resources, and this job runs on this machine")
+        raise RoleError(
+            f"{', '.join(asked)}: only jobs on a cluster request resources, and this job runs on this machine. Add "
+            "--cluster ray, or leave them out."
+        )
     if isinstance(options.worker_num, tuple) and options.simulate:
         raise RoleError(
             "--worker_num MIN:MAX: workers come and go with the cores of a real machine or cluster. For a "

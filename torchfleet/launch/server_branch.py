@@ -225,13 +225,16 @@ def _same_for_workers(trees: Sequence[ScriptTree], tree: ScriptTree, call: ast.C
         same = other.parents.get(node)
         is_same = isinstance(same, ast.Call) and _arguments(same) == _arguments(call)
         if not is_same or other is not tree or other.function_of(node) is not tree.function_of(call):
-            raise NeedsScript(f"{tree.place(call)}, loads what init_worker is not given in the same words")
+            raise NeedsScript(
+                f"{tree.place(call)}, passes a computed model to init_server, but not the same to init_worker in "
+                "the same function"
+            )
         between = range(call.lineno, getattr(node, "lineno", 0) + 1)
         stores = [n for n in tree.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in used]
         if not between or any(name.lineno in between for name in stores):
             raise NeedsScript(f"{tree.place(call)}, loads what may be something else on workers")
     if not started:
-        raise NeedsScript(f"{tree.place(call)}, loads what no worker knows")
+        raise NeedsScript(f"{tree.place(call)}, passes a computed model to init_server, and nothing calls init_worker")
     return told
 
 

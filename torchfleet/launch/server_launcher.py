@@ -106,7 +106,8 @@ class ServerLauncher:
         group.add_argument(
             "--log_max_bytes",
             metavar="SIZE",
-            help="largest size of a log; a full one becomes NAME.1, in the place of the one before (default: 1GB)",
+            help="largest size of a log; a full log is renamed to NAME.1, and replaces the earlier NAME.1 "
+            "(default: 1GB)",
         )
         group.add_argument(
             "--private",

@@ -181,7 +181,7 @@ class TestWithoutACluster:
             (("--cluster", "ray", "--worker_num", "3:2"), "expected MIN:MAX with 1 <= MIN <= MAX"),
             (("--worker_num", "2:3", "--simulate"), "give one number"),
             (("--placement", "pack"), "add --cluster ray"),
-            (("--worker_cpus", "2"), "--worker_cpus: a cluster is asked for resources"),
+            (("--worker_cpus", "2"), "--worker_cpus: "),
         ],
     )
     def test_a_wrong_option_is_refused_with_status_2(

@@ -60,7 +60,12 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--durability", choices=("none", "log"), default="none", help="log: each server has a volume")
     group.add_argument("--log_size", metavar="SIZE", help="of such a volume, as Kubernetes writes it (default: 10Gi)")
     group.add_argument("--storage_class", metavar="NAME", help="of such a volume (default: the cluster's)")
-    group.add_argument("--fsync_ms", type=float, metavar="MS", help="as for fleetrun: changes a power loss may take")
+    group.add_argument(
+        "--fsync_ms",
+        type=float,
+        metavar="MS",
+        help="as for fleetrun: a power loss may lose the changes of this many milliseconds",
+    )
     group.add_argument(
         "--shared_logs",
         action="store_true",
@@ -74,7 +79,12 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
         help="with --replicas 2: workers begin before the backups are there",
     )
     group.add_argument("--save_on_stop", metavar="DIR", help="worker 0 saves there when its pod is asked to end")
-    group.add_argument("--grace", type=int, metavar="SECONDS", help="to save in then (default: 60 with --save_on_stop)")
+    group.add_argument(
+        "--grace",
+        type=int,
+        metavar="SECONDS",
+        help="seconds that worker 0 has to save when its pod is asked to end (default: 60 with --save_on_stop)",
+    )
     group.add_argument("--ttl", type=int, metavar="SECONDS", help="finished Jobs are kept so long (default: a day)")
     group.add_argument(
         "--clean_pod_policy",

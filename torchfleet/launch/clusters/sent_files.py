@@ -77,13 +77,14 @@ def described_files(files: Sequence[SentFile], left: dict[str, str], to: Destina
         if file.sign
     ]
     lines += [
-        f"{file.place}, line {', '.join(map(str, file.unknown))}: the name of the module that is imported there is not "
-        "written out: add --files, if it is one of this folder"
+        f"{file.place}, line {', '.join(map(str, file.unknown))}: a module is imported by a computed name. If it is in "
+        "the script's folder, add it with --files."
         for file in files
         if file.unknown
     ]
     return lines + [
-        f"{source} names {path}, which is not sent: add --files, if {to.reader} need it"
+        f"{source} mentions the file {path}, which is not sent with the job. If {to.reader} need it, add it with "
+        "--files."
         for path, source in left.items()
     ]
 

@@ -64,8 +64,8 @@ class SlurmLauncher:
         wrong = [f"--{name}" for name in _OTHERS if getattr(options, name, None)]
         if wrong:
             raise RoleError(
-                f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Give "
-                "srun the like of it, and leave it out here."
+                f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Use "
+                "the matching options of srun instead."
             )
         if options.dashboard is not None and not _is_collective(options):
             raise RoleError(
@@ -171,9 +171,9 @@ def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
     num_workers = step.num_tasks - num_servers if job.num_workers is None else job.num_workers
     if num_servers < 1 or num_workers < 1 or num_servers + num_workers != step.num_tasks:
         raise RoleError(
-            f"the step has {step.num_tasks} tasks, and there are {num_servers} servers and {num_workers} workers: one "
-            f"task is one of them. Say srun --ntasks {max(1, num_servers) + max(1, num_workers)}, or other numbers "
-            "with --server_num and --worker_num."
+            f"the step has {step.num_tasks} tasks, which are not {num_servers} servers and {num_workers} workers: "
+            "every task runs one server or one worker, and a job needs both. Say srun --ntasks "
+            f"{max(1, num_servers) + max(1, num_workers)}, or other numbers with --server_num and --worker_num."
         )
     if step.components and step.components[0] != num_servers:
         raise RoleError(

@@ -43,7 +43,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         "--fsync_ms",
         type=float,
         metavar="MS",
-        help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
+        help="a power loss may lose the changes of this many milliseconds; 0: none, every answer waits for the disk "
         "(default: FLEET_FSYNC_MS, else 10)",
     )
 

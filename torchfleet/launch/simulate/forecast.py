@@ -37,7 +37,10 @@ class Figures(msgspec.Struct):
         """Yield the lines for the terminal."""
         yield f"{self.virtual_seconds:.3f} s of virtual time simulated in {self.wall_seconds:.1f} s"
         if not self.samples_per_s:
-            yield f"no rates: they begin when every worker has made {_WARM_STEPS} steps, and need one more"
+            yield (
+                f"no rates: the run is too short. Rates are measured after the first {_WARM_STEPS} steps of every "
+                "worker; run more steps than that."
+            )
             return
         yield (
             f"training: {self.samples_per_s:,.0f} samples/s, {self.steps_per_s:,.1f} steps/s of {self.num_workers} "

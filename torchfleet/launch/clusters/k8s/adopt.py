@@ -1,4 +1,5 @@
-"""Runs in a pod of a job: makes its Jobs the owners of its other objects, which Kubernetes then removes with them.
+"""Runs in a pod of a job, and makes the Jobs of the job the owners of its other objects: when the Jobs are removed,
+Kubernetes then removes these objects too.
 
 python -m torchfleet.launch.clusters.k8s.adopt [--clean_on Complete|Failed] --owners PATH ... --owned PATH ...
 
@@ -111,14 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--owned", nargs="+", required=True, metavar="PATH", help="objects that belong to them")
     options = parser.parse_args(arguments)
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    task, left = "make the Jobs the owners of the job's other objects", "these objects"
     try:
         api = Api(f"https://{f'[{host}]' if ':' in host else host}:{port}")
         adopt(api, options.owners, options.owned)
         print(f"{len(options.owned)} objects are removed with {', '.join(options.owners)}", flush=True)
         if options.clean_on:
+            task, left = "have the Jobs removed when they have finished", "them"
             print(f"all have ended: {clean(api, options.owners, options.clean_on)}", flush=True)
     except OSError as error:
-        print(f"objects of the job stay when its Jobs are removed: {error}", file=sys.stderr, flush=True)
+        print(f"could not {task}: {error}. Delete {left} yourself.", file=sys.stderr, flush=True)
         return 1
     return 0
 
