@@ -42,7 +42,7 @@ class WrongIds(ModelError, TypeError):
 
 
 class WireError(FleetError):
-    """Bytes are not a message of the wire protocol."""
+    """A message cannot be decoded, or contradicts the protocol, the receiver's state or settings of other workers."""
 
 
 class TableError(FleetError):
