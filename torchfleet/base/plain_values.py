@@ -58,7 +58,7 @@ def unpack(data: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(data, ext_hook=_read_extension)
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise FleetError(f"these bytes are no value that torchfleet has written: {error}") from None
+        raise FleetError(f"cannot decode the value: torchfleet did not write these bytes: {error}") from None
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -233,5 +233,5 @@ class StepTracing:
             self._tell(error)
 
     def _tell(self, error: Exception) -> None:
-        name = f"{self._name.role} {self._name.index}"
-        tell(f"torchfleet {name}: no part in the profile that is asked for: {error}. Training goes on.")
+        name = f"torchfleet {self._name.role} {self._name.index}"
+        tell(f"{name}: this process takes no part in the requested profile: {error}. Training continues.")

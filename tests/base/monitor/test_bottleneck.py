@@ -28,7 +28,7 @@ ROOMY = Machine(num_cores=16, num_processes=5)
         ([0.97], [0.6], Machine(4, 4), "2 more would help, but no core of this machine is free for one"),
         ([0.2, 0.4], [0.05, 0.1], ROOMY, "workers are what the job waits for: more of them would help (servers"),
         ([0.95], [0.1], ROOMY, "more of them would help, though servers are full too"),
-        ([0.3, 0.2], [0.7, 0.8], ROOMY, "the network is what the job waits for"),
+        ([0.3, 0.2], [0.7, 0.8], ROOMY, "wait for the network"),
         ([0.1], [0.1] * 4, Machine(2, 5), "the machine is full: 5 processes on 2 cores"),  # no more workers, then
         ([0.4], [0.7] * 4, Machine(2, 5), "the machine is full: 5 processes on 2 cores"),
     ],

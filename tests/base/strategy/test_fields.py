@@ -61,7 +61,7 @@ def test_values_are_the_defaults_until_they_are_set() -> None:
         (
             "noise_configs",
             {"device": "cuda"},
-            "noise_configs['device']='cuda' cannot be had: noise is made on the CPU. Leave it at 'cpu'.",
+            "noise_configs['device']='cuda' is not supported: noise is made on the CPU. Leave it at 'cpu'.",
         ),
         (
             "noise_configs",

@@ -101,7 +101,7 @@ def test_the_summary_has_what_a_step_is_made_of() -> None:
     assert [load.computing for load in summary.servers] == [pytest.approx(1.0)] * 2
     assert [load.held for load in summary.servers] == [pytest.approx(0.5)] * 2
     text = "\n".join(summary.lines())
-    for expected in ("2 steps of 2 workers, sync", "60 %", "30 %", "pull 1.00", "1.00 ms (median) on the way"):
+    for expected in ("2 steps of 2 workers, sync", "60 %", "30 %", "pull 1.00", "1.00 ms (median)"):
         assert expected in text
     assert Row("x", tuple(float(i) for i in range(1, 201))).p99 == 198.0
 

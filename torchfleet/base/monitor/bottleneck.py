@@ -53,7 +53,7 @@ def _sentence(busy: Sequence[float], wait: float, machine: Machine | None, is_sy
         return f"the machine is full: {machine.num_processes} processes on {_cores(machine.num_cores)}"
     if is_sync:
         return "workers wait for the slowest of them, or for the network: sync steps are made together"
-    return "the network is what the job waits for, or how fast messages are made and taken apart"
+    return "workers wait for the network, or for encoding and decoding messages"
 
 
 def num_more_servers(busy: Sequence[float], wait: float) -> int:

@@ -72,7 +72,7 @@ class Key(Generic[Value]):
         """The value as it is stored. Raises StrategyError for a wrong value; its message begins with `where`."""
         kept = self._of_type(where, value)
         if self.only and kept != self.default:
-            raise StrategyError(f"{where}={kept!r} cannot be had: {self.only}. Leave it at {self.default!r}.")
+            raise StrategyError(f"{where}={kept!r} is not supported: {self.only}. Leave it at {self.default!r}.")
         if self.choices and kept not in self.choices:
             raise StrategyError(f"{where} must be one of {', '.join(map(repr, self.choices))}, found {kept!r}")
         if isinstance(kept, float) and not math.isfinite(kept):

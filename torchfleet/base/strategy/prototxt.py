@@ -117,9 +117,9 @@ def _translated(where: str, message: Message) -> dict[str, Any]:
 def _refuse_unless_default(name: str, defaults: tuple[Any, ...], reason: str, values: list[Any]) -> None:
     if defaults == ((),):
         if any(value != {} for value in values):
-            raise StrategyError(f"{name} cannot be had: {reason}. Leave it out.")
+            raise StrategyError(f"{name} is not supported: {reason}. Leave it out.")
     elif values[0] not in defaults and (value := _value(name, Key(defaults[0]), values)) not in defaults:
-        raise StrategyError(f"{name}={value!r} cannot be had: {reason}. Leave it out, or at {defaults[0]!r}.")
+        raise StrategyError(f"{name}={value!r} is not supported: {reason}. Leave it out, or at {defaults[0]!r}.")
 
 
 def _single(name: str, values: list[Any]) -> Any:

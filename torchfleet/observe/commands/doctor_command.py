@@ -42,7 +42,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = made.add_argument
     add("places", nargs="*", type=_place, metavar="HOST:PORT", help="machines that run `fleet doctor --serve`")
-    add("--serve", metavar="[HOST:]PORT", help="be the other end for doctors elsewhere, until Ctrl-C (host: 127.0.0.1)")
+    serve_help = "answer `fleet doctor HOST:PORT` of other machines, until Ctrl-C (host: 127.0.0.1)"
+    add("--serve", metavar="[HOST:]PORT", help=serve_help)
     add("--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)")
     add("--insecure", action="store_true", help="serve other machines without keys")
     add("--ports", type=_ports, default=[], metavar="P,P-P", help="ports of this machine that should be free")

@@ -27,7 +27,7 @@ def inspect_collective(dirname: str, check: bool, as_json: bool) -> None:
         return
     _print(found)
     if check:
-        print(f"{_check(storage, manifest)} pieces are whole")
+        print(_all_match(_check(storage, manifest)))
 
 
 def export_collective(dirname: str, path: str) -> None:
@@ -38,8 +38,12 @@ def _check(storage: Storage, manifest: CollectiveManifest) -> int:
     progress = Progress("fleet inspect")
     with Reader(storage, manifest) as reader:
         num = check_files(reader, manifest, progress.show)
-    progress.end(f"{num:,} pieces are whole")
+    progress.end(_all_match(num))
     return num
+
+
+def _all_match(num_pieces: int) -> str:
+    return f"{num_pieces:,} pieces read; all checksums match"
 
 
 def _describe(storage: Storage, manifest: CollectiveManifest) -> dict[str, Any]:

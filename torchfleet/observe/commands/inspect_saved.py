@@ -60,10 +60,10 @@ class SavedModel:
             for part, keys in read_parts(self._storage, link.save, link.parts, self._check_part):
                 found[part.table, part.kind].add(part, keys)
                 num += 1
-                self._progress.show(f"{num:,} files are whole")
+                self._progress.show(f"{num:,} files read")
             for repeated in found.values():
                 repeated.check()
-        self._progress.end(f"{num:,} files are whole")
+        self._progress.end(_all_match(num))
         return num
 
     def _check_part(self, part: Part, arrays: Arrays) -> tuple[Part, Keys]:
@@ -116,7 +116,11 @@ def inspect_model(dirname: str, check: bool, tables: list[str], histograms: bool
         if summary["candidates"]:
             say(f"\n{table}: {summary['candidates']:,} keys were seen and have no row yet")
     if check:
-        print(f"{model.check()} files are whole")
+        print(_all_match(model.check()))
+
+
+def _all_match(num_files: int) -> str:
+    return f"{num_files:,} files read; all checksums match"
 
 
 def _describe_link(manifest: Manifest, link: Link) -> dict[str, Any]:

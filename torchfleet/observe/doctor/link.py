@@ -131,7 +131,9 @@ class Link:
         deadline = time.monotonic() + _PATIENCE
         while not self._channel.send(encode(message)):
             if time.monotonic() > deadline:
-                raise FleetError(f"{self.place} has taken nothing for {_PATIENCE:g} s: is the way there open?")
+                raise FleetError(
+                    f"{self.place} has accepted no data for {_PATIENCE:g} s: does a firewall block the port?"
+                )
             time.sleep(0.001)
         return self._number
 
@@ -142,7 +144,7 @@ class Link:
         try:
             reply = decode_reply(frames)
         except WireError as error:
-            raise FleetError(f"{self.place} answers what cannot be read: {error}") from None
+            raise FleetError(f"{self.place} sent a reply that cannot be decoded: {error}") from None
         if reply.status != OK:
             raise FleetError(
                 f"{self.place} is no doctor's server: it refuses what is asked. Run `fleet doctor --serve` there."

@@ -25,7 +25,7 @@ def check_machine(facts: MachineFacts) -> Iterator[Finding]:
     if facts.is_synchronized is False:
         yield Finding(
             NOTE,
-            "nothing keeps the clock of this machine right",
+            "the clock of this machine is not synchronized",
             "run chrony or systemd-timesyncd: times in logs, and passes by the hour, are compared among machines",
         )
 

@@ -87,7 +87,8 @@ class Summary:
             lines.append(f"slowest server: {slowest.name}")
         if way:
             middle = sorted(float(ms) for ms in way)[len(way) // 2]
-            lines.append(f"a request is {middle:.2f} ms (median) on the way, in queues, or there before a worker looks")
+            where = "on the network, in queues, or received but not yet read"
+            lines.append(f"a request spends {middle:.2f} ms (median) {where}")
         return lines
 
     def _of(self, kind: str) -> list[Span]:
