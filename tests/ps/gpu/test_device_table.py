@@ -8,7 +8,9 @@ import torch
 from support.device_tables import ANY_IDS, RULES, device_table, ids_of, on_server, spec
 
 from torchfleet.base.errors import TableError, WrongIds
+from torchfleet.ps.gpu import device_table as device_table_module
 from torchfleet.ps.gpu.device_table import DeviceTable
+from torchfleet.ps.gpu.eviction import DIRECTORY_BYTES
 from torchfleet.ps.gpu.kernels import plain_rules
 from torchfleet.ps.tables.settings.policy import Shrink
 from torchfleet.ps.tables.settings.spec import Initializer, Rule
@@ -176,6 +178,35 @@ def test_a_table_without_memory_raises_and_names_itself(monkeypatch: pytest.Monk
     assert sum(len(block.keys) for block in table.rows()) == 60
 
 
+def test_a_table_without_memory_to_double_grows_by_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = device_table(spec(), "plain", capacity=64)
+    table.find(torch.arange(256), insert=True)
+    assert table.capacity == 256
+    grow = table.memory.rows.grow
+
+    def grow_little(num_rows: int) -> None:
+        if num_rows > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        grow(num_rows)
+
+    monkeypatch.setattr(table.memory.rows, "grow", grow_little)
+    slots = table.find(torch.arange(160, 260), insert=True)
+    assert len(torch.unique(slots[slots >= 0])) == 100
+    assert (table.capacity, table.num_rows) == (320, 260)
+
+
+def test_a_table_with_as_many_rows_as_slots_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_table_module, "MAX_SLOTS", 320)
+    table = device_table(spec(), "plain", capacity=64)
+    table.find(torch.arange(256), insert=True)
+    table.find(torch.arange(256, 320), insert=True)
+    assert (table.capacity, table.num_rows) == (320, 320)
+    assert (table.find(torch.arange(320), insert=True) >= 0).all()
+    with pytest.raises(TableError, match="'ads'"):
+        table.find(torch.arange(310, 321), insert=True)
+    assert table.num_rows == 320
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_ids_beyond_a_declared_size_raise(kernels: str) -> None:
     table = device_table(spec(kind="array", size=10), kernels)
@@ -209,3 +240,18 @@ def test_a_rule_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(TableError, match="'ads'"):
         DeviceTable(spec(), "cuda" if not torch.cuda.is_available() else "cuda:77")
+
+
+@pytest.mark.parametrize("limit", ["max_rows", "max_bytes"])
+def test_a_shrink_to_a_limit_counts_the_rows_of_all_shards(limit: str) -> None:
+    """By another policy than the table's own."""
+    own = Shrink(max_rows=1000)
+    table = device_table(spec(dim=2, rule=Rule("sgd", 0.1), shrink=own, shard=1, num_shards=4), "plain")
+    row_bytes = 4 * table.layout.width + DIRECTORY_BYTES
+    policy = Shrink(max_rows=100) if limit == "max_rows" else Shrink(max_bytes=100 * row_bytes)
+    table.push(table.find(torch.arange(50), insert=True), torch.ones(50, 2))
+    table.push(table.find(torch.arange(50, 80), insert=True), torch.ones(30, 2))
+    table.push(table.find(torch.arange(1), insert=True), torch.ones(1, 2))
+    assert table.shrink(policy) == 55
+    assert table.num_rows == 25
+    assert (table.find(torch.tensor([0])) >= 0).all()

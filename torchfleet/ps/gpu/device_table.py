@@ -65,7 +65,7 @@ class DeviceTable:
         check_entry(spec)
         self.spec, self.deterministic = spec, deterministic
         self.layout = RowLayout.of(spec)
-        self.max_rows = eviction.row_limit(spec, self.layout.width)
+        self.max_rows = eviction.row_limit(spec, spec.shrink, self.layout.width)
         first = FIRST_ROWS if self.device.type == "cuda" else FIRST_ROWS_ON_CPU
         with device_errors.naming(self, capacity or first):
             self.memory = new_memory(self.layout.width, self.max_rows or capacity or first, self.device)
@@ -293,10 +293,22 @@ class DeviceTable:
         return is_capturing(self.device)
 
     def _make_room(self, keys: torch.Tensor) -> None:
+        """Evict rows or grow, so that those of these keys that have no row get one. Raises TableError if they do not
+        fit.
+        """
         if self.max_rows is not None:
             self.num_evicted += eviction.make_room(self, keys)
-        else:
-            self._grow(max(len(keys) - self.occupancy.room, self.capacity))
+        elif not self._has_grown(max(len(keys) - self.occupancy.room, min(self.capacity, MAX_SLOTS - self.capacity))):
+            num_new = int((self.find(torch.unique(keys)) < 0).sum())
+            self.reserve(num_new)
+
+    def _has_grown(self, num_rows: int) -> bool:
+        """`_grow`, and whether it could: doubling makes growth rare, but may need more memory than there is."""
+        try:
+            self._grow(num_rows)
+        except TableError:
+            return False
+        return True
 
     def _grow(self, num_rows: int) -> None:
         """Add at least `num_rows` rows. Raises TableError if the table must not grow, or has no memory for them."""

@@ -65,11 +65,11 @@ def check_policies(spec: TableSpec) -> None:
         raise TableError(f"table '{spec.name}': rows on a device are float32, found dtype='{spec.format.dtype}'")
 
 
-def row_limit(spec: TableSpec, width: int) -> int | None:
-    """The most rows of this shard, by max_rows and max_bytes; None if only memory limits it."""
-    limits = [] if spec.shrink.max_rows is None else [spec.shrink.max_rows]
-    if spec.shrink.max_bytes is not None:
-        limits.append(spec.shrink.max_bytes // (4 * width + DIRECTORY_BYTES))
+def row_limit(spec: TableSpec, policy: Shrink, width: int) -> int | None:
+    """The most rows of this shard, by max_rows and max_bytes of the policy; None if only memory limits it."""
+    limits = [] if policy.max_rows is None else [policy.max_rows]
+    if policy.max_bytes is not None:
+        limits.append(policy.max_bytes // (4 * width + DIRECTORY_BYTES))
     if not limits:
         return None
     start, stop = shard_range(min(limits), spec.shard, spec.num_shards)
@@ -121,19 +121,19 @@ def shrink(table: EvictableTable, policy: Shrink) -> int:
                 f"table '{table.name}' keeps no '{columns[name]}', which this shrink looks at ({name}): declare it "
                 "with shrink= of its SparseEmbedding"
             )
+    limit = row_limit(table.spec, policy, table.layout.width)  # raises if it leaves this shard no row
     victims = [_victims(block, table.dim, policy) for block in table.rows()]
     num = sum(len(keys) for keys in victims)
     if num > max(100, policy.max_share * table.num_rows):
         raise TableError(
             f"table '{table.name}': this shrink would drop {num:,} of {table.num_rows:,} rows, more than "
-            f"max_share={policy.max_share:g} of them; nothing was dropped. Say what may go: max_share=1.0"
+            f"max_share={policy.max_share:g} of them; nothing was dropped. If these rows should go, allow it with "
+            "max_share=1.0."
         )
     dropped = table.remove(torch.cat(victims)) if victims else 0
     if table.admission is not None:
         table.admission.forget(policy, int(time.time()))
-    limit = policy.max_rows
-    if limit is not None and table.num_rows > limit:
-        excess = table.num_rows - limit
+    if limit is not None and (excess := table.num_rows - limit) > 0:
         dropped += drop_oldest(table, excess, excess)
     return dropped
 
