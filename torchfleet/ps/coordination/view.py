@@ -51,10 +51,14 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coordinator(Protocol):
-    """Keeps the views. Every method raises CoordinatorUnreachable if there is no good answer within about a second.
+    """Keeps the views. Every method raises CoordinatorUnreachable if there is no good answer.
 
-    It is then unknown whether a change happened; it may also happen later, until the view has another term. A replica
-    that asked for a change and finds it in the view has made it: the names of processes are unique.
+    That may take seconds: etcd's members are tried one after the other, each for up to 0.4 s until it is connected and
+    0.4 s until it has answered; `replace` sends up to four requests; and each of them is sent up to three times, log-in
+    included, if the user's token has expired. A loop that must not wait asks through a BackgroundCoordinator.
+
+    After such an error it is unknown whether a change happened; it may also happen later, until the view has another
+    term. A replica that asked for a change and finds it in the view has made it: the names of processes are unique.
     """
 
     def read(self, shard: int) -> View | None:
