@@ -18,7 +18,7 @@ from test_replicas import Job
 
 AWAY = 3.0  # seconds
 STOPPED = 40.0  # seconds
-WAITS = "waits for the coordinator"
+WAITS = "the coordinator gives no good answer"
 
 
 @pytest.mark.slow

@@ -126,8 +126,8 @@ class KafkaSource:
 
     def _report_lost(self, partition: int, start: int, low: int) -> None:
         print(
-            f"topic {self._topic}, partition {partition}: offsets {start:,} to {low:,} are gone before they were read; "
-            "going on behind them. Let the topic keep its messages for longer.",
+            f"topic {self._topic}, partition {partition}: offsets {start:,} up to {low:,} were deleted before they "
+            "were read, and are skipped. Increase the retention of the topic (time or size).",
             file=sys.stderr,
             flush=True,
         )

@@ -222,7 +222,9 @@ class _Loop:
                     raise
                 # At the first save of a run, the tables may have other policies than the saved ones.
                 print(
-                    f"part {part.name}: everything is saved, as no delta can be: {error}", file=sys.stderr, flush=True
+                    f"part {part.name}: makes a full save, because a delta is not possible: {error}",
+                    file=sys.stderr,
+                    flush=True,
                 )
         progress = self._progress.after(part, result, is_full=True)
         fleet.save_persistables(self._model_dir, 0, extra_of(progress))

@@ -24,8 +24,8 @@ def word_chances(vocabulary: Vocabulary, sample: float, train_unknown: bool = Fa
         keep[vocabulary.unknown] = weights[vocabulary.unknown] = 0.0
     if np.count_nonzero(weights) < 2:
         raise DataError(
-            f"word vectors need at least two words, found {np.count_nonzero(weights)} in the dictionary (<UNK> is "
-            "none). Use a larger text, or a smaller min_count."
+            f"word vectors need at least two words, found {np.count_nonzero(weights)} in the dictionary (<UNK> does "
+            "not count). Use a larger text, or a smaller min_count."
         )
     return Words(keep.astype(np.uint32), *alias_table(weights))
 

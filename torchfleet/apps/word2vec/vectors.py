@@ -44,13 +44,13 @@ class WordVectors:
             if not word or _BLANK.search(word):
                 raise DataError(f"word {i + 1:,}, {word!r}: a word is not empty and has no white space in it")
             if self.index.setdefault(word, i) != i:
-                raise DataError(f"word {i + 1:,}, '{word}': it was there before, and has one vector")
+                raise DataError(f"word {i + 1:,}, '{word}', occurs twice: expected each word once")
         is_finite = np.isfinite(self.vectors).all(axis=1)
         if not is_finite.all():
             word = self.words[int(np.argmin(is_finite))]
             num = len(self.words) - int(is_finite.sum())
             raise DataError(
-                f"{num:,} words, the first of them '{word}', have numbers that are infinite or none (nan). Did the "
+                f"{num:,} words, the first of them '{word}', have vectors with infinite or NaN values. Did the "
                 "training diverge? Try a smaller learning rate."
             )
 

@@ -118,7 +118,10 @@ def reserve(storage: Storage, first: int, token: int) -> Reservation:
                     return Reservation(storage, number, folder, token)
     except OSError as error:
         raise CheckpointError(f"cannot save to {storage.path}: {type(error).__name__}: {error}") from error
-    raise CheckpointError(f"cannot save to {storage.path}: save-{first:06} and {_MAX_TRIES - 1} behind it are taken")
+    last = first + _MAX_TRIES - 1
+    raise CheckpointError(
+        f"cannot save to {storage.path}: the folders save-{first:06} to save-{last:06} all exist already"
+    )
 
 
 def check_reserved(storage: Storage, folder: str, token: int, by_own_user: bool = False) -> None:

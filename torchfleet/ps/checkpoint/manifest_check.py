@@ -58,9 +58,13 @@ def _check_chain(links: Sequence[Link], kind: str) -> None:
         if not _SAVE.fullmatch(link.save):
             raise _Wrong(f"expected a folder save-NUMBER, found {link.save!r}")
         if not parent < link.number < _MAX_NUMBER:
-            raise _Wrong(f"save {link.number} stands behind save {parent}")
+            raise _Wrong(
+                f"save {link.number} follows save {parent} in the chain: expected numbers that increase, below 10^18"
+            )
         if link.parent != parent:
-            raise _Wrong(f"save {link.number} continues {link.parent}, and stands behind {parent}")
+            raise _Wrong(
+                f"save {link.number}: expected the parent {parent}, found {link.parent} (0: none, a full save)"
+            )
         if not 1 <= link.num_servers <= MAX_SHARDS:
             raise _Wrong(f"expected 1 to {MAX_SHARDS:,} servers, found num_servers={link.num_servers}")
         if not 0 <= link.time <= MAX_TIME:
@@ -92,7 +96,7 @@ def _specs_of(tables: Sequence[Table]) -> dict[str, TableSpec]:
         if not 0 <= table.rows <= MAX_SIZE:
             raise _Wrong(f"table '{table.name}': expected a number of rows, found {table.rows}")
         if table.name in specs:
-            raise _Wrong("a table is in it twice")
+            raise _Wrong(f"table '{table.name}' is listed twice")
         specs[table.name] = spec
     return specs
 

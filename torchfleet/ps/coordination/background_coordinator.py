@@ -60,7 +60,7 @@ class BackgroundCoordinator:
     def _tell(self, error: Exception | None) -> None:
         text = "" if error is None else str(error)
         if text and text != self._told:
-            self._say(f"waits for the coordinator, and asks again: {text}")
+            self._say(f"the coordinator gives no good answer; this server retries: {text}")
         elif self._told and not text:
             self._say("the coordinator answers again")
         self._told = text

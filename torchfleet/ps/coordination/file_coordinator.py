@@ -62,5 +62,6 @@ class FileCoordinator:
             yield
         except OSError as error:
             raise CoordinatorUnreachable(
-                f"the folder {self._folder}, where fleetrun keeps who is primary, cannot be used: {error}"
+                f"cannot read or write {self._folder}, the folder in which fleetrun records the primary of each shard: "
+                f"{error}"
             ) from None
