@@ -53,7 +53,8 @@ def reduced(what: str, array: npt.NDArray[Any], mode: str, comm_world: str) -> n
     brought = process_role.gather(what, own, comm_world)
     parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
     if any(part[:3] != parts[0][:3] for part in parts):
-        raise FleetError(f"{what}: the workers brought different things: {[part[:3] for part in parts]}")
+        found = [part[:3] for part in parts]
+        raise FleetError(f"{what}: all processes must pass the same mode, dtype and shape; found {found}")
     total = np.frombuffer(parts[0][3], array.dtype)
     for part in parts[1:]:
         total = _MODES[mode](total, np.frombuffer(part[3], array.dtype))

@@ -95,8 +95,8 @@ class _Once:
         stream, self._stream = self._stream, None
         if stream is None:
             raise DataError(
-                "this stream of record batches was gone through before, and cannot begin anew: give from_arrow a "
-                "function that makes it, or a list"
+                "this stream of record batches can be iterated only once, and a pass has already used it: give "
+                "from_arrow a function that makes it, or a list"
             )
         return stream
 

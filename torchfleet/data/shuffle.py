@@ -151,4 +151,6 @@ def unpacked(parcel: list[npt.NDArray[Any]], layout: SampleLayout) -> tuple[int,
         rows = SampleRows(words.view(np.uint32), starts.view(np.int64))
         if len(sender) == 1 and len(places) == rows.num and layout.check(rows):
             return int(sender[0]), places.view(np.int64), rows
-    raise DataError("global shuffle: a parcel that holds no samples of these slots; do all workers run one version?")
+    raise DataError(
+        "global shuffle: received samples that do not match use_var; do all workers run the same release and script?"
+    )

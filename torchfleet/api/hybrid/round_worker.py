@@ -157,11 +157,15 @@ class RoundWorker(HybridWorker):
 
     def _send_network(self) -> None:
         newcomers, self.rounds.newcomers = self.rounds.newcomers, []
+        seconds = self._info.worker_timeout
         for worker in newcomers:
             pieces = self._copy.pieces(self.rounds.number, self.rounds.workers)
             topic = _topic(self.rounds.number, worker)
-            if not send_copy(self._own_client, worker, topic, pieces, self._info.worker_timeout):
-                tell(f"hybrid mode: worker {worker} does not take the network that was sent to it")
+            if not send_copy(self._own_client, worker, topic, pieces, seconds):
+                tell(
+                    f"hybrid mode: worker {worker} did not fetch the copy of the network within {seconds:g} s; it asks "
+                    "again if it still runs"
+                )
 
     def batch_given(self, is_last: bool) -> None:
         """The training loop gets a batch. `is_last`: this worker has none after it."""

@@ -43,7 +43,9 @@ class JobSetup:
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """Set the strategy. init and distributed_optimizer may both receive it, but not with different settings."""
         if strategy is not None and self.strategy is not None and strategy != self.strategy:
-            raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+            raise StrategyError(
+                f"{user}: this strategy differs from the one given earlier. Pass one strategy, to fleet.init or here."
+            )
         self._strategy_before = self.strategy
         self.strategy = strategy or self.strategy
 
@@ -85,7 +87,10 @@ class JobSetup:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self._plan is not None:
-            raise ModelError("fleet.distributed_optimizer: the tables are made; give all optimizers before that")
+            raise ModelError(
+                "fleet.distributed_optimizer: the tables were already created (as init_worker and init_server do): "
+                "call distributed_optimizer for all optimizers first"
+            )
         strategy = self.strategy or DistributedStrategy()
         try:
             made = self._distributed(self.model, optimizer, strategy)
@@ -177,7 +182,8 @@ def _tell_of_momentum(plan: Plan) -> None:
     if found:
         tell(
             f"fleet: momentum acts on the rows of {', '.join(map(repr, found))} in the updates that touch them, and "
-            "not in the steps between (docs/rows.md). A param group of their own with momentum=0 has none."
+            "not in the steps between (docs/rows.md). To turn it off, put these tables into a param group with "
+            "momentum=0."
         )
 
 

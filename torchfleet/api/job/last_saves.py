@@ -80,9 +80,10 @@ class LastSaves:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         if gone:
+            named = _named(gone)
             tell(
-                f"fleet.stop_worker: does not wait for {_named(gone)}: the servers hear nothing of it, or the job was "
-                "asked to end. The saved model has what it pushed so far. Look at its log."
+                f"fleet.stop_worker: stops waiting for {named}: no heartbeat reaches the servers, or the job was asked "
+                f"to end. The saved model includes the gradients pushed so far. Look at the log of {named}."
             )
 
     def _gone(self, servers: Stats, others: set[int], waited: float) -> set[int]:

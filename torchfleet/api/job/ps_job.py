@@ -61,8 +61,8 @@ class ParameterServerJob(JobSetup):
     def data_shard(self) -> tuple[int, int]:
         if self.info.is_elastic:
             raise FleetError(
-                "workers of this job come and go (FLEET_MIN_WORKERS), so that no share of the samples is one worker's: "
-                "let them take files as they have time, dataset.set_filelist(files, dynamic=True)"
+                "the number of workers changes in this job (FLEET_MIN_WORKERS), so there are no fixed shares of the "
+                "samples. Use dataset.set_filelist(files, dynamic=True)"
             )
         return self.info.worker_index, self.info.num_workers
 
@@ -198,7 +198,7 @@ class ParameterServerJob(JobSetup):
                 raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
             return self._server.gather(name, data, comm_world)
         if self._worker is None:
-            raise FleetError("workers meet after fleet.init_worker(): call it there")
+            raise FleetError("call fleet.init_worker() before this: workers can exchange data only after it")
         self._worker.meet(f"a gather of all workers ('{name}')")
         num_servers = self.info.num_servers if comm_world == "all" else 0
         with self._worker.workers() as all_workers:
