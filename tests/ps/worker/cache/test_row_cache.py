@@ -243,6 +243,14 @@ def test_an_id_out_of_range_is_an_error_after_which_training_goes_on() -> None:
         assert len(train(part, list(batches(2)))) == 2
 
 
+@each_of("prefetch", [False, True])
+def test_a_lookup_for_training_after_the_worker_was_stopped_is_an_error(prefetch: bool) -> None:
+    with jobs.one_worker(Model("1MB"), num_servers=1) as part:
+        train(part, list(batches(2)))
+    with pytest.raises(FleetError, match=naming("fleet.stop_worker()")):
+        train(part, list(batches(1, seed=1)), prefetch)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     servers = Servers(1)
     with jobs.one_worker(Model("1MB"), servers=servers) as part:

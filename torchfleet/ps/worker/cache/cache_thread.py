@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.worker.cache.write_back import CLOSED
 from torchfleet.ps.worker.client.client import Client
 
 _LOOK = 0.1  # seconds
@@ -55,8 +57,10 @@ class CacheThread:
         self._threads.start()
 
     def check(self) -> None:
-        """Raise the thread's error if it has failed."""
+        """Raise the thread's error if it has failed, or an error if it was closed: nothing is prepared any more."""
         self._threads.check()
+        if self._ending.is_set():
+            raise FleetError(CLOSED)
 
     def prepare(self, cache: Preparer, batch: Any) -> None:
         """Have the thread call `cache.begin`, and later, when the replies should have arrived, what that returned."""
@@ -89,7 +93,7 @@ class CacheThread:
             raise alone.errors[0]
 
     def close(self) -> None:
-        """End the thread and close its client. Work that has not ended is dropped."""
+        """End the thread and close its client. Work that has not ended is dropped; its waiters get an error."""
         self._ending.set()
         self._threads.join(timeout=10)
 

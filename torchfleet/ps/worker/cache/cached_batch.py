@@ -18,7 +18,7 @@ from torchfleet.ps.worker.cache.pending import Pending
 from torchfleet.ps.worker.cache.row_memory import RowMemory
 
 Slot = tuple[torch.Tensor, int | None]  # ids, and the id among them that stands for padding
-_WAIT = 0.1  # seconds between two checks whether the thread that fills the cache has failed
+_WAIT = 0.1  # seconds between two checks whether the thread that fills the cache has failed or was closed
 
 
 class CachedBatch:

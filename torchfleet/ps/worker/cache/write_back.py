@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Future
 
@@ -19,6 +20,7 @@ _LOOK = 0.1  # seconds
 _MOST_WAITING = 4  # writes in the queue; `give` blocks for a further one, so that memory stays bounded
 _ROWS = 1 << 14  # of one message: a pull behind it waits for a few milliseconds
 _UNDER_WAY = 4  # messages without a reply yet
+CLOSED = "fleet.stop_worker() was called, which closes the caches of rows of this worker: train before it"
 
 
 class Write:
@@ -75,7 +77,7 @@ class WriteBack:
     def give(self, write: Write) -> None:
         """Have the thread send these rows. Waits only while too many writes are in the queue."""
         while True:
-            self._threads.check()
+            self._check()
             try:
                 self._queue.put(write, timeout=_LOOK)
                 return
@@ -85,12 +87,18 @@ class WriteBack:
     def wait(self, write: Write) -> None:
         """Wait until the servers have the rows."""
         while not write.is_done.wait(_LOOK):
-            self._threads.check()
+            self._check()
         self._threads.check()
 
     def close(self) -> None:
+        """End the thread and close its client. Later calls, and those that wait for a write, raise an error."""
         self._ending.set()
         self._threads.join(timeout=10)
+
+    def _check(self) -> None:
+        self._threads.check()
+        if self._ending.is_set():
+            raise FleetError(CLOSED)
 
     def _work(self) -> None:
         with self._connect() as client:
