@@ -208,6 +208,26 @@ def test_it_stops_when_all_workers_have_left_and_not_by_the_word_of_another_proc
     assert server.is_stopping
 
 
+def test_it_stops_when_all_workers_have_left_though_a_request_of_the_last_one_still_computes(
+    server: BlockServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, compute = threading.Event(), server._runner.forward
+    monkeypatch.setattr(server._runner, "forward", lambda *args: gate.wait(60) and compute(*args))
+    first, second = Caller(server, 0, 1), Caller(server, 1, 2)
+    first.join()
+    second.join()
+    first.ask(Command.LEAVE, [], flags=1)
+    assert server.handle("peer", encode(second.message(Command.FORWARD, forward())), None) == []
+    assert second.ask(Command.LEAVE, [], flags=1).status == OK
+    gate.set()
+    deadline = time.monotonic() + 60
+    while not server.ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert server.num_computed == 1
+    assert server.is_stopping
+    assert not server.desertion
+
+
 def test_it_ends_when_no_worker_is_heard_of() -> None:
     before = time.monotonic()
     server = BlockServer(BlockRunner(blocks_of(make()), CPU), 1, orphan_timeout=10.0)

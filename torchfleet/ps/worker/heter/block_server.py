@@ -89,7 +89,7 @@ class Session:
 
 
 class BlockServer:
-    """Implements Handler. `num_workers`: the CPU workers of the job. `is_stopping` when all of them have left."""
+    """Implements Handler. `num_workers`: the CPU workers of the job."""
 
     def __init__(self, runner: BlockRunner, num_workers: int, orphan_timeout: float = 0.0) -> None:
         """`orphan_timeout`: stop after this many seconds without a request from a worker; 0: never."""
@@ -104,10 +104,17 @@ class BlockServer:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._done: deque[tuple[Job, Result]] = deque()  # `ready` sets the result: a repeat is answered once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.is_stopping, self.desertion = False, ""
+        self.desertion = ""
         self.num_computed, self.seconds = 0, 0.0
         self._thread = BackgroundThreads([self._compute], "the blocks of a heter worker")
         self._thread.start()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all workers have left or are silent. A worker that has left needs no reply: a request of it may still
+        be computed.
+        """
+        return bool(self.desertion) or len(self._left) == self._num_workers
 
     @property
     def num_sessions(self) -> int:
@@ -186,7 +193,6 @@ class BlockServer:
         self._end([c for c, s in self._sessions.items() if c == message.client or (is_last and s.worker == worker)])
         if is_last:
             self._left.add(worker)
-        self.is_stopping = len(self._left) == self._num_workers and not self._sessions
         return []
 
     def _end(self, clients: Sequence[int]) -> None:
@@ -268,7 +274,6 @@ class BlockServer:
         self._end([client for client, session in self._sessions.items() if now - session.heard > IDLE])
         if self._orphan_timeout and now - self._heard > self._orphan_timeout:
             self.desertion = f"no worker has been heard of for {self._orphan_timeout:g} s (orphan_timeout)"
-            self.is_stopping = True
         return []
 
     def work(self) -> bool | None:
