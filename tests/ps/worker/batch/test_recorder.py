@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from support.extras import Late
@@ -20,6 +22,24 @@ def test_an_owner_that_is_gone_holds_nothing() -> None:
     hold_compiler(owner)
     del owner
     torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1
+
+
+def test_a_compiler_that_is_imported_after_the_first_owner_held_is_held_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter, first, second = testing.CompileCounter(), Owner(), Owner()
+    compiled = torch.compile(lambda x: x + 1, backend=counter)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo")
+        hold_compiler(first)
+    hold_compiler(second)
+    compiled(torch.ones(2))
+    let_compiler_go(first)
+    compiled(torch.ones(2))
+    assert counter.frame_count == 0
+    let_compiler_go(second)
+    compiled(torch.ones(2))
     assert counter.frame_count == 1
 
 

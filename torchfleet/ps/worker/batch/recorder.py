@@ -216,7 +216,7 @@ def hold_compiler(owner: object) -> None:
     """
     global _stance
     with _stance_lock:
-        if "torch._dynamo" in sys.modules and not _owners:
+        if "torch._dynamo" in sys.modules and _stance is None:
             _stance = torch.compiler.set_stance("force_eager")
         if id(owner) not in _owners:
             _owners.add(id(owner))
