@@ -10,10 +10,13 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Servers
+from support.messages import names
 from support.ranks import Ranks
 
 import torchfleet as fleet
+from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
+from torchfleet.collective.checkpoint import collective_manifest
 from torchfleet.observe.commands.inspect_saved import inspect_model
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.manifest import read_manifest
@@ -196,6 +199,59 @@ def test_saves_of_servers_and_of_devices_load_into_each_other(ranks: Ranks, tmp_
     compact(str(tmp_path / "tables-2"))  # full save and delta become one
     plain = fleet.load_inference_model(str(tmp_path / "tables-2"), Model(None))
     torch.testing.assert_close(predicted(plain), single["before"], atol=1e-6, rtol=1e-5)
+
+
+def saved_again(folder: str) -> dict[str, Any]:
+    """The folders that are left of three saves, at once and beside training."""
+    model, made = begin("sgd")
+    found: dict[str, Any] = {}
+    for asynchronous in (False, True):
+        own = f"{folder}/{asynchronous}"
+        for number in (1, 2, 3):
+            train(model, made, batches(1))
+            assert fleet.save(own, asynchronous=asynchronous) == number
+        expected = predicted(model)
+        train(model, made, batches(1))
+        fleet.load(own)  # waits for the save beside training
+        assert torch.equal(predicted(model), expected)
+        found[str(asynchronous)] = " ".join(sorted(Storage(own).folders()))
+    fleet.stop_worker()
+    return found
+
+
+def test_the_tables_of_older_saves_are_removed(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(saved_again, 2, folder=str(tmp_path)):
+        assert found == dict.fromkeys(["False", "True"], "save-000003 tables-000003")
+
+
+def loaded_by_views(folder: str) -> dict[str, Any]:
+    """Loads where one rank cannot read the manifest: first rank 1, which need not, then rank 0."""
+    model, made = begin("sgd")
+    train(model, made, batches(1))
+    fleet.save(folder, {"step": 1})
+    expected, really_read = predicted(model), collective_manifest.read_body
+    rank, texts = fleet.worker_index(), []
+
+    def unreadable(_: Storage) -> bytes:
+        raise PermissionError(folder)
+
+    for blind in (1, 0):
+        train(model, made, batches(1))
+        collective_manifest.read_body = unreadable if rank == blind else really_read
+        if blind:
+            assert fleet.load(folder) == {"step": 1}
+            assert torch.equal(predicted(model), expected)
+        else:
+            with pytest.raises(CheckpointError) as error:
+                fleet.load(folder)
+            texts.append(str(error.value))
+    fleet.stop_worker()
+    return {"text": texts[0]}
+
+
+def test_rank_0_tells_all_ranks_which_save_they_load(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(loaded_by_views, 2, folder=str(tmp_path)):
+        assert names(found["text"], "rank 0", "PermissionError", str(tmp_path))
 
 
 def test_ranks_own_the_keys_that_servers_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -167,6 +166,7 @@ class CollectiveJob(ModelAndOptimizer):
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
         from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+        from torchfleet.collective.checkpoint.collective_manifest import tables_of
         from torchfleet.collective.checkpoint.save_writing import write_save
         from torchfleet.collective.checkpoint.saving import plan_save
 
@@ -179,7 +179,7 @@ class CollectiveJob(ModelAndOptimizer):
         planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
         rows, first = self.device_rows, None
         if rows is not None:  # before the manifest of the network, which completes the save
-            tables = _tables_of(dirname, planned.number)
+            tables = planned.storage.place(tables_of(planned.number))
             if asynchronous and rows.can_save_beside:
                 first = rows.saving_beside(tables)
             else:
@@ -189,7 +189,6 @@ class CollectiveJob(ModelAndOptimizer):
             self._saves.begin(planned, tensors, first)
         else:
             write_save(planned, tensors, world)
-            _remove_other_tables(dirname, planned.number, world.rank)
         return planned.number
 
     def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
@@ -212,17 +211,17 @@ class CollectiveJob(ModelAndOptimizer):
             self._saves.finish(timeout)
 
     def load(self, dirname: str) -> dict[str, Any]:
-        from torchfleet.collective.checkpoint import collective_manifest
-        from torchfleet.collective.checkpoint.loading import load
+        from torchfleet.collective.checkpoint.collective_manifest import tables_of
+        from torchfleet.collective.checkpoint.loading import load, saved_number
 
         model, optimizer = self._trained()
         self._finish_save()
         self._meetings.meet("fleet.load")
         if self.device_rows is not None:
-            if not collective_manifest.is_collective(dirname):
+            number = saved_number(dirname, self.world)
+            if number is None:
                 return self.device_rows.load(dirname, with_network=True)
-            number = collective_manifest.read(Storage(dirname)).number
-            self.device_rows.load(_tables_of(dirname, number), with_network=False)
+            self.device_rows.load(Storage(dirname).place(tables_of(number)), with_network=False)
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
@@ -281,19 +280,6 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
-
-
-def _tables_of(dirname: str, number: int) -> str:
-    """The folder of the tables of a save."""
-    return Storage(dirname).place(f"tables-{number:06}")
-
-
-def _remove_other_tables(dirname: str, number: int, rank: int) -> None:
-    """On rank 0, remove the tables of all other saves. Not called after a save beside training: older tables stay."""
-    storage = Storage(dirname)
-    for name in storage.folders() if rank == 0 else ():
-        if re.fullmatch(r"tables-[0-9]{6,18}", name) and name != f"tables-{number:06}":
-            storage.remove_folder(name)
 
 
 def _write_last(job: weakref.ref[CollectiveJob], pid: int) -> None:

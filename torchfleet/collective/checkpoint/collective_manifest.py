@@ -18,7 +18,7 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import remove_all_but
-from torchfleet.ps.checkpoint.manifest import next_save
+from torchfleet.ps.checkpoint.manifest import folder_of, next_save
 from torchfleet.ps.checkpoint.manifest_file import FILE, read_body, write_body
 from torchfleet.ps.checkpoint.part_file import ITEM_BYTES
 
@@ -26,6 +26,7 @@ FORMAT = "torchfleet collective checkpoint"
 VERSION = 1
 
 _FOLDER = re.compile(r"save-[0-9]{1,18}")
+_TABLES = re.compile(r"tables-([0-9]{6,18})")
 _FILE = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
 
 # model      a parameter or persistent buffer, by its name
@@ -196,9 +197,20 @@ def next_number(storage: Storage) -> int:
     return next_save(storage)
 
 
-def remove_others(storage: Storage, kept: str) -> None:
-    """Remove the folders of earlier saves and of saves that were never completed."""
+def tables_of(number: int) -> str:
+    """The folder, beside that of the save, with the tables on devices: a save in the format of servers."""
+    return f"tables-{number:06}"
+
+
+def remove_others(storage: Storage, number: int) -> None:
+    """Remove the folders of earlier saves and of saves that were never completed, and their tables."""
+    kept = folder_of(number)
     remove_all_but(storage, {kept})
+    left = storage.folders()
+    for name in left:
+        tables = _TABLES.fullmatch(name)
+        if tables is not None and f"save-{tables[1]}" not in {kept, *left}:
+            storage.remove_folder(name)
 
 
 def num_elements(shape: Sequence[int]) -> int:

@@ -42,6 +42,12 @@ class Opened(Report, kw_only=True):
     names: list[str] = msgspec.field(default_factory=list)
 
 
+class Found(Report, kw_only=True):
+    """Which save there is, as rank 0 sees it."""
+
+    number: int | None = None
+
+
 class LoadSource(NamedTuple):
     """Where tensors are loaded from: a save, or a copy in memory."""
 
@@ -99,6 +105,17 @@ def load_from(
 def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
     """Load parameters and buffers into a model of this process alone, for prediction; returns the saved `extra`."""
     return load(dirname, module, None, (), None)
+
+
+def saved_number(dirname: str, world: World) -> int | None:
+    """The number of the save in `dirname`; None if servers made it. Rank 0 looks, and all ranks call it together."""
+    found, failed = Found(), None
+    try:
+        if world.rank == 0 and saved.is_collective(dirname):
+            found.number = saved.read(Storage(dirname)).number
+    except Exception as error:
+        found.error, failed = error_text(error), error
+    return exchange(world, found, failed)[0].number
 
 
 def _opened(storage: Storage, names: list[str], world: World | None) -> LoadSource:

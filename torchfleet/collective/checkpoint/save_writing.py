@@ -183,7 +183,7 @@ def _commit(storage: Storage, manifest: CollectiveManifest, held: Reservation) -
             if read(storage) != manifest:
                 raise CheckpointError(f"the manifest in {storage.path} is not the one that was written")
             held.release()
-            remove_others(storage, manifest.save)
+            remove_others(storage, manifest.number)
     except Exception as error:
         return Report(error=error_text(error))
     return Report()
