@@ -68,8 +68,7 @@ class CollectiveModel(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self._called(*args, **kwargs)
         self._begin()
-        if self.training:  # evaluation is not counted
-            self._count(args, kwargs)
+        self._count(args, kwargs)
         outputs = self._trained(*args, **kwargs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):
@@ -185,6 +184,8 @@ class CollectiveModel(torch.nn.Module):
             strategy.begin_forward(exchanging)
 
     def _count(self, args: Any, kwargs: Any) -> None:
+        if not self.training:  # evaluation is not counted
+            return
         first = next((tensor for tensor in tensors([args, kwargs]) if tensor.dim()), None)
         self.num_samples += 0 if first is None else first.shape[0]
 

@@ -99,6 +99,24 @@ def test_an_ordinary_loop_trains_a_pipeline(ranks: Ranks) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
 
 
+def counted() -> dict[str, Any]:
+    """The numbers of samples behind each call: evaluation with gradients, training, evaluation."""
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(pipeline=True))
+    model = fleet.distributed_model(made())
+    found = []
+    for is_training in (False, True, False):
+        model.train(is_training)
+        model(*batch(0))
+        found.append(model.num_samples)
+    fleet.stop_worker()
+    return {"counted": found}
+
+
+def test_evaluation_with_gradients_is_not_counted(ranks: Ranks) -> None:
+    (found,) = ranks.run(counted, 1)
+    assert found["counted"] == [0, ROWS, ROWS]
+
+
 def mistakes() -> dict[str, Any]:
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(pipeline=True, **configs()))
     model = fleet.distributed_model(made())
