@@ -495,7 +495,7 @@ def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
         if starts:
             assert store.layout.check(SampleRows(np.array(words, np.uint32), np.array(starts, np.int64)))
     else:
-        with pytest.raises(DataError, match="slots"):
+        with pytest.raises(DataError, match=naming("use_var")):
             unpacked(parcel, store.layout)
 
 
@@ -515,7 +515,7 @@ def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
     ids=str,
 )
 def test_a_parcel_of_another_form_is_refused(parcel: Parcel) -> None:
-    with pytest.raises(DataError, match="slots"):
+    with pytest.raises(DataError, match=naming("use_var")):
         unpacked(addressed(parcel), SampleLayout(ID))
 
 
