@@ -60,7 +60,7 @@ class Membership:
             raise
         self._over = threading.Event()
         self._is_process_ending = False
-        self._thread = BackgroundThreads([self._stay], "sign of life", on_end=client.close)
+        self._thread = BackgroundThreads([self._stay], "sending heartbeats to the servers failed", on_end=client.close)
         self._thread.start()
         atexit.register(self._end)
 

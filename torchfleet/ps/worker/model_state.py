@@ -165,7 +165,7 @@ class ModelState:
         """Give the servers the loaded values from worker 0, and make all workers start from them."""
         if self._is_restarted and not self._servers.communicator().num_steps:
             print(
-                "load_state_dict: this worker was started again, and goes on with what the others have trained",
+                "load_state_dict is ignored: this worker was restarted, and continues with the servers' current values",
                 file=sys.stderr,
                 flush=True,
             )

@@ -98,8 +98,8 @@ class Exchange:
                 deadline = time.monotonic() + self._timeout
             elif time.monotonic() > deadline:
                 raise FleetError(
-                    f"for {self._timeout:g} s the servers have had no room for another parcel to worker {to}: it does "
-                    "not take what is there for it. Look at its log."
+                    f"for {self._timeout:g} s the servers have had no room for another parcel to worker {to}, because "
+                    "workers have not fetched their parcels. Look at the log of that worker, and at those of others."
                 )
             time.sleep(_PAUSE)
 

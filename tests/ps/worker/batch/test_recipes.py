@@ -13,6 +13,8 @@ from support.cases import each_of
 from support.jobs import Servers, one_worker
 
 import torchfleet
+from torchfleet.ps.worker.batch.foresight import CHANGING
+from torchfleet.ps.worker.batch.recorder import IN_PLACE, PARAMETERS, RANDOM, ROWS, Refusal
 
 FEATURES, DENSE, VOCABULARY, DIM = 5, 2, 50, 3
 
@@ -146,26 +148,26 @@ def of_parameters(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [(x[:, i] * model.tower.bias.abs()).long() for i in range(FEATURES)]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], list[torch.Tensor]], str]] = {
+REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], list[torch.Tensor]], Refusal]] = {
     "random": (
         lambda model, x: [torch.randint(0, VOCABULARY, (len(x),)) for _ in range(FEATURES)],
-        "drawn at random in forward",
+        RANDOM,
     ),
     "random, of numpy": (
         lambda model, x: [torch.from_numpy(np.random.randint(0, VOCABULARY, len(x))) for _ in range(FEATURES)],
-        "no input of the call",
+        CHANGING,
     ),
-    "changing": (changing, "no input of the call"),
-    "in place": (in_place, "changed in place"),
-    "of rows": (of_rows, "rows of another lookup"),
-    "of parameters": (of_parameters, "parameters of the model"),
+    "changing": (changing, CHANGING),
+    "in place": (in_place, IN_PLACE),
+    "of rows": (of_rows, ROWS),
+    "of parameters": (of_parameters, PARAMETERS),
 }
 
 
 @each_of("kind", REFUSED)
 def test_what_cannot_be_foreseen_trains_as_torch_and_says_why(kind: str) -> None:
     """No random number is drawn that torch would not draw, and no row is made that is not looked up."""
-    take, why = REFUSED[kind]
+    take, refusal = REFUSED[kind]
     model = Features(take)
     plain = copy.deepcopy(model)
     batches = [block(step) for step in range(12)]
@@ -176,7 +178,7 @@ def test_what_cannot_be_foreseen_trains_as_torch_and_says_why(kind: str) -> None
         losses = train(part.model, part.optimizer, batches)
         state = torch.get_rng_state()
         entries = part.stats()["unforeseen"]
-        assert why in reasons(part)["rows.2"]
+        assert reasons(part)["rows.2"] == refusal.why
         assert all(entry["module"] and entry["what_to_do"] for entry in entries)
     torch.manual_seed(5)
     np.random.seed(5)

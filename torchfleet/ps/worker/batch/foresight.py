@@ -28,8 +28,8 @@ _MOST_WRONG = 3
 _GIVE_IT = "give what changes to the model as an input tensor, or compute the ids before the call"
 
 CHANGING = Refusal(
-    "the same computation with the next batches gave other ids: something has a part in it that is no input of the "
-    "call (a number of Python, numpy, an attribute that changes)",
+    "the recorded computation gave other ids on later batches: it depends on a value that is not an input of the call "
+    "(a Python number, numpy, a changing attribute)",
     _GIVE_IT,
 )
 NO_CALL = Refusal(
@@ -38,7 +38,7 @@ NO_CALL = Refusal(
 )
 NOT_YET = Refusal(
     "the ids are new to this worker; it looks how they are computed in one of the next calls",
-    "nothing, unless it stays so",
+    "nothing, unless this is still reported after many batches",
 )
 
 

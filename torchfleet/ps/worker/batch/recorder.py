@@ -32,15 +32,15 @@ RANDOM = Refusal(
 )
 ROWS = Refusal(
     "the ids are computed from the rows of another lookup",
-    "nothing, if the model is meant so: these rows can be asked for only when the others are there",
+    "nothing, if this is intended: these rows can be requested only after the other lookup has returned",
 )
 PARAMETERS = Refusal(
     "the ids are computed from parameters of the model",
-    "nothing, if the model is meant so: training changes the parameters until the moment of the lookup",
+    "nothing, if this is intended: training changes the parameters until the moment of the lookup",
 )
 IN_PLACE = Refusal(
     "a tensor that the ids come from is changed in place in forward",
-    "make a new tensor: torch.where or masked_fill in the place of x[mask] = 0, x + 1 in the place of x += 1",
+    "write out of place: torch.where or masked_fill instead of x[mask] = 0, x + 1 instead of x += 1",
 )
 OUTSIDE = Refusal(
     "the ids are not computed by functions of torch (numpy, a custom kernel, another process)",

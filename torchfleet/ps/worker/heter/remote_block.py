@@ -196,7 +196,7 @@ class RemoteBlocks:
         if len(found) >= MAX_KEPT:
             raise ModelError(
                 f"{MAX_KEPT} forward passes of blocks wait for their backward pass, which is the maximum: call "
-                "backward() sooner, or compute under torch.no_grad() what needs none"
+                "backward() sooner, or use torch.no_grad() for forward passes that need no backward pass"
             )
         return found
 

@@ -40,8 +40,8 @@ class Bounded(Communicator):
         """`timeout`: seconds that a push may be delayed."""
         if max_staleness < num_workers - 1:
             raise StrategyError(
-                f"a_sync_configs['max_staleness']={max_staleness} cannot be kept with {num_workers} workers: the last "
-                f"of them to push comes after all others. Use at least {num_workers - 1}, or sync mode."
+                f"a_sync_configs['max_staleness']={max_staleness} is too small for {num_workers} workers: the last "
+                f"worker to push is already {num_workers - 1} updates behind. Use at least that many, or sync mode."
             )
         super().__init__(client, plan, connect)
         self._max_staleness, self._timeout = max_staleness, timeout

@@ -132,7 +132,7 @@ class WholeTables(Communicator):
     def _check(self) -> None:
         self._thread.check()
         if self._is_over:
-            raise FleetError("these whole tables have come to their end: the worker was stopped, nothing is exchanged")
+            raise FleetError("fleet.whole_tables(): the worker was stopped, so the tables are no longer exchanged")
 
     def _want(self) -> int:
         self._check()
