@@ -10,9 +10,8 @@ import numpy as np
 from torchfleet.ps.kernels.jit import inlined
 
 ONE, ZERO, HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
-MOST = np.float32(
-    2.0**100
-)  # bound of FTRL's numbers: far above those of any training, and finite when squared roots meet
+# Bound of FTRL's numbers, far above those of any training. Powers n^p (p ≤ 1) and their differences are finite.
+MOST = np.float32(2.0**100)
 
 
 @inlined
