@@ -185,7 +185,7 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
     flags = request.message.flags
     kind = flags & (SYNC | DELTA | GATHERED | BOUNDED)
     if kind.bit_count() > 1:
-        raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
+        raise WireError(f"flags {flags}: a push may have at most one of SYNC, DELTA, GATHERED and BOUNDED")
     if kind == DELTA:
         return _add(state, request)
     # the mean of several pushes is made table by table

@@ -185,6 +185,9 @@ def _check(body: ExchangeBody, request: Request) -> None:
             f"{MAX_SAMPLES:g}, seconds and at most {MAX_RATES} finite rates; found {body!r:.300}"
         )
     if len(request.message.arrays) != (1 if body.again else 2):
-        raise WireError("a part of a round brings gradients, and asking again for a round brings none")
+        raise WireError(
+            "EXCHANGE has a body and gradients (2 arrays), or with `again` only a body (1 array); found "
+            f"{len(request.message.arrays)} arrays"
+        )
     if not body.again and request.message.worker not in body.workers:
         raise WireError(f"worker {request.message.worker} counts only {body.workers} in its round, and not itself")

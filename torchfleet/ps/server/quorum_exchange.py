@@ -21,7 +21,8 @@ def check_quorum(body: ExchangeBody) -> None:
     is_in_range = 0 <= body.quorum <= MAX_WORKERS and 0 <= body.max_age <= MAX_AGE and len(body.parts) <= MAX_PARTS
     if not is_in_range or (body.decides and body.bucket):
         raise WireError(
-            f"a quorum is at most {MAX_WORKERS:,}, an age {MAX_AGE:,}, and bucket 0 decides; found {body!r:.300}"
+            f"expected quorum 0 to {MAX_WORKERS:,}, max_age 0 to {MAX_AGE:,}, at most {MAX_PARTS:,} parts, and "
+            f"`decides` with bucket 0 only; found {body!r:.300}"
         )
 
 

@@ -140,7 +140,10 @@ class ServerTracing:
             self._tell(error)
 
     def _tell(self, error: Exception) -> None:
-        tell(f"torchfleet server {self._name.index}: no part in the profile that is asked for: {error}. It goes on.")
+        tell(
+            f"torchfleet server {self._name.index}: cannot write its part of the requested profile: {error}. The "
+            "server continues."
+        )
 
     def _record(self, recorder: Recorder | None) -> None:
         own = None if self._export is None else self._export.recorder

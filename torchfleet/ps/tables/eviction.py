@@ -51,7 +51,7 @@ def check_policy(table: RowStore, policy: Shrink) -> None:
 
 
 def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
-    """Yield the number of rows dropped so far after each slice. A row that is looked up before its slice is kept."""
+    """Yield the number of rows that each slice dropped. A row that is looked up before its slice is kept."""
     check_policy(table, policy)
     now = table.clock.now
     where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
@@ -73,8 +73,9 @@ def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now:
     if num > max(FEW, policy.max_share * table.index.num_keys):
         raise TableError(
             f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
-            f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
-            "so, say what may go: fleet.shrink(..., max_share=1.0), or shrink=fleet.Shrink(max_share=1.0) of the layer."
+            f"max_share={policy.max_share:g} of them; nothing was dropped. Check the server's clock ({now} s since "
+            "1970). If it is right and these rows should go, allow it: fleet.shrink(..., max_share=1.0), or "
+            "shrink=fleet.Shrink(max_share=1.0) of the layer."
         )
 
 

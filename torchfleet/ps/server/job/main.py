@@ -105,14 +105,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--min_workers",
         type=int,
         default=int(os.environ.get(MIN_WORKERS) or 0),
-        help="with how many of them an elastic job begins; others come and go (default: FLEET_MIN_WORKERS, else 0: all "
-        "are waited for)",
+        help="number of workers with which an elastic job begins; more may join and leave (default: "
+        "FLEET_MIN_WORKERS, else 0: wait for all workers)",
     )
     parser.add_argument(
         "--on_worker_loss",
         choices=LOSS_RULES,
         default=os.environ.get(ON_LOSS) or None,
-        help="what workers do that wait for a worker that is lost (default: FLEET_ON_WORKER_LOSS, else end; "
+        help="what happens when a worker is lost that others wait for (default: FLEET_ON_WORKER_LOSS, else end; "
         "go_on where workers come and go)",
     )
     return parser.parse_args(arguments)

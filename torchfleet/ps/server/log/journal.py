@@ -140,7 +140,10 @@ class Journal:
     def _check(request: Request, trouble: str) -> None:
         """Raise LogStuck, unless the command is always answered. A read could show a change that is not safe."""
         if request.message.command not in _ALWAYS_ANSWERED:
-            raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
+            raise LogStuck(
+                f"{trouble} No acknowledged change is lost. The server answers again once this is resolved: "
+                "retry later."
+            )
 
     def _begin(self, kind: Kind, now: float, deciding: Iterable[Table]) -> Entry:
         if not 0 <= now - self._measured_at < LOOK:

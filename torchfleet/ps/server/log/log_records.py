@@ -150,8 +150,8 @@ class Records:
 
     def _damaged(self, at: int, why: str) -> LogError:
         return LogError(
-            f"{self._place}: the record at byte {at:,} is damaged: {why}. What was promised is in it or behind it, so "
-            "the log is not used. Go on from the last checkpoint, with another folder for the log."
+            f"{self._place}: the record at byte {at:,} is damaged: {why}. Acknowledged changes may be in this record "
+            "or behind it, so the log is not used. Go on from the last checkpoint, with another folder for the log."
         )
 
 

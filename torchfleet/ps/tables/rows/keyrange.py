@@ -80,8 +80,8 @@ class KeyRange:
         check_range(keys, self.size, f"table '{self._table}'")
         if self.num_shards > 1 and not all_of_shard(keys, np.uint64(self.shard), np.uint64(self.num_shards)):
             raise TableError(
-                f"ids of this server leave the remainder {self.shard} when divided by {self.num_shards}; found "
-                "others. All clients must use the same list of servers, in the same order."
+                f"table '{self._table}': this server owns the ids with id % {self.num_shards} == {self.shard}; found "
+                "other ids. All clients must use the same list of servers, in the same order."
             )
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:

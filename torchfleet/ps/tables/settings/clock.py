@@ -48,8 +48,8 @@ class Clock:
             self._has_told = True
             tell(
                 f"torchfleet server: the clock of this machine was set by {wall - steady:+,.0f} s while this server "
-                "ran. Its tables go on counting from the time before, until the server starts again or fleet.set_time "
-                "is called."
+                "ran. Its tables ignore this change and go on from the previous time until the server restarts or "
+                "fleet.set_time is called."
             )
         return int(steady)
 

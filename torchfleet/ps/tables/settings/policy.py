@@ -46,7 +46,7 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         )
         _expect(0 <= self.window_hours <= 24 * _MAX_DAYS, f"WindowCountEntry: hours > 0, found {self.window_hours}")
         _expect(self.window_bytes >= 0, f"WindowCountEntry: max_bytes must be positive, found {self.window_bytes}")
-        _expect(bool(self.window_hours) == bool(self.window_bytes), "a window has hours and max_bytes, or neither")
+        _expect(bool(self.window_hours) == bool(self.window_bytes), "WindowCountEntry: set both hours and max_bytes")
         _expect(bool(self.show) == bool(self.click), "ShowClickEntry: name both slots, of shows and of clicks")
         _expect(
             0 < self.show_click_decay_rate <= 1,
@@ -112,7 +112,7 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
         _expect(
             self.every_hours is None or self.drops_any,
-            "Shrink: every_hours says when; say also which rows (delete_after_unseen_days, ttl_days, ...)",
+            "Shrink: every_hours needs a condition for the rows to drop (delete_after_unseen_days, ttl_days, ...)",
         )
         if self.where is not None:
             parse(self.where, EVICTION_NAMES)

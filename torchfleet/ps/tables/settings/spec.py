@@ -160,8 +160,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             wanting = sorted((self.entry.names | self.shrink.names) & {"show", "click", "score", "delta"})
             expect(
                 not wanting,
-                f"the policies of table '{self.name}' look at {', '.join(wanting)}, which needs "
-                "entry=fleet.ShowClickEntry(show, click) to say from which slots",
+                f"the policies of table '{self.name}' read {', '.join(wanting)}: set "
+                "entry=fleet.ShowClickEntry(show, click), which names the slots that show and click come from",
             )
 
     def for_shard(self, shard: int, num_shards: int) -> TableSpec:

@@ -14,7 +14,7 @@ from torchfleet.ps.tables.tiers.cold_search import look_up
 from torchfleet.ps.tables.tiers.directory import Directory
 from torchfleet.ps.tables.tiers.hot_rows import HotRows
 from torchfleet.ps.tables.tiers.pages import RECORD_HEAD, Words, keys_of
-from torchfleet.ps.tables.tiers.passes import Pass, Passes
+from torchfleet.ps.tables.tiers.passes import MOST_PASSES, Pass, Passes
 from torchfleet.ps.tables.tiers.scan import Scan
 
 WALKED = 1024  # rows of a walk at once: each is a read of the disk
@@ -35,7 +35,8 @@ class AllRows:
         lane = self._passes.reserve()
         if lane is None:
             raise TableError(
-                f"table '{self._name}' is being saved or read as a whole too many times at once; try later"
+                f"{MOST_PASSES} passes over table '{self._name}' (saves, copies, shrinks) are running already, the "
+                "most at once; try again when one has ended"
             )
         try:
             for start in range(0, self._index.num_row_numbers, CLEARED):
@@ -81,8 +82,8 @@ class AllRows:
         return np.concatenate([keys[at >= 0], keys[there]]), words
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Words, int]:
-        """(keys, words, next cursor) of at most `num_rows` rows; 0 is the first and the last cursor. Each slice is
-        sorted by place, so that it tells nothing about the hashes of its keys.
+        """(keys, words, next cursor) of at most `num_rows` rows, more only if that many have the same tag; 0 is the
+        first and the last cursor. Each slice is sorted by place, so that it tells nothing about the hashes of its keys.
         """
         first = self._directory.first_cold
         places, behind = self._directory.places_from(cursor, min(num_rows, WALKED))

@@ -96,8 +96,8 @@ class Layout:
         wrong = kernels.first_wrong(words, numbers)
         if wrong >= 0:
             raise TableError(
-                f"{place}: page {numbers[wrong]} is not as it was written. The disk has lost or changed rows: start "
-                "again from the last save, on another disk."
+                f"{place}: page {numbers[wrong]} of the cold-row file has a wrong number or checksum: the disk lost or "
+                "changed data. Restart from the last save, on another disk."
             )
 
 
