@@ -132,9 +132,7 @@ def _check_idle(settings: DistributedStrategy) -> None:
     }
     for name, (is_idle, beside) in idle.items():
         if is_idle and not settings.is_default(name):
-            raise StrategyError(
-                f"{name}={getattr(settings, name)} does nothing beside {beside}. Leave one of them out."
-            )
+            raise StrategyError(f"{name}={getattr(settings, name)} has no effect with {beside}. Leave one of them out.")
 
 
 def _without_backward_exchange(settings: DistributedStrategy) -> tuple[bool, str]:

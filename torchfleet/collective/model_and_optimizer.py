@@ -109,7 +109,7 @@ class ModelAndOptimizer(JobSettings):
         takers = [strategy for strategy in self.strategies if strategy.wants_batch]
         if takers and dry_batch is None:
             raise ModelError(
-                f"{takers[0].field}=True is to run the model in a dry step, and has no batch: call "
+                f"{takers[0].field}=True runs the model in a dry step, which needs a batch: call "
                 "fleet.distributed_model(model, dry_batch=inputs), with the model's arguments as for train_batch"
             )
         if not takers and dry_batch is not None:

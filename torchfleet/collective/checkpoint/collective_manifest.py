@@ -116,7 +116,7 @@ def read(storage: Storage) -> CollectiveManifest:
     if manifest.version != VERSION:
         raise CheckpointError(f"{place}: expected {FORMAT} version {VERSION}, found version {manifest.version}")
     for wrong in _contradictions(manifest):
-        raise CheckpointError(f"{place} describes no model: {wrong}. Load another save.")
+        raise CheckpointError(f"{place} is inconsistent: {wrong}. Load another save.")
     return manifest
 
 
@@ -139,7 +139,7 @@ def _contradictions(manifest: CollectiveManifest) -> Iterator[str]:
     )
     for (file, start, size), (other, begin, _) in itertools.pairwise(places):
         if file == other and begin < start + size:
-            yield f"two pieces lie on each other at byte {begin:,} of {file}"
+            yield f"two pieces overlap at byte {begin:,} of {file}"
 
 
 def _wrong_pieces(tensor: SavedTensor, num_ranks: int) -> Iterator[str]:
@@ -157,15 +157,18 @@ def _wrong_pieces(tensor: SavedTensor, num_ranks: int) -> Iterator[str]:
         boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
         if not fits or not all(0 <= start <= start + length <= whole for start, length, whole in boxes):
             yield f"{what} of shape {tensor.shape}: a piece of {piece.shape!s:.100} at {piece.offset!s:.100} is outside"
-        elif piece.bytes != item * num_elements(piece.shape) or not 0 <= piece.start < 1 << 60:
-            yield f"{what}: a piece of {piece.shape} {tensor.dtype} takes no {piece.bytes:,} bytes at {piece.start:,}"
+        elif piece.bytes != (size := item * num_elements(piece.shape)) or not 0 <= piece.start < 1 << 60:
+            yield (
+                f"{what}: expected a piece of {piece.shape} {tensor.dtype} to take {size:,} bytes, found "
+                f"{piece.bytes:,} bytes at offset {piece.start:,}"
+            )
         elif not 0 <= piece.crc32 < 1 << 32:
             yield f"{what}: expected a CRC-32, found {piece.crc32}"
     total = sum(num_elements(piece.shape) for piece in tensor.pieces)
     if total != num_elements(tensor.shape) and (tensor.kind != "rank" or total > num_elements(tensor.shape)):
         yield f"{what}: its pieces have {total:,} of {num_elements(tensor.shape):,} elements"
     if _overlap(tensor.pieces):
-        yield f"{what}: two of its pieces lie on each other, so that others are missing"
+        yield f"{what}: two of its pieces overlap, so other elements are missing"
 
 
 def _is_shape(shape: Sequence[int]) -> bool:

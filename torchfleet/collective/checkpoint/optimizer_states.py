@@ -69,7 +69,8 @@ def _like(what: str, value: torch.Tensor, home: HeldPiece) -> HeldPiece:
         return piece_of(value)
     raise CheckpointError(
         f"{what} has shape {tuple(value.shape)}, and this rank's part of the parameter {tuple(home.tensor.shape)} of "
-        f"{home.shape}: which part of it that is cannot be told"
+        f"{home.shape}: it is not known which part of the whole state this rank holds; such an optimizer cannot be "
+        "saved with a sharded parameter"
     )
 
 

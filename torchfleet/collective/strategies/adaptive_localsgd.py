@@ -95,8 +95,8 @@ def next_interval(first_interval: int, first_lr: float, first_loss: float, lr: f
     """The formula. Raises FleetError unless `first_loss` is above 0 and `loss` is finite and not negative."""
     if not (first_loss > 0 and loss >= 0 and math.isfinite(loss)):
         raise FleetError(
-            f"adaptive_localsgd needs a finite loss above 0, found {first_loss:g} at first and {loss:g} now: use "
-            "localsgd, or a loss that is positive"
+            "adaptive_localsgd needs a first loss above 0 and a present loss that is finite and not negative, found "
+            f"{first_loss:g} at first and {loss:g} now: use localsgd, or a loss that is positive"
         )
     found = math.ceil(math.sqrt(first_lr * loss / (lr * first_loss)) * first_interval)
     return min(max(found, 1), LONGEST)

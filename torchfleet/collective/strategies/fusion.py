@@ -185,7 +185,7 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> str:
     for options in (optimizer.defaults, *uniform):
         options.update(chosen)
     if len(uniform) < len(optimizer.param_groups):
-        words += "; parameters in a group of whole and cut ones are stepped on by themselves"
+        words += "; param groups that mix sharded and whole parameters keep their own kernels"
     if chosen.get("fused"):
         _move_counts(optimizer)
     return words

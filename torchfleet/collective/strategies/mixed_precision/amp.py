@@ -196,9 +196,10 @@ class Amp(Strategy):
             self._check_scaled()
         if not self._num_backwards and not self._gradients():
             raise ModelError(
-                "amp in float16: optimizer.step(), and no backward pass has come to the parameters since the last one. "
-                "Call loss.backward() on a loss computed from what the model returned; backward(inputs=...) and "
-                "torch.autograd.grad do not reach parameters. amp_configs={'dtype': 'bfloat16'} has no such limits."
+                "amp in float16: optimizer.step() was called, but no backward pass has reached the parameters since "
+                "the last step. Call loss.backward() on a loss computed from what the model returned; "
+                "backward(inputs=...) and torch.autograd.grad do not reach parameters. "
+                "amp_configs={'dtype': 'bfloat16'} has no such limits."
             )
 
     def row_scale(self) -> float:

@@ -155,8 +155,8 @@ def _check_offload(settings: DistributedStrategy) -> None:
         on_device.append("amp in float16")
     if on_device:
         raise StrategyError(
-            f"sharding_configs['offload'] and {on_device[0]} cannot be used together: gradients are in host memory, "
-            "where it does not look at them. Leave one of them out."
+            f"sharding_configs['offload'] and {on_device[0]} cannot be used together: offload keeps gradients "
+            f"in host memory, and {on_device[0]} needs them on the device. Leave one of them out."
         )
 
 
