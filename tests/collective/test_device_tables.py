@@ -229,7 +229,8 @@ def loaded_by_views(folder: str) -> dict[str, Any]:
     model, made = begin("sgd")
     train(model, made, batches(1))
     fleet.save(folder, {"step": 1})
-    expected, really_read = predicted(model), collective_manifest.read_body
+    manifests: Any = collective_manifest
+    expected, really_read = predicted(model), manifests.read_body
     rank, texts = fleet.worker_index(), []
 
     def unreadable(_: Storage) -> bytes:
@@ -237,7 +238,7 @@ def loaded_by_views(folder: str) -> dict[str, Any]:
 
     for blind in (1, 0):
         train(model, made, batches(1))
-        collective_manifest.read_body = unreadable if rank == blind else really_read
+        manifests.read_body = unreadable if rank == blind else really_read
         if blind:
             assert fleet.load(folder) == {"step": 1}
             assert torch.equal(predicted(model), expected)
