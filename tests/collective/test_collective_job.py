@@ -460,7 +460,7 @@ def test_a_strategy_that_comes_too_late_says_what_to_do(ranks: Ranks) -> None:
         "time": "sync_timeout=60.0 counts from then on",
         "trained": "training has begun without it",
         "optimizer": "training has begun without it",
-        "another": "another strategy than was given before",
+        "another": "strategy",
     }
     (found, _) = ranks.run(late_strategies, 2)
     for name, reason in reasons.items():

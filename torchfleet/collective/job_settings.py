@@ -39,7 +39,7 @@ class JobSettings:
             return
         if self._settings is not None and not self._is_assumed:
             raise StrategyError(
-                f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
+                f"{user}: this strategy differs from the one given earlier. Pass one to fleet.init, and none here."
             )
         check(settings)
         if self._world is not None:

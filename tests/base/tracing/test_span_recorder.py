@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from support.cases import each_of
+from support.fleets import Fleet
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.tracing import span_recorder
@@ -28,6 +29,7 @@ from torchfleet.ps.server import server_tracing
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Connection
 
 SECOND = 10**9
 # The header as it was before steps were traced: two bytes that are not read.
@@ -144,22 +146,38 @@ def test_a_step_goes_with_its_gradients_to_the_thread_that_sends_them(recorder: 
 @pytest.mark.parametrize("function", [span_recorder.mark, span_recorder.part_of])
 def test_a_profile_may_end_at_any_moment_in_another_thread(function: Callable[..., Any], recorder: Recorder) -> None:
     arguments = () if function is span_recorder.mark else ([span_recorder.Mark(9, 0)], "sender")
-    recorder.begin(9, "steps")
+    assert num_endings(recorder, function.__code__, lambda: function(*arguments)) > 5
+
+
+@pytest.mark.parametrize("method", [Connection.submit, Connection.wait, Connection._note_reply])
+def test_a_profile_may_end_at_any_moment_of_a_request(
+    method: Callable[..., Any], recorder: Recorder, fleet: Fleet
+) -> None:
+    client = fleet.client()
+    client.create_table(TableSpec("rows", dim=2, rule=Rule("sgd")))
+    keys = np.array([1, 2, 3], np.uint64)
+    assert num_endings(recorder, method.__code__, lambda: client.pull("rows", keys).result()) > 5
+
+
+def num_endings(recorder: Recorder, code: CodeType, call: Callable[[], Any]) -> int:
+    """Repeat the call, and end tracing just before another instruction of `code` each time. Returns the number of
+    instructions."""
     num_before = 0
-    while ends_before(num_before, function, *arguments):
+    recorder.begin(9, "steps")
+    while ends_before(num_before, code, call):
         span_recorder.use(recorder)
         num_before += 1
-    assert num_before > 5
+    return num_before
 
 
-def ends_before(instruction: int, function: Callable[..., Any], *arguments: Any) -> bool:
-    """Call the function; just before its instruction of this number, tracing ends. False: it has not that many."""
+def ends_before(instruction: int, code: CodeType, call: Callable[[], Any]) -> bool:
+    """Make the call; tracing ends just before this instruction of `code`. False: the code ran fewer instructions."""
     places = itertools.count()
     has_ended = False
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal has_ended
-        if frame.f_code is not function.__code__:
+        if frame.f_code is not code:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and next(places) == instruction:
@@ -171,7 +189,7 @@ def ends_before(instruction: int, function: Callable[..., Any], *arguments: Any)
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if a frame asks before settrace
     sys.settrace(trace)
     try:
-        function(*arguments)
+        call()
     finally:
         sys.settrace(before)
     return has_ended

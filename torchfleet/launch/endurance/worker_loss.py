@@ -16,7 +16,7 @@ def add_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--on_worker_loss",
         choices=LOSS_RULES,
-        help="what workers do that wait for a worker that is lost. end: they fail. wait: they wait until it is "
+        help="what happens to workers that wait for a lost worker. end: they fail. wait: they wait until it is "
         "restarted (--max_restart), for sync_timeout at most. go_on: they go on without it (default: "
         "FLEET_ON_WORKER_LOSS, else end)",
     )

@@ -86,8 +86,8 @@ def bounded_push(state: State, request: Request, sections: Sequence[AnySection])
     (limit,) = _settings(request, 1)
     if limit < max(1, state.num_workers - 1):
         raise TableError(
-            f"max_staleness={limit} cannot be kept with {state.num_workers} workers: the last of them to push comes "
-            f"after all others. Use at least {max(1, state.num_workers - 1)}."
+            f"max_staleness={limit} is too small for {state.num_workers} workers: the last worker to push is already "
+            f"{state.num_workers - 1} updates behind. Use at least {max(1, state.num_workers - 1)}."
         )
     state.budgets.hold(request)
     state.pushes.bound.arrive(request, limit)

@@ -151,8 +151,9 @@ class Connection:
         resend_at = self._patience.resend_at(now, 1, seconds)
         call = Call(command, message.call, sequence, message, now, seconds, resend_at)
         self._calls[call.number] = call
-        if span_recorder.active is not None and span_recorder.active.trace:
-            self._trace(call, span_recorder.active)
+        spans = span_recorder.active  # another thread may end tracing meanwhile
+        if spans is not None and spans.trace:
+            self._trace(call, spans)
         try:
             self._send(call)
         except FleetError:
@@ -164,8 +165,9 @@ class Connection:
         """Wait for the reply and return it, or raise the call's error. Returns at the latest after the
         call's time-out.
         """
-        if call.traced is not None and span_recorder.active is not None and not call.is_done:
-            with span_recorder.active.waiting(f"wait for {call.traced.name} {self._short_name}"):
+        spans = span_recorder.active
+        if call.traced is not None and spans is not None and not call.is_done:
+            with spans.waiting(f"wait for {call.traced.name} {self._short_name}"):
                 self._work_until_done(call)
         else:
             self._work_until_done(call)
@@ -216,10 +218,9 @@ class Connection:
         return self.name.partition(" (")[0]
 
     def _note_reply(self, call: Call, reply: Reply) -> None:
-        if span_recorder.active is not None and call.traced is not None:
-            span_recorder.active.note_request(
-                call.traced, self._short_name, reply.incarnation, reply.taken, reply.answered
-            )
+        spans = span_recorder.active
+        if spans is not None and call.traced is not None:
+            spans.note_request(call.traced, self._short_name, reply.incarnation, reply.taken, reply.answered)
 
     def _send(self, call: Call) -> None:
         # The floor tells the server which replies it may forget: all changes below the floor are settled.
