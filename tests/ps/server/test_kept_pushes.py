@@ -187,7 +187,7 @@ def test_pushes_that_do_not_belong_together_are_refused() -> None:
     job.workers[0].send(job.message(0, [1], 1, GATHERED))
     for message, text in (
         (job.message(1, [1], 1, GATHERED, settings=(2, 4)), "gather and gather_max_age are"),
-        (job.message(1, [1], 1, GATHERED | SYNC), "one of a step"),
+        (job.message(1, [1], 1, GATHERED | SYNC), f"flags {GATHERED | SYNC}"),
         (job.message(1, [1], 1, GATHERED, settings=(0, 4)), "1 to 1024"),
         (job.message(1, [1], 1, GATHERED, settings=(3,)), "2 numbers"),
         (job.message(1, [1], 1, BOUNDED, settings=(0,)), "Use at least 1"),
