@@ -158,14 +158,24 @@ def compilers_are_back() -> Iterator[None]:
         recorder._remove_owner(number)
 
 
-@pytest.fixture(autouse=True)
-def earlier_jobs_are_forgotten() -> Iterator[None]:
-    """Calls without a job say that stop_worker was called, and fleet.init that it was called with other arguments: not
-    by an earlier test."""
+@pytest.fixture(scope="module", autouse=True)
+def no_job_outlives_a_module() -> Iterator[None]:
     yield
     found = sys.modules.get("torchfleet.api.current_job")
     if found is not None:
-        found.current.has_stopped, found.current.arguments = False, {}
+        found.current.job = None
+
+
+@pytest.fixture(autouse=True)
+def earlier_jobs_are_forgotten() -> Iterator[None]:
+    """Calls without a job say that stop_worker was called, and fleet.init that it was called with other arguments: not
+    by an earlier test. A job that a test leaves is no job of the next one."""
+    found = sys.modules.get("torchfleet.api.current_job")
+    before = None if found is None else found.current.job
+    yield
+    found = sys.modules.get("torchfleet.api.current_job")
+    if found is not None:
+        found.current.job, found.current.has_stopped, found.current.arguments = before, False, {}
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, end_all
 
 NUM = 4
-# The child leaves the process group, so that no signal to the group reaches it, and keeps the output open.
-KEEPING = 'setsid sleep 600 & echo $! > "$0.new"; mv "$0.new" "$0"; wait'
+# The child leaves the process group, so that no signal to the group reaches it; says so; and keeps the output open.
+KEEPING = """setsid sh -c 'echo $$ > "$0.new"; mv "$0.new" "$0"; exec sleep 600' "$0" & wait"""
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,17 @@ import pytest
 import torch
 from support.messages import lines_naming, names, naming
 from support.paths import SCRIPTS
-from support.scripts.launching import SOON, START, Started, fleetrun, forked_fleetrun, in_log, run_dir, wait_until
+from support.scripts.launching import (
+    SOON,
+    START,
+    Forked,
+    Started,
+    fleetrun,
+    forked_fleetrun,
+    in_log,
+    run_dir,
+    wait_until,
+)
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from torchfleet.base.errors import RoleError
@@ -434,13 +445,20 @@ class TestTwoMachines:
 
 
 @pytest.mark.slow
-def test_machines_may_come_and_go_between_the_bounds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own", "other"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+def test_machines_may_come_and_go_between_the_bounds(tmp_path: Path, own: str, other: str) -> None:
+    """The machine that goes has number 1, or number 0 and with it the store of the ranks."""
     (tmp_path / "more").touch()
     place = f"127.0.0.1:{free_ports(1)[0]}"
     options = ("--nproc_per_node", "1", "--nnodes", "1:2", "--master", place, "--max_restart", "1")
-    with forked_fleetrun(tmp_path / "0", *options, PLAY, f"count:{tmp_path}") as stays:
+
+    def machine_at(host: str) -> Started:
+        launcher = (sys.executable, str(SCRIPTS / "launcher_at.py"), host, "--log_dir", str(tmp_path / host))
+        return Forked((*launcher, *options, PLAY, f"count:{tmp_path}"))
+
+    with machine_at(own) as stays:
         stays.wait_for("begins at step 0 with 1 ranks")
-        with forked_fleetrun(tmp_path / "1", *options, PLAY, f"count:{tmp_path}") as goes:
+        with machine_at(other) as goes:
             stays.wait_for("with 2 ranks")
             goes.wait_for("with 2 ranks")
             num_alone = stays.output.count("with 1 ranks")

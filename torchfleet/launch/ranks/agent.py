@@ -22,7 +22,7 @@ from torchfleet.launch.job_spec import CAUSE, JobSpec, Task, ending_of
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.ranks.rank_logs import RankLogs, log_of, status_file_of
-from torchfleet.launch.ranks.rendezvous import Rendezvous
+from torchfleet.launch.ranks.rendezvous import RankStoreLost, Rendezvous
 from torchfleet.launch.ranks.standby import Standby
 
 _LOOK = 2.0  # seconds between two checks whether ranks can be replaced
@@ -129,10 +129,13 @@ class Agent(LocalElasticAgent):
         cannot = any(rank.returncode in (0, REQUEUE) for rank in self._ranks)
         if cannot or not self._remaining_restarts:
             return False
-        with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
-            if not attempts.may_go_on():
-                return False
-            attempts.begin_next()  # before new processes start: they join the next attempt
+        try:
+            with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
+                if not attempts.may_go_on():
+                    return False
+                attempts.begin_next()  # before new processes start: they join the next attempt
+        except RankStoreLost:
+            return False
         most = self._worker_group.spec.max_restarts
         self._remaining_restarts -= 1
         for rank in failed:
@@ -147,7 +150,10 @@ class Agent(LocalElasticAgent):
         """Keep a process in reserve while ranks can be replaced."""
         if self._remaining_restarts and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK
-            with self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts:
+            with (
+                contextlib.suppress(RankStoreLost),
+                self._rendezvous_handler.rank_attempts(self._num_ranks) as attempts,
+            ):
                 if attempts.may_go_on():
                     self._standby.prepare()
 

@@ -36,6 +36,10 @@ _PARTING = 10.0  # seconds that the machine with the store waits for the others 
 _PERIOD = 0.1  # seconds between two polls of the store
 
 
+class RankStoreLost(Exception):
+    """The machine that serves the ranks' store of this start is lost. All ranks can start again without it."""
+
+
 class Rendezvous(RendezvousHandler):
     """Base of the fixed and the elastic rendezvous. `num_starts`: number of starts of the ranks before this one."""
 
@@ -46,7 +50,6 @@ class Rendezvous(RendezvousHandler):
         self._num_machines = max_machines
         self._start_store: Store = store  # of this start of the ranks only
         self._rank_store: TCPStore | None = None
-        self._rank_address = address
         self.num_starts = 0
 
     @abstractmethod
@@ -67,16 +70,21 @@ class Rendezvous(RendezvousHandler):
                 announced = [self._own_host(), self._rank_store.port, self._store.add("starts", 1) - 1]
                 self._start_store.set("ranks", json.dumps(announced))
             host, port, self.num_starts = json.loads(self._start_store.get("ranks"))
-            self._rank_address = StoreAddress(host, port)
+            if self._rank_store is None:
+                self._rank_store = reach(StoreAddress(host, port), self._report)
             return RendezvousInfo(self._start_store, number, self._num_machines, RendezvousStoreInfo(host, port))
 
     @contextlib.contextmanager
     def rank_attempts(self, num_ranks: int) -> Iterator[Attempts]:
-        """The attempts of the ranks, in the store of this start. Call this after `next_rendezvous` has returned."""
-        with self._store_errors():
-            if self._rank_store is None:
-                self._rank_store = reach(self._rank_address, self._report)
+        """The attempts of the ranks, in the store of this start. Call this after `next_rendezvous` has returned. Raises
+        RankStoreLost if the store of the ranks is lost, but not the store of the launchers."""
+        assert self._rank_store is not None
+        try:
             yield Attempts(self._rank_store, num_ranks)
+        except RuntimeError as error:
+            with self._store_errors():
+                self._store.add("starts", 0)
+            raise RankStoreLost(str(error).splitlines()[0]) from None
 
     def finish(self) -> None:
         """Report that all ranks of this machine have finished, and block until those of the other machines have."""
