@@ -224,6 +224,38 @@ def test_the_tables_of_older_saves_are_removed(ranks: Ranks, tmp_path: Path) -> 
         assert found == dict.fromkeys(["False", "True"], "save-000003 tables-000003")
 
 
+def gone_back(folder: str) -> dict[str, Any]:
+    """Train on more ids after a save, and load it: what the tables then have, and had when they were saved."""
+    model, made = begin("adam")
+    train(model, made, batches(1))
+    fleet.save(folder)
+    train(model, made, batches(4, seed=1))
+    fleet.load(folder)
+    fleet.save_persistables(f"{folder}/again")
+    rows = {table.name: table.rows for table in read_manifest(Storage(f"{folder}/again")).tables}
+    saved = read_manifest(Storage(Storage(folder).place("tables-000001")))
+    found = {"rows": rows, "saved": {table.name: table.rows for table in saved.tables}, "went_back": predicted(model)}
+    fleet.stop_worker()
+    return found
+
+
+def only_loaded(folder: str) -> torch.Tensor:
+    """What a job predicts that begins with the save."""
+    model, _ = begin("adam")
+    fleet.load(folder)
+    expected = predicted(model)
+    fleet.stop_worker()
+    return expected
+
+
+def test_a_load_drops_rows_that_were_created_after_the_save(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(gone_back, 2, folder=str(tmp_path))
+    expected = ranks.run(only_loaded, 2, folder=str(tmp_path))
+    for after, fresh in zip(found, expected, strict=True):
+        assert after["rows"] == after["saved"]
+        assert torch.equal(after["went_back"], fresh)
+
+
 def loaded_by_views(folder: str) -> dict[str, Any]:
     """Loads where one rank cannot read the manifest: first rank 1, which need not, then rank 0."""
     model, made = begin("sgd")

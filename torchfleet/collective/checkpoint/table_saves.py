@@ -19,7 +19,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.planning import error_text
 from torchfleet.collective.world import Gathering
 from torchfleet.ps.checkpoint.manifest import Manifest, Part, Table, present_model, read_manifest
-from torchfleet.ps.checkpoint.part_reader import load_sparse, read_dense
+from torchfleet.ps.checkpoint.part_reader import check_match, load_sparse, read_dense
 from torchfleet.ps.gpu.table_saves import TableSaves, described_tables, write_tables
 from torchfleet.ps.net.transport import InProcess
 from torchfleet.ps.net.wire import Role
@@ -179,10 +179,15 @@ def load_together(
 
 
 def load_tables(dirname: str, tables: Mapping[str, TableSaves]) -> Manifest:
-    """Load the rows of this rank, with their state, from a save by ranks or servers. All tables must be in it."""
+    """Replace the rows of this rank by those of a save by ranks or servers, with their state. All tables must be in it:
+    this is checked before the first table changes.
+    """
     storage = Storage(dirname)
     manifest = read_manifest(storage)
     for saves in tables.values():
+        check_match(storage, manifest.table(saves.spec.name), saves.spec)
+    for saves in tables.values():
+        saves.clear()
         load_sparse(storage, manifest, saves)
         if manifest.kind == "full":
             saves.continue_from(manifest.token)

@@ -87,7 +87,7 @@ def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bo
     `quiet`: print nothing if the state is not loaded.
     """
     spec, saved = table.spec, manifest.table(table.spec.name)
-    _check_match(storage, saved, spec)
+    check_match(storage, saved, spec)
     is_whole = saved.num_words == table.num_words and _same_rule(saved, spec)
     if not is_whole and not quiet:
         _tell_of_new_state(saved, spec)
@@ -204,7 +204,7 @@ def load_dense(
     """
     spec = table.spec
     if layout is None:
-        _check_match(storage, manifest.table(spec.name), spec)
+        check_match(storage, manifest.table(spec.name), spec)
         layout = manifest.table(spec.name).parameters
     chosen = [parameter for parameter in layout if names is None or parameter.name in names]
     if not chosen:
@@ -275,7 +275,8 @@ def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArra
     return whole
 
 
-def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
+def check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
+    """Raise CheckpointError if a saved table cannot be loaded into a table of this kind, width and size."""
     for name in ("kind", "dim", "size"):
         if getattr(saved, name) != getattr(spec, name):
             raise CheckpointError(

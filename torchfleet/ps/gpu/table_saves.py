@@ -243,6 +243,14 @@ class TableSaves:
         self._staging = None
         return self.num_rows
 
+    def clear(self) -> None:
+        """Drop all rows, and the ids that are counted."""
+        keys = [block.keys for block in self.table.rows()]
+        if keys:
+            self.table.remove(torch.cat(keys))
+        if self.counted is not None:
+            self.counted.clear()
+
     def continue_from(self, token: int) -> None:
         """Note that the table has the rows of this save: the next one may be a delta."""
         self._chain.attempt = token
