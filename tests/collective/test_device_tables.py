@@ -224,6 +224,30 @@ def test_the_tables_of_older_saves_are_removed(ranks: Ranks, tmp_path: Path) -> 
         assert found == dict.fromkeys(["False", "True"], "save-000003 tables-000003")
 
 
+def saved_past_a_file(folder: str) -> dict[str, Any]:
+    """The folders that a save leaves which cannot write its tables, and those of the next one."""
+    model, made = begin("sgd")
+    train(model, made, batches(1))
+    with pytest.raises(CheckpointError):
+        fleet.save(folder)
+    fleet.barrier_worker()  # rank 0 has removed what was there
+    found = {"failed": " ".join(sorted(Storage(folder).folders()))}
+    fleet.barrier_worker()
+    if fleet.is_first_worker():
+        Path(folder, "tables-000001").unlink()
+    fleet.barrier_worker()
+    fleet.save(folder)
+    found["saved"] = " ".join(sorted(Storage(folder).folders()))
+    fleet.stop_worker()
+    return found
+
+
+def test_a_save_that_cannot_write_its_tables_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "tables-000001").write_text("in the way")
+    for found in ranks.run(saved_past_a_file, 2, folder=str(tmp_path)):
+        assert found == {"failed": "", "saved": "save-000001 tables-000001"}
+
+
 def gone_back(folder: str) -> dict[str, Any]:
     """Train on more ids after a save, and load it: what the tables then have, and had when they were saved."""
     model, made = begin("adam")

@@ -37,7 +37,9 @@ from torchfleet.collective.world import begun
 
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+    from torchfleet.collective.checkpoint.save_writing import PlannedSave
     from torchfleet.collective.elastic.memory_copies import Kept
+    from torchfleet.collective.world import Gathering
     from torchfleet.ps.worker.model_saving import Kind
 
 _PATIENCE = 10.0  # seconds that an aborted job waits for its save
@@ -166,7 +168,6 @@ class CollectiveJob(ModelAndOptimizer):
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
         from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
-        from torchfleet.collective.checkpoint.collective_manifest import tables_of
         from torchfleet.collective.checkpoint.save_writing import write_save
         from torchfleet.collective.checkpoint.saving import plan_save
 
@@ -177,19 +178,29 @@ class CollectiveJob(ModelAndOptimizer):
             strategy.before_save()
         inner, strategies, world = optimizer.inner, self.strategies, self.world
         planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
-        rows, first = self.device_rows, None
-        if rows is not None:  # before the manifest of the network, which completes the save
-            tables = planned.storage.place(tables_of(planned.number))
-            if asynchronous and rows.can_save_beside:
-                first = rows.saving_beside(tables)
-            else:
-                rows.save(tables)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(planned.place or contextlib.nullcontext())  # if this fails, removes the remains
+            first = self._save_rows(planned, asynchronous)
+            stack.pop_all()
         if asynchronous:
             self._saves = self._saves or BackgroundSaves(world)
             self._saves.begin(planned, tensors, first)
         else:
             write_save(planned, tensors, world)
         return planned.number
+
+    def _save_rows(self, planned: PlannedSave, asynchronous: bool) -> Callable[[Gathering], int] | None:
+        """Save the tables on devices, which a save has before its manifest; or return what saves them beside
+        training."""
+        from torchfleet.collective.checkpoint.collective_manifest import tables_of
+
+        if self.device_rows is None:
+            return None
+        tables = planned.storage.place(tables_of(planned.number))
+        if asynchronous and self.device_rows.can_save_beside:
+            return self.device_rows.saving_beside(tables)
+        self.device_rows.save(tables)
+        return None
 
     def save_tables(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None) -> int:
         """Save the tables on devices and the network's values in the format of servers; no state of the network."""
