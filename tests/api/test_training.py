@@ -397,8 +397,8 @@ def test_a_refused_call_leaves_the_mode_as_it_was(tmp_path: Path) -> None:
         loader: Any = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
         with pytest.raises(FleetError, match=naming("DataLoader", "fleet.prefetch")):
             fleet.train_from_dataset(part.model, loader, part.optimizer, loss_of, thread=2)
-        with pytest.raises(FleetError, match=naming("thread=2", 2)):
-            fleet.train_from_dataset(part.model, data, [part.optimizer] * 2, loss_of, thread=2)
+        with pytest.raises(FleetError, match=naming("thread=2", 3)):
+            fleet.train_from_dataset(part.model, data, [part.optimizer] * 3, loss_of, thread=2)
         assert part.worker.communicator is before
 
 

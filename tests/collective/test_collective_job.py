@@ -466,6 +466,7 @@ def test_a_strategy_that_comes_too_late_says_what_to_do(ranks: Ranks) -> None:
     for name, reason in reasons.items():
         assert reason in found[name]
         assert "fleet.init" in found[name]
+    assert "fleet.init(strategy=strategy)" not in found["another"]  # which is for one that comes too late
 
 
 def other_parameters() -> dict[str, Any]:

@@ -244,6 +244,7 @@ def saved_past_a_file(folder: str) -> dict[str, Any]:
 
 def test_a_save_that_cannot_write_its_tables_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "tables-000001").write_text("in the way")
+    (tmp_path / "tables-000007").mkdir()  # of a save that failed before
     for found in ranks.run(saved_past_a_file, 2, folder=str(tmp_path)):
         assert found == {"failed": "", "saved": "save-000001 tables-000001"}
 

@@ -139,6 +139,12 @@ def test_crosses_are_the_same_whether_a_column_or_the_default_gives_the_values()
     assert torch.equal(file.crossed(absent)["both"], file.crossed(given)["both"])
 
 
+def test_a_cross_of_features_of_different_dimensions_is_refused() -> None:
+    file = file_of(Feature("a"), Feature("b", shape=[1]), crosses=[Cross("both", ["a", "b"], 500)])
+    with pytest.raises(DataError, match=naming("both", [1, 2], "a", "b")):
+        file.crossed(file.tensors({"a": [1, 2, 3], "b": [7, 7, 7]}))
+
+
 @pytest.mark.parametrize("shape", [[], [1], [2, 3]])
 def test_features_with_a_shape_have_it_from_columns_and_from_defaults(shape: list[int]) -> None:
     size = math.prod(shape)

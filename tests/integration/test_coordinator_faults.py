@@ -16,9 +16,10 @@ from support.played_etcd import played_etcd
 from support.scripts.launching import START, in_log, wait_until
 from test_replicas import Job
 
+from torchfleet.ps.coordination.background_coordinator import WAITS
+
 AWAY = 3.0  # seconds
 STOPPED = 40.0  # seconds
-WAITS = "the coordinator gives no good answer"
 
 
 @pytest.mark.slow

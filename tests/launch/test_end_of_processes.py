@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.scripts.launching import START, wait_until
@@ -41,11 +42,15 @@ def test_outputs_that_stay_open_delay_the_end_of_a_job_once(
     ]
     wait_until(lambda: all(path.exists() for path in keepers), START, "keepers")
     readers = [process._reader for process in started]
-    waits = []  # time-outs, not times: what a busy machine adds to a wait is in none of them
+    waits: list[Any] = []  # time-outs, not times: what a busy machine adds to a wait is in none of them
     join = threading.Thread.join
-    monkeypatch.setattr(
-        threading.Thread, "join", lambda thread, timeout=None: (waits.append(timeout), join(thread, timeout))[1]
-    )
+
+    def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread in readers:
+            waits.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
     end_all(started)
     monkeypatch.undo()
     assert len(waits) == NUM

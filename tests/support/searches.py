@@ -3,10 +3,11 @@ time, and FLEET_SEARCH_DEPTH times as far in `make fuzz`."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 _DEPTH = float(os.environ.get("FLEET_SEARCH_DEPTH", "0.5"))
 
@@ -28,8 +29,10 @@ def load_profile() -> None:
     )
     settings.load_profile("torchfleet")
     # Hypothesis also draws constants that it finds in the source of imported modules, and which modules are imported
-    # depends on the tests that ran before in the process. It has no setting for that; a release without the function
-    # draws as it likes, and the test of this file shows it.
-    if is_fixed and hasattr(providers, "_get_local_constants"):
-        none_found = providers.Constants()
-        providers._get_local_constants = lambda: none_found
+    # depends on the tests that ran before in the process. It has no setting for that; in a release without these names
+    # tests/test_drawn_cases.py may fail.
+    with contextlib.suppress(ImportError, AttributeError):
+        providers = importlib.import_module("hypothesis.internal.conjecture.providers")
+        if is_fixed and providers._get_local_constants:
+            none_found = providers.Constants()
+            providers._get_local_constants = lambda: none_found

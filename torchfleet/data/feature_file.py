@@ -55,6 +55,12 @@ class Cross(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def ids(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The ids of the combinations, with the shape of the parts."""
+        dims = [parts[name].dim() for name in self.of]
+        if len(set(dims)) > 1:  # numbers alone would be combined with those of other samples
+            raise DataError(
+                f"cross '{self.name}': expected features with the same number of dimensions, found {dims} for "
+                f"{', '.join(self.of)}. Give them the same shape."
+            )
         mixed: torch.Tensor | None = None
         for name in self.of:
             own = parts[name].long()

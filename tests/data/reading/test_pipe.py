@@ -310,7 +310,11 @@ def test_an_abandoned_command_is_ended(tmp_path: Path, kind: str, command: str) 
 @pytest.mark.parametrize("kind", ["gz", "memory"])
 def test_a_pass_that_is_over_ends_a_command_that_does_not_read_its_input(tmp_path: Path, kind: str) -> None:
     note = tmp_path / "pid"
-    stream = piped(make(tmp_path, kind, TEXT * 3), f"echo $$ > {note}; exec sleep 300", False, lambda: True)
+
+    def has_started() -> bool:  # the pass is over once the command has said its number
+        return note.exists() and note.read_text().endswith("\n")
+
+    stream = piped(make(tmp_path, kind, TEXT * 3), f"echo $$ > {note}; exec sleep 300", False, has_started)
     reading = threading.Thread(target=list, args=(stream,), daemon=True)
     reading.start()
     try:

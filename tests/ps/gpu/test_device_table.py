@@ -202,6 +202,7 @@ def test_a_table_with_as_many_rows_as_slots_serves_them(monkeypatch: pytest.Monk
     table.find(torch.arange(256, 320), insert=True)
     assert (table.capacity, table.num_rows) == (320, 320)
     assert (table.find(torch.arange(320), insert=True) >= 0).all()
+    assert (table.find(torch.arange(1, 321), insert=True, padding=320)[:-1] >= 0).all()  # padding needs no row
     with pytest.raises(TableError, match="'ads'"):
         table.find(torch.arange(310, 321), insert=True)
     assert table.num_rows == 320

@@ -111,7 +111,7 @@ class PipelineConfigs(Configs, field="pipeline_configs", aliases={"micro_batch":
             )
         if self.memory_MB and self.cut != "measured":
             raise StrategyError(
-                f"pipeline_configs: memory_MB={self.memory_MB:g} does nothing beside cut={self.cut!r}: set "
+                f"pipeline_configs: memory_MB={self.memory_MB:g} has no effect with cut={self.cut!r}: set "
                 "cut='measured', or leave it out"
             )
         mode, degree = self.schedule_mode, self.vpp_degree

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -209,10 +209,15 @@ def remove_others(storage: Storage, number: int) -> None:
     """Remove the folders of earlier saves and of saves that were never completed, and their tables."""
     kept = folder_of(number)
     remove_all_but(storage, {kept})
+    remove_tables(storage, {kept})
+
+
+def remove_tables(storage: Storage, kept: Collection[str] = ()) -> None:
+    """Remove the tables of saves that are gone. `kept`: folders of saves that count as there."""
     left = storage.folders()
     for name in left:
         tables = _TABLES.fullmatch(name)
-        if tables is not None and f"save-{tables[1]}" not in {kept, *left}:
+        if tables is not None and f"save-{tables[1]}" not in {*kept, *left}:
             storage.remove_folder(name)
 
 

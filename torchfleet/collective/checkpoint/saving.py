@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchfleet.base.storage import Storage
-from torchfleet.collective.checkpoint.collective_manifest import next_number
+from torchfleet.collective.checkpoint.collective_manifest import next_number, remove_tables
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
     groups_of,
@@ -108,4 +108,5 @@ def collect(
 
 
 def _reserve(storage: Storage) -> Reservation:
+    remove_tables(storage)  # of a save that failed: it would fill the disk beside those of the next one
     return reserve(storage, next_number(storage), secrets.randbits(62) + 1)

@@ -206,7 +206,7 @@ def check_files(reader: Reader, manifest: CollectiveManifest, show: Callable[[st
     for tensor, piece in in_file_order(manifest.tensors):
         reader.read(tensor, piece)
         num += 1
-        show(f"{num:,} pieces are whole")
+        show(f"{num:,} pieces read")
     return num
 
 

@@ -28,11 +28,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from torchfleet.base.errors import RoleError
 from torchfleet.collective.elastic.attempts import Attempts
 from torchfleet.launch.ranks.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
 _LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more machines after MIN have joined
 _PARTING = 10.0  # seconds that the machine with the store waits for the others to read how the job ended
+_RANK_STORE = (
+    30.0  # seconds in which a machine reaches the store of the ranks, which was served before it was announced
+)
 _PERIOD = 0.1  # seconds between two polls of the store
 
 
@@ -50,6 +54,7 @@ class Rendezvous(RendezvousHandler):
         self._num_machines = max_machines
         self._start_store: Store = store  # of this start of the ranks only
         self._rank_store: TCPStore | None = None
+        self._rank_address = address
         self.num_starts = 0
 
     @abstractmethod
@@ -70,18 +75,18 @@ class Rendezvous(RendezvousHandler):
                 announced = [self._own_host(), self._rank_store.port, self._store.add("starts", 1) - 1]
                 self._start_store.set("ranks", json.dumps(announced))
             host, port, self.num_starts = json.loads(self._start_store.get("ranks"))
-            if self._rank_store is None:
-                self._rank_store = reach(StoreAddress(host, port), self._report)
+            self._rank_address = StoreAddress(host, port)
             return RendezvousInfo(self._start_store, number, self._num_machines, RendezvousStoreInfo(host, port))
 
     @contextlib.contextmanager
     def rank_attempts(self, num_ranks: int) -> Iterator[Attempts]:
         """The attempts of the ranks, in the store of this start. Call this after `next_rendezvous` has returned. Raises
         RankStoreLost if the store of the ranks is lost, but not the store of the launchers."""
-        assert self._rank_store is not None
         try:
+            if self._rank_store is None:
+                self._rank_store = reach(self._rank_address, self._report, _RANK_STORE)
             yield Attempts(self._rank_store, num_ranks)
-        except RuntimeError as error:
+        except (RuntimeError, RoleError) as error:
             with self._store_errors():
                 self._store.add("starts", 0)
             raise RankStoreLost(str(error).splitlines()[0]) from None

@@ -54,11 +54,11 @@ def serve(address: StoreAddress) -> TCPStore:
         ) from None
 
 
-def reach(address: StoreAddress, report: Report) -> TCPStore:
+def reach(address: StoreAddress, report: Report, patience: float = PATIENCE) -> TCPStore:
     """Return a client of the store that another launcher serves. Blocks until it has started. Raises
-    RoleError after PATIENCE seconds.
+    RoleError after `patience` seconds.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     for attempt in itertools.count():
         try:
             socket.create_connection(address, timeout=2.0).close()
@@ -68,7 +68,7 @@ def reach(address: StoreAddress, report: Report) -> TCPStore:
                 report(f"[fleetrun] {address} does not answer yet; waiting")
             if time.monotonic() > deadline:
                 raise RoleError(
-                    f"{address} has not answered for {PATIENCE:.0f} s ({error}): is machine 0 running?"
+                    f"{address} has not answered for {patience:.0f} s ({error}): is machine 0 running?"
                 ) from None
         time.sleep(0.2)
     raise AssertionError

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torchfleet.base.errors import CoordinatorUnreachable
 from torchfleet.ps.coordination.view import ENDED, Coordinator, View
 
+WAITS = "the coordinator gives no good answer"
 _WAIT = 0.05  # seconds that a call waits for the answer; much less than the lease of a primary
 _WAIT_AT_END = 2.0  # seconds for the last change of a job, after which there is nothing to serve
 _KEPT = 0.5  # seconds after which an answer that no call has returned is outdated
@@ -60,7 +61,7 @@ class BackgroundCoordinator:
     def _tell(self, error: Exception | None) -> None:
         text = "" if error is None else str(error)
         if text and text != self._told:
-            self._say(f"the coordinator gives no good answer; this server retries: {text}")
+            self._say(f"{WAITS}; this server retries: {text}")
         elif self._told and not text:
             self._say("the coordinator answers again")
         self._told = text

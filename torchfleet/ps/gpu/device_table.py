@@ -246,7 +246,7 @@ class DeviceTable:
             self._admit(self.admission, keys, padding)
             return keys, False
         elif insert:
-            self._prepare(keys)
+            self._prepare(keys, padding)
         return keys, insert
 
     def _admit(self, admission: Admission, keys: torch.Tensor, padding: int | None) -> None:
@@ -263,11 +263,11 @@ class DeviceTable:
         self.end(slots, insert=True)
         return slots
 
-    def _prepare(self, keys: torch.Tensor) -> None:
-        """Make room for those of these keys that have no row."""
+    def _prepare(self, keys: torch.Tensor, padding: int | None = None) -> None:
+        """Make room for those of these keys that have no row. `padding`: an id among them that gets none."""
         self.check()
         if not self.occupancy.is_enough_for(len(keys)):
-            self._make_room(keys)
+            self._make_room(keys, padding)
 
     def end(self, slots: torch.Tensor, insert: bool, is_joined: bool = False) -> None:
         """Note that a lookup was issued. `is_joined`: the caller begins the copy of the counters, which several tables
@@ -292,10 +292,12 @@ class DeviceTable:
         """Whether a CUDA graph captures what this thread issues."""
         return is_capturing(self.device)
 
-    def _make_room(self, keys: torch.Tensor) -> None:
+    def _make_room(self, keys: torch.Tensor, padding: int | None) -> None:
         """Evict rows or grow, so that those of these keys that have no row get one. Raises TableError if they do not
         fit.
         """
+        if padding is not None:
+            keys = keys[keys != padding]
         if self.max_rows is not None:
             self.num_evicted += eviction.make_room(self, keys)
         elif not self._has_grown(max(len(keys) - self.occupancy.room, min(self.capacity, MAX_SLOTS - self.capacity))):

@@ -626,11 +626,15 @@ def test_lists_that_no_worker_has_read_to_the_end_are_not_dropped_for_others(mon
     for number in range(3):
         lists.ask(1, 0, FilesBody(f"list {number}", 0, 10.0, files=ABC), 0.0)
     assert lists.expire(100.0)
-    with pytest.raises(DataError, match="3"):
+    with pytest.raises(DataError, match=naming(3)):
         lists.ask(1, 0, FilesBody("another", 0, 10.0, files=ABC), 100.0)
     for number in range(3):
         body = FilesBody(f"list {number}", 0, 10.0, take=1)
         assert lists.ask(1, 0, body, 100.0) == ("file", "a")
+    assert lists.expire(200.0)
+    assert lists.ask(1, 0, FilesBody("list 1", 1, 10.0, take=1, files=ABC), 200.0) == ("file", "a")  # as the error says
+    assert lists.ask(1, 0, FilesBody("list 1", 0, 10.0, take=1), 200.0) == ("end", "")
+    assert lists.ask(1, 0, FilesBody("list 2", 0, 10.0, take=1), 200.0) == ("file", "a")
 
 
 def test_a_client_that_takes_files_as_another_worker_is_refused_and_changes_nothing() -> None:

@@ -102,7 +102,8 @@ class VersionMaker:
         elif current is not None and number in (current.number, current.restored):
             text = f"version {number} was asked for: it is current"
         else:  # it was dropped after the request was checked
-            write_wanted(self.store.folder, Wanted(self.status.pinned))
+            if self.store.wanted().pin == number:  # a newer request stays
+                write_wanted(self.store.folder, Wanted(self.status.pinned))
             self._say(
                 f"torchfleet serve: cannot go back to version {number}: only versions {self.store.numbers} are kept; "
                 "the request is dropped"

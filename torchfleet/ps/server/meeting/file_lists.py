@@ -106,12 +106,13 @@ class FileLists:
         if len(set(files)) < len(files):
             raise DataError(f"file list '{place[0]}': a file is in it twice")
         if len(self._passes) >= MAX_LISTS:
-            self._drop(*self._droppable())
+            self._drop(*self._droppable(place))
         self._passes[place] = Pass(frozenset(files), deque(files), hold=hold)
 
-    def _droppable(self) -> tuple[str, int]:
-        """The oldest finished pass; without any, the oldest one that its workers left for a later pass of its name."""
-        last = dict(sorted(self._passes))
+    def _droppable(self, opened: tuple[str, int]) -> tuple[str, int]:
+        """The oldest finished pass; without any, the oldest one that its workers left for a later pass of its name.
+        `opened`: the pass that needs its place."""
+        last = dict(sorted([*self._passes, opened]))
         left: list[tuple[str, int]] = []
         for (name, number), current in self._passes.items():
             if isinstance(current, int):

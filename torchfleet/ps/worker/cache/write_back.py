@@ -20,7 +20,10 @@ _LOOK = 0.1  # seconds
 _MOST_WAITING = 4  # writes in the queue; `give` blocks for a further one, so that memory stays bounded
 _ROWS = 1 << 14  # of one message: a pull behind it waits for a few milliseconds
 _UNDER_WAY = 4  # messages without a reply yet
-CLOSED = "fleet.stop_worker() was called, which closes the caches of rows of this worker: train before it"
+CLOSED = (
+    "fleet.stop_worker() was called, which closes the caches of rows of this worker. Train and predict before it; or "
+    "save the model before it, and predict with fleet.load_inference_model."
+)
 
 
 class Write:
