@@ -89,7 +89,11 @@ LISTED = (
     _gauge("torchfleet_metric", "What the script reported last.", _metrics, "name"),
     _gauge("torchfleet_epoch", "The epoch under way, from 0.", _within("progress", "epoch")),
     _gauge("torchfleet_epoch_done_ratio", "Share of the epoch that is done.", _epoch_share),
-    _gauge("torchfleet_remaining_seconds", "Time to the end, by the speed of late.", _within("progress", "eta_s")),
+    _gauge(
+        "torchfleet_remaining_seconds",
+        "Estimated time to the end, from the recent speed.",
+        _within("progress", "eta_s"),
+    ),
     # servers
     _counter("torchfleet_server_requests", "Requests, by command.", _commands, "command"),
     _counter("torchfleet_server_errors", "Requests that were answered with an error.", _field("errors")),
