@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torchfleet.base.errors import RoleError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import cli, roles
-from torchfleet.launch.ranks import rendezvous
-from torchfleet.launch.ranks.rendezvous import FixedRendezvous
-from torchfleet.launch.ranks.stores import StoreAddress, serve
+from torchfleet.launch.ranks import rendezvous, stores
+from torchfleet.launch.ranks.rendezvous import FixedRendezvous, RankStoreLost
+from torchfleet.launch.ranks.stores import StoreAddress, reach, serve
 from torchfleet.launch.roles import free_ports
 
 PLAY = str(SCRIPTS / "ranks_play.py")
@@ -279,6 +281,43 @@ class TestRendezvous:
         first._store = first._start_store = first._rank_store = None  # type: ignore[assignment]  # its launcher was killed
         with pytest.raises(RendezvousConnectionError, match=str(place)):
             other.num_nodes_waiting()
+
+    def test_a_lost_store_of_the_ranks_is_not_waited_for_again(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rendezvous, "_RANK_STORE", 0.0)
+        together(*pair)
+        other = pair[1]
+        place, gone = other._rank_address, StoreAddress("127.0.0.1", free_ports(1)[0])
+        for address in (gone, place):  # the second one answers
+            other._rank_address = address
+            with pytest.raises(RankStoreLost, match=str(gone)), other.rank_attempts(2):
+                pass
+        together(*pair)
+        with other.rank_attempts(2) as attempts:
+            assert attempts.number == 0
+
+    def test_a_store_that_goes_while_it_is_reached_is_waited_for_no_longer_than_asked(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stores, "_CONNECTION", timedelta(seconds=0.5))
+        reports: list[str] = []
+        place = StoreAddress("127.0.0.1", free_ports(1)[0])
+        listening = socket.create_server(place)
+        thread = threading.Thread(target=accept_and_leave, args=(listening, 2), daemon=True)
+        thread.start()
+        begun = time.monotonic()
+        with pytest.raises(RoleError, match=str(place)):
+            reach(place, reports.append, patience=0.0)
+        assert time.monotonic() - begun < SOON
+        assert [str(place) in line for line in reports] == [True]
+
+
+def accept_and_leave(listening: socket.socket, num_connections: int) -> None:
+    """Close each connection, and then stop listening, as a process does that is killed."""
+    with listening:
+        for _ in range(num_connections):
+            listening.accept()[0].close()
 
 
 def together(first: FixedRendezvous, other: FixedRendezvous, before: Callable[[], None] = lambda: None) -> int:

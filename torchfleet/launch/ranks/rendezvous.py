@@ -54,6 +54,7 @@ class Rendezvous(RendezvousHandler):
         self._num_machines = max_machines
         self._start_store: Store = store  # of this start of the ranks only
         self._rank_store: TCPStore | None = None
+        self._rank_store_error = ""  # why the store of the ranks is lost; empty while it is not
         self._rank_address = address
         self.num_starts = 0
 
@@ -69,7 +70,7 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         with self._store_errors():
             self._start_store, number, self._num_machines = self._join()
-            self._rank_store = None
+            self._rank_store, self._rank_store_error = None, ""
             if number == 0:
                 self._rank_store = serve(StoreAddress(self._own_host(), 0))
                 announced = [self._own_host(), self._rank_store.port, self._store.add("starts", 1) - 1]
@@ -81,7 +82,10 @@ class Rendezvous(RendezvousHandler):
     @contextlib.contextmanager
     def rank_attempts(self, num_ranks: int) -> Iterator[Attempts]:
         """The attempts of the ranks, in the store of this start. Call this after `next_rendezvous` has returned. Raises
-        RankStoreLost if the store of the ranks is lost, but not the store of the launchers."""
+        RankStoreLost if the store of the ranks is lost, but not the store of the launchers. Later calls for this start
+        then raise it at once, because the launcher that asks can watch no rank while it waits."""
+        if self._rank_store_error:
+            raise RankStoreLost(self._rank_store_error)
         try:
             if self._rank_store is None:
                 self._rank_store = reach(self._rank_address, self._report, _RANK_STORE)
@@ -89,7 +93,8 @@ class Rendezvous(RendezvousHandler):
         except (RuntimeError, RoleError) as error:
             with self._store_errors():
                 self._store.add("starts", 0)
-            raise RankStoreLost(str(error).splitlines()[0]) from None
+            self._rank_store_error = str(error).splitlines()[0]
+            raise RankStoreLost(self._rank_store_error) from None
 
     def finish(self) -> None:
         """Report that all ranks of this machine have finished, and block until those of the other machines have."""

@@ -17,6 +17,7 @@ from torchfleet.ps.net.keys import is_private
 
 PATIENCE = 900.0  # seconds that a machine waits for the others
 _TIMEOUT = timedelta(seconds=60)  # of one operation of a store
+_CONNECTION = timedelta(seconds=5)  # to a store that has just answered; torch tries for up to three times as long
 
 Report = Callable[[str], None]  # shows a line to the user
 
@@ -62,7 +63,9 @@ def reach(address: StoreAddress, report: Report, patience: float = PATIENCE) -> 
     for attempt in itertools.count():
         try:
             socket.create_connection(address, timeout=2.0).close()
-            return TCPStore(address.host, address.port, None, False, _TIMEOUT)
+            store = TCPStore(address.host, address.port, None, False, _CONNECTION)
+            store.set_timeout(_TIMEOUT)
+            return store
         except (OSError, RuntimeError) as error:
             if attempt == 0:
                 report(f"[fleetrun] {address} does not answer yet; waiting")
