@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torchfleet.base.errors import LogError
 from torchfleet.ps.net.wire import Command, Reply, decode_reply, encode, pack
 from torchfleet.ps.server.log import durable_server
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.server import Server
 
 
@@ -57,15 +59,26 @@ def test_a_server_that_ended_goes_on_with_all_of_it(tmp_path: Path, fsync_ms: fl
     durable.close()
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 def test_a_log_is_cut_when_it_has_grown_and_nothing_is_lost_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     monkeypatch.setattr(durable_server, "MIN_GROWTH", 20_000)
     server, durable = begun(tmp_path)
+    begin_segment, disk = LogFolder.begin_segment, threading.Event()
+
+    def wait_and_begin(folder: LogFolder) -> None:
+        assert disk.wait(30)
+        begin_segment(folder)
+
+    monkeypatch.setattr(LogFolder, "begin_segment", wait_and_begin)
+    if not is_slow:  # else the disk begins no segment before all work is done
+        disk.set()
     Work(durable, 1).steps(400)
+    disk.set()
     durable.close()
     names = sorted(file.name for file in tmp_path.glob("segment*"))
-    assert names[0] > "segment-00000002.log"
+    assert names[0] > "segment-00000003.log"
     assert len(names) <= 2
     before = whole_state(server, False)
     server, durable = going_on(tmp_path)

@@ -47,9 +47,9 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     forget = LogFolder.forget_before_last
 
-    def unlink_and_forget(self: LogFolder) -> int:
+    def unlink_and_forget(self: LogFolder) -> None:
         numbers = self._all()
         self._unlink(numbers[:-1])
-        return forget(self)
+        forget(self)
 
     patch(LogFolder, "forget_before_last", unlink_and_forget)

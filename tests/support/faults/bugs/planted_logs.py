@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -117,11 +118,9 @@ def _(patch: Patch) -> None:
 
 @bug("log: a full disk is passed over", LOG)
 def _(patch: Patch) -> None:
-    def once(self: LogWriter, run: Any) -> int:
-        try:
-            return int(run())
-        except OSError:
-            return self.segment_bytes
+    def once(self: LogWriter, run: Any) -> None:
+        with contextlib.suppress(OSError):
+            run()
 
     patch(LogWriter, "_attempt", once)
 

@@ -115,8 +115,8 @@ class LogFolder:
             self.sync()  # after a loss of power the cut bytes must not reappear behind new records
             (self.path / _UNSYNCED).unlink(missing_ok=True)
 
-    def begin_segment(self) -> int:
-        """Sync the current segment, and open a new one for `write`. Returns its size, 0. Raises OSError."""
+    def begin_segment(self) -> None:
+        """Sync the current segment, and open a new one for `write`. Raises OSError."""
         assert self._start is not None
         number = self._start.last + 1
         if self._file >= 0:
@@ -126,10 +126,9 @@ class LogFolder:
         sync_folder(self.path)
         if self._start.first:
             self._note(replace(self._start, last=number))
-        return 0
 
-    def write(self, buffers: Sequence[Frame]) -> int:
-        """Append all buffers to the segment, or none of them. Returns the size of the segment. Raises OSError."""
+    def write(self, buffers: Sequence[Frame]) -> None:
+        """Append all buffers to the segment, or none of them. Raises OSError."""
         try:
             end = self.num_bytes
             for start in range(0, len(buffers), _MAX_BUFFERS):
@@ -139,7 +138,6 @@ class LogFolder:
                 os.ftruncate(self._file, self.num_bytes)
             raise
         self.num_bytes = end
-        return end
 
     @property
     def salt(self) -> int:
@@ -190,14 +188,13 @@ class LogFolder:
                 (self.path / _UNSYNCED).touch()
             raise sync_failed(error) from error
 
-    def forget_before_last(self) -> int:
+    def forget_before_last(self) -> None:
         """Write into `start` that only the last segment is needed, and that the log is of `run`. The segment must have
-        a whole copy of the state. Returns its size in bytes. Raises OSError. `remove_forgotten` removes the others."""
+        a whole copy of the state. Raises OSError. `remove_forgotten` removes the others."""
         assert self._start is not None
         last = self._start.last if self._start.first else 1
         self.sync()
         self._note(replace(self._start, first=last, last=last, run=self.run))
-        return self.num_bytes
 
     def remove_forgotten(self) -> None:
         """Remove the segments that are not needed, also those that an earlier call has left. One thread at a time may
@@ -211,11 +208,10 @@ class LogFolder:
         """The term in `start`; 0 without a log."""
         return 0 if self._start is None else self._start.term
 
-    def note_term(self, term: int) -> int:
-        """Write the term into `start`, durably. Returns the size of the segment. Raises OSError."""
+    def note_term(self, term: int) -> None:
+        """Write the term into `start`, durably. Raises OSError."""
         assert self._start is not None
         self._note(replace(self._start, term=term))
-        return self.num_bytes
 
     def remove(self) -> None:
         """Remove the log, so that no server restores from this folder. The lock stays. Raises LogError."""

@@ -28,7 +28,8 @@ _PAUSE = 0.5  # seconds between two attempts to write to a full or read-only dis
 _MAX_BUFFERS = 512  # buffers of records that are gathered for one write
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
-Waiting = tuple[int, Sequence[Frame], int] | Callable[[], int]  # an entry (index, frames, bytes), or a function to call
+# An entry (index, frames, bytes), or a function to call.
+Waiting = tuple[int, Sequence[Frame], int] | Callable[[], None]
 
 
 class LogWriter:
@@ -51,7 +52,7 @@ class LogWriter:
         self._bytes_appended = self._bytes_done = 0
         self._num_appended = self._num_done = 0  # entries and functions
         self._is_over = False
-        self.segment_bytes = folder.num_bytes  # size of the segment that is being written
+        self.segment_bytes = folder.num_bytes  # bytes of the last segment, also those that wait to be written
         self._is_syncing = True  # until `close`
         self._is_dirty = False  # whether bytes were written since the last sync began
         self._due = threading.Condition()  # notified when `_is_dirty` becomes True, and at `close`
@@ -66,6 +67,7 @@ class LogWriter:
         """As Sink.append."""
         num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
+        self.segment_bytes += num_bytes
         self._num_appended += 1
         if not self._put_off:
             self._put_off_since = time.monotonic()
@@ -87,6 +89,7 @@ class LogWriter:
 
     def begin_segment(self) -> None:
         """Write all later entries to a new segment. The caller appends a copy of the state next. Does not block."""
+        self.segment_bytes = 0
         self._put(self._folder.begin_segment)
 
     def end_copy(self) -> None:
@@ -102,7 +105,7 @@ class LogWriter:
         """The term that `start` has on the disk."""
         return self._folder.term
 
-    def _put(self, run: Callable[[], int]) -> None:
+    def _put(self, run: Callable[[], None]) -> None:
         self._num_appended += 1
         self._put_off.append(run)
         self.flush()
@@ -187,17 +190,16 @@ class LogWriter:
                 while self._is_syncing and (rest := next_sync - time.monotonic()) > 0:
                     self._due.wait(rest)
 
-    def _forget(self) -> int:
+    def _forget(self) -> None:
         """Note that the earlier segments are not needed, and remove them: in another thread, so that no reply waits for
-        it, unless `fsync_ms` is 0. Returns the size of the segment. Raises OSError."""
-        num_bytes = self._folder.forget_before_last()
+        it, unless `fsync_ms` is 0. Raises OSError."""
+        self._folder.forget_before_last()
         if not self._fsync_seconds:
             self._folder.remove_forgotten()
         else:
             self._removing.join()  # the previous removal, which was long ago
             self._removing = BackgroundThreads([self._remove_old], "the log")
             self._removing.start()
-        return num_bytes
 
     def _remove_old(self) -> None:
         try:
@@ -217,7 +219,8 @@ class LogWriter:
         for item in batch:
             if not isinstance(item, tuple):
                 self._bring(buffers)
-                buffers, self.segment_bytes = [], self._attempt(item)
+                buffers = []
+                self._attempt(item)
             else:
                 buffers += record_of(item[1], self._folder.num_synced, self._folder.salt)
                 if len(buffers) >= _MAX_BUFFERS:
@@ -227,19 +230,19 @@ class LogWriter:
 
     def _bring(self, buffers: Sequence[Frame]) -> None:
         if buffers:
-            self.segment_bytes = self._attempt(lambda: self._folder.write(buffers))
+            self._attempt(lambda: self._folder.write(buffers))
             if not self._is_dirty:
                 self._is_dirty = True
                 if self._fsync_seconds:
                     with self._due:
                         self._due.notify()
 
-    def _attempt(self, run: Callable[[], int]) -> int:
-        """Call `run` until it succeeds, and return its result. Raises OSError if the cause is not a full or read-only
-        disk, also SyncFailed, and if the writer is closed or the other thread has failed."""
+    def _attempt(self, run: Callable[[], None]) -> None:
+        """Call `run` until it succeeds. Raises OSError if the cause is not a full or read-only disk, also SyncFailed,
+        and if the writer is closed or the other thread has failed."""
         while True:
             try:
-                done = run()
+                run()
             except OSError as error:
                 if error.errno not in _CURABLE:
                     raise
@@ -254,4 +257,4 @@ class LogWriter:
                 time.sleep(_PAUSE)
             else:
                 self._trouble = ""
-                return done
+                return
