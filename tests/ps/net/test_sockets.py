@@ -66,6 +66,8 @@ class TestFrames:
     def test_a_message_of_too_many_frames_is_refused_and_its_connection_ended(
         self, server: ServerThread, raw: zmq.Socket, client: Client, num: int, capfd: pytest.CaptureFixture[str]
     ) -> None:
+        raw.send_multipart(encode(Message(Command.PING, call=41)))  # or 90 KB would be too much for a first message
+        assert decode_reply(raw.recv_multipart()).call == 41
         header = encode(Message(Command.PING, call=42))[0]
         ends = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         raw.send_multipart([header, *[b"x"] * (num - 1)])
