@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support import processes
+from support.extras import EXTRAS
 from support.jobs import wait_until
+from support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # it starts processes
 
@@ -79,3 +82,19 @@ def test_a_nursery_that_has_imported_more_is_used_where_it_is_asked_for() -> Non
         inside = processes.run(command, timeout=200)
     outside = processes.run(command, timeout=200)
     assert (inside.stdout, outside.stdout) == ("True\n", "False\n")
+
+
+def test_without_the_packages_of_extras_tests_run_or_are_skipped() -> None:
+    without = str(ROOT / "tests" / "support" / "scripts" / "without_extras")
+    environment = {**os.environ, "PYTHONPATH": without, "FLEET_TEST_WITHOUT": " ".join(EXTRAS)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    forked = "tests/test_processes.py::test_scripts_and_modules_find_what_lies_beside_them"
+    skipped = "tests/apps/serve/endpoints/test_grpc_app.py"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", forked, skipped]
+    with processes.interruptible():  # a Python of its own, with a nursery of its own
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    assert "need torchfleet[serve]" in done.stdout

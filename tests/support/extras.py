@@ -50,6 +50,11 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def is_of_an_extra(module: str | None) -> bool:
+    """Whether an extra of pyproject.toml brings this module, so that it may be missing."""
+    return module is not None and module.partition(".")[0] in EXTRAS
+
+
 def reason(module: str) -> str:
     return f"needs torchfleet[{EXTRAS.get(module.partition('.')[0], 'dev')}]"
 

@@ -306,12 +306,21 @@ def _renew_threads() -> None:
 
 
 def _import_package(package: types.ModuleType) -> None:
-    """All of it but what is left out, and modules that `python -m` runs: it would warn of those."""
+    """All of it but what is left out, modules that `python -m` runs (it would warn of those), and modules of an extra
+    that is not installed: tests that need the extra are skipped, and all others do without."""
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if found.name not in _LEFT_OUT and not _is_run(found.name):
+        if found.name in _LEFT_OUT or _is_run(found.name):
+            continue
+        try:
             module = import_module(found.name)
-            if found.ispkg:
-                _import_package(module)
+        except ModuleNotFoundError as error:
+            from support.extras import is_of_an_extra
+
+            if is_of_an_extra(error.name):
+                continue
+            raise
+        if found.ispkg:
+            _import_package(module)
 
 
 def _is_run(module: str) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.extras import needing
 from support.planned_models import alone, loss_of, made
 from support.ranks import Ranks
 
 import torchfleet as fleet
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needing("transformers")]
 
 
 def train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
