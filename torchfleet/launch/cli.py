@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
 from torchfleet import __version__
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.extras import check_installed
 from torchfleet.base.paddle_names import OPTIONS as PADDLE_OPTIONS
@@ -55,19 +54,9 @@ The script is the same for all roles: fleet.init() finds out which one a process
 the script, options of the script behind it."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2. For an unknown option, name the known one that is nearest to it."""
-        unknown = re.findall(r"(?<!\S)--([\w-]+)", message) if message.startswith("unrecognized") else []
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = [get_close_matches(f"--{name.replace('-', '_')}", known, n=1) for name in unknown]
-        meant = ", ".join(name for names in near for name in names)
-        super().error(f"{message}. Did you mean {meant}?" if meant else message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return a parser with the options that all launchers share and the options of each launcher."""
-    made = _Parser(
+    made = Parser(
         prog="fleetrun",
         description="Start the processes of a training job, watch them, and end them together.",
         epilog=_EXAMPLES,

@@ -177,6 +177,25 @@ def test_parquet_columns_are_int64_and_lists_of_float32(model: str, tmp_path: Pa
     assert schema.field("values").type.value_type == pa.float32()
 
 
+def test_the_ending_of_the_file_says_the_format(model: str, tmp_path: Path) -> None:
+    for name in ("rows.csv", "rows.txt", "rows.parquet", "rows"):
+        assert command.main(["export", model, "items", str(tmp_path / name)]) == 0
+    text = (tmp_path / "rows.txt").read_text()
+    head, _, lines = (tmp_path / "rows.csv").read_text().partition("\n")
+    assert head == "key,value_0,value_1,value_2"
+    assert lines.replace(",", " ") == text
+    assert (tmp_path / "rows").read_bytes() == (tmp_path / "rows.parquet").read_bytes()
+
+
+def test_an_ending_that_says_no_format_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["export", model, "items", str(tmp_path / "rows.json")]) == 1
+    assert names(capsys.readouterr().err, ".csv", ".json", "--format")
+    assert command.main(["export", model, "items", str(tmp_path / "rows.json"), "--format", "text"]) == 0
+    assert read_text(tmp_path / "rows.json").keys() == set(KEYS.tolist())
+
+
 @pytest.mark.parametrize("form", ["text", "parquet"])
 def test_a_table_without_state_or_without_rows_can_be_exported(form: str, values: np.ndarray, tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
@@ -321,7 +340,6 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["nonsense"],
         ["inspect"],
         ["export", "m"],
@@ -329,7 +347,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(
         ["export", "m", "--table", "t"],
         ["export", "m", "t", "p", "--out", "p"],
         ["export", "m", "t", "--table", "t", "--out", "p"],
-        ["export", "m", "t", "p", "--format", "csv"],
+        ["export", "m", "t", "p", "--format", "xml"],
         ["inspect", "m", "-x"],
         ["inspect", "m", "--top", "0"],
         ["inspect", "m", "--top", "x"],
@@ -339,13 +357,15 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(
     ],
     ids=str,
 )
-def test_a_wrong_command_line_is_exit_code_2_and_the_usage(
+def test_a_wrong_command_line_is_exit_code_2_and_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         command.main(arguments)
     assert caught.value.code == 2
-    assert "usage: fleet" in capsys.readouterr().err
+    error, cure = capsys.readouterr().err.splitlines()
+    assert error.startswith("fleet")
+    assert "--help" in cure
 
 
 @pytest.mark.parametrize(
@@ -377,8 +397,8 @@ def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_unknown_format_is_refused_by_the_function_too(model: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=naming("parquet", "text", "'csv'")):
-        export_table(model, "items", str(tmp_path / "rows"), "csv")
+    with pytest.raises(CheckpointError, match=naming("parquet", "text", "csv", "'xml'")):
+        export_table(model, "items", str(tmp_path / "rows"), "xml")
 
 
 def test_without_pyarrow_it_is_said_what_to_install(

@@ -291,4 +291,4 @@ class TestCommand:
         with pytest.raises(SystemExit) as caught:
             command.main(["diff", *arguments])
         assert caught.value.code == 2
-        assert "usage: fleet" in capsys.readouterr().err
+        assert "--help" in capsys.readouterr().err

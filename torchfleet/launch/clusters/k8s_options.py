@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, job_resources
 from torchfleet.launch.clusters.k8s.adopt import COMPLETE, FAILED
@@ -34,7 +35,7 @@ _MOST = 10_000  # pods of a role
 
 def k8s_parser() -> argparse.ArgumentParser:
     """Return a parser with the options of the job, followed by those of Kubernetes."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="fleetrun k8s",
         description="Write the manifests of a job for Kubernetes, of built-in kinds: with -o DIR into a folder, else "
         "to standard output. kubectl takes them: kubectl apply --server-side -f DIR.",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import check_name, name_of
 from torchfleet.launch.clusters.k8s.k8s_yaml import stream_of, write_folder
@@ -69,7 +70,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="fleetrun k8s serve",
         description="Write the manifests of a model server: Service, Deployment, HorizontalPodAutoscaler, "
         "PodDisruptionBudget, and a KServe InferenceService that takes their place. With -o DIR into a folder, else to "
@@ -169,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `fleet serve` in the pods. Raises RoleError for those that the manifests set or exclude."""
-    parser = argparse.ArgumentParser("fleet")
+    parser = Parser("fleet")
     serve_command.add_commands(parser.add_subparsers())
     # parse_args exits with status 2 for options that fleet serve refuses
     passed, plain = (parser.parse_args(["serve", options.model, *more]) for more in (arguments, ()))

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchfleet.base.cgroups import usable_cores
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.monitor.json_lines import MOST, JsonLog, log_format
 from torchfleet.base.printable import say
@@ -45,7 +46,7 @@ _KEPT = ("FLEET_RESTART", "FLEET_REPLICA", "FLEET_WORKER_ENDPOINTS")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script in the role that the environment defines, and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m torchfleet.launch.clusters.member", description=__doc__)
+    parser = Parser(prog="python -m torchfleet.launch.clusters.member", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-m", "--module", action="store_true", help="what follows is a module")
     parser.add_argument("script", help="the training script, or with -m the module")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fleetrun slurm",
         description="Write a file for sbatch: a job whose tasks are servers and workers, or machines of a collective "
         "job.",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchfleet import __version__
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError
 from torchfleet.base.printable import say
 from torchfleet.observe.commands import (
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "fleet",
         description="Look into saved models and running servers; compare, compact and export models.",
         epilog=_EXAMPLES,

@@ -107,8 +107,7 @@ def _export(options: argparse.Namespace) -> int:
         return 0
     if not table:
         return _export_whole(options, path)
-    form = options.format or FORMATS[0]
-    num = export_table(options.model, table, path, form, options.with_state, options.with_statistics)
+    num = export_table(options.model, table, path, options.format or "", options.with_state, options.with_statistics)
     print(f"{num:,} rows of '{table}' in {path}")
     if options.with_statistics:
         names = statistics_of(read_manifest(Storage(options.model)), table)
@@ -211,8 +210,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a table, or a whole model, to files that other programs read",
         description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
-        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. safetensors: tensors keys (int64) and "
-        "values (float32). With --out alone, the whole model: "
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. CSV: the same with commas, below a "
+        "line of names. safetensors: tensors keys (int64) and values (float32). With --out alone, the whole model: "
         "a folder with a file for every table, parameters.safetensors, and model.json, which names them; of a "
         "collective model one safetensors file. What is written may be on this machine, or at any URL that fsspec "
         "opens (s3://bucket/rows.parquet).",
@@ -222,7 +221,12 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
     made.add_argument("--table", dest="named_table", metavar="TABLE", default="", help="the table, if --out is given")
     made.add_argument("--out", metavar="PATH", default="", help="the file to write, or the folder for a whole model")
-    made.add_argument("--format", choices=FORMATS, help="parquet (the default), text or safetensors")
+    made.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="of a table: by the ending of the file (.parquet, .txt, .csv, .safetensors; none: parquet); of a whole "
+        "model: parquet",
+    )
     made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
     made.add_argument(
         "--with_statistics",

@@ -1,4 +1,4 @@
-"""A table of a saved model in formats that other programs read: Parquet, safetensors, or lines of `key v1 v2 ...`."""
+"""A table of a saved model in formats that other programs read: Parquet, safetensors, CSV, lines of `key v1 ...`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchfleet.ps.checkpoint.chain import live_rows, statistics_of
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays, entries_of, header
 
-FORMATS = ("parquet", "text", "safetensors")
+FORMATS = ("parquet", "text", "csv", "safetensors")
+_OF_ENDING = {".parquet": "parquet", ".txt": "text", ".csv": "csv", ".safetensors": "safetensors"}
 _LINES = 1 << 12  # of text, written at a time
 _TYPES = {"<i8": "I64", "<u4": "U32", "<f4": "F32"}  # safetensors' name of a type, by numpy's name
 
@@ -28,17 +29,19 @@ def export_table(
     dirname: str,
     table: str,
     path: str,
-    file_format: str = "parquet",
+    file_format: str = "",
     with_state: bool = False,
     with_statistics: bool = False,
 ) -> int:
     """Write a sparse table's rows to a file, in chunks; returns the number of rows. Keys are written as signed numbers.
+    Without `file_format` the ending of `path` says the format; a name without an ending is a Parquet file.
 
     `path` may be any path that fsspec opens. A folder on this machine must exist.
     The table's statistics follow the values in columns of their own, as saved: times in seconds since 1970, shows and
     clicks as of the day of the row's last lookup. The file appears when it is complete. For safetensors, which needs
     the number of rows first, the model is read twice, and all keys and statistics are in memory.
     """
+    file_format = file_format or format_of(path)
     if file_format not in FORMATS:
         raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")
     storage = Storage(dirname)
@@ -50,7 +53,8 @@ def export_table(
     def read() -> Iterator[Rows]:
         return (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
 
-    write = {"parquet": _write_parquet, "text": _write_text, "safetensors": _write_safetensors}[file_format]
+    writers = {"parquet": _write_parquet, "text": _write_text, "csv": _write_csv, "safetensors": _write_safetensors}
+    write = writers[file_format]
     folder, name = split_place(path)
     target = Storage(folder)
     if target.is_local and not os.path.isdir(target.path):
@@ -62,28 +66,50 @@ def export_table(
         raise CheckpointError(f"export to {path}: {error}") from error
 
 
+def format_of(path: str) -> str:
+    """The format that the ending of this path says."""
+    ending = os.path.splitext(split_place(path)[1])[1].lower()
+    if ending and ending not in _OF_ENDING:
+        raise CheckpointError(
+            f"export to {path}: expected a name that ends in {', '.join(_OF_ENDING)}, found {ending}. "
+            f"Say the format: --format {'|'.join(FORMATS)}"
+        )
+    return _OF_ENDING.get(ending, FORMATS[0])
+
+
 def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple[str, ...]) -> Rows:
     zeros = np.zeros(len(keys), np.uint32)  # a save made before the table kept the statistic
     kept = {name: arrays[name] if name in arrays else zeros.view(STATISTICS[name]) for name in names}
     return keys.view(np.int64), arrays["rows"][:, :width], kept
 
 
+def _write_csv(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
+    """A line of names, then the lines of text with commas between."""
+    columns = ["key", *(f"value_{number}" for number in range(width)), *names]
+    file.write(f"{','.join(columns)}\n".encode("ascii"))
+    return _write_lines(read, file, names, ",")
+
+
 def _write_text(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
+    return _write_lines(read, file, names, " ")
+
+
+def _write_lines(read: Read, file: Any, names: tuple[str, ...], between: str) -> int:
     num = 0
     for keys, values, statistics in read():
         for start in range(0, len(keys), _LINES):
             some = slice(start, start + _LINES)
             columns = [statistics[name][some].tolist() for name in names]
             lines = zip(keys[some].tolist(), values[some].tolist(), *columns, strict=True)
-            file.write("".join(_line(*line) for line in lines).encode("ascii"))
+            file.write("".join(_line(between, *line) for line in lines).encode("ascii"))
         num += len(keys)
     return num
 
 
-def _line(key: int, row: list[float], *statistics: float) -> str:
+def _line(between: str, key: int, row: list[float], *statistics: float) -> str:
     """Nine digits distinguish all float32 values; times have ten digits, and are integers."""
     numbers = [*(f"{value:.9g}" for value in row), *map(_digits, statistics)]
-    return f"{key} {' '.join(numbers)}\n"
+    return f"{between.join([str(key), *numbers])}\n"
 
 
 def _digits(value: float) -> str:
@@ -91,7 +117,7 @@ def _digits(value: float) -> str:
 
 
 def _write_parquet(read: Read, file: Any, width: int, names: tuple[str, ...]) -> int:
-    pa, pq = (required(m, "Parquet", "parquet", ", or use format text") for m in ("pyarrow", "pyarrow.parquet"))
+    pa, pq = (required(m, "Parquet", "parquet", ", or use --format csv") for m in ("pyarrow", "pyarrow.parquet"))
     columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
     columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
     num = 0

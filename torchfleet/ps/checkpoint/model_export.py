@@ -21,7 +21,7 @@ from torchfleet.ps.checkpoint.part_reader import read_dense
 from torchfleet.ps.checkpoint.part_writer import write_file
 
 DESCRIPTION, PARAMETERS = "model.json", "parameters.safetensors"
-_ENDINGS = {"parquet": "parquet", "text": "txt", "safetensors": "rows.safetensors"}
+_ENDINGS = {"parquet": "parquet", "text": "txt", "csv": "csv", "safetensors": "rows.safetensors"}
 # safetensors' name of a type, by torch's name.
 _TYPES = {
     **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},

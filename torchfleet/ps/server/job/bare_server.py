@@ -6,10 +6,10 @@ script does nothing on them but init_server and run_server (launch/server_branch
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.base.role.process_settings import OF_JOB
 from torchfleet.base.role.role_info import SERVER
@@ -58,7 +58,7 @@ class BareServer(JobServer):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the server that the environment describes until all workers have left. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m torchfleet.server {OF_JOB}", description=__doc__)
+    parser = Parser(prog=f"python -m torchfleet.server {OF_JOB}", description=__doc__)
     parser.add_argument("--load", metavar="DIR", help="the saved model that init_server names in the script")
     parser.add_argument("--load_name", action="append", metavar="NAME", help="load this of it only (var_names)")
     parser.add_argument("--load_by_worker", action="store_true", help="load the model that worker 0 names")

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError
 from torchfleet.base.role.process_settings import MIN_WORKERS, OF_JOB, ON_LOSS, loss_of
 from torchfleet.base.role.role_info import LOSS_RULES
@@ -23,7 +24,7 @@ from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m torchfleet.server",
         description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
         "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
