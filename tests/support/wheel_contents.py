@@ -11,18 +11,21 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = "share/doc/torchfleet"  # where the wheel installs the pages of docs
 COMMANDS = ("fleetrun = torchfleet.launch.cli:main", "fleet = torchfleet.observe.commands.command:main")
 
 
 def package_files(root: Path = ROOT) -> set[str]:
-    """Every file of the package, data among them, by its path in the repository."""
+    """Every file of the package, data among them, by its path in the repository; and pages where they are installed."""
     files = (path.relative_to(root) for path in (root / "torchfleet").rglob("*") if path.is_file())
-    return {file.as_posix() for file in files if not {"__pycache__", ".DS_Store"} & set(file.parts)}
+    pages = {f"{PAGES}/{path.relative_to(root / 'docs').as_posix()}" for path in (root / "docs").rglob("*.md")}
+    return pages | {file.as_posix() for file in files if not {"__pycache__", ".DS_Store"} & set(file.parts)}
 
 
 def copy_sources(folder: Path) -> None:
     """What a wheel is built of, into a new folder: builds leave their files there, not in the repository."""
     shutil.copytree(ROOT / "torchfleet", folder / "torchfleet", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", folder / "docs")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
 
@@ -35,7 +38,7 @@ def problems(wheel: Path, expected: set[str]) -> list[str]:
         metadata, points = (
             archive.read(about[name]).decode() if name in about else "" for name in ("METADATA", "entry_points.txt")
         )
-    packed = names - set(about.values())
+    packed = {name.partition(".data/data/")[2] or name for name in names - set(about.values())}
     found = [
         f"lacks {name}: data files are named in pyproject.toml, package-data" for name in sorted(expected - packed)
     ]

@@ -10,6 +10,7 @@ from torchfleet.api.current_job import any_job
 from torchfleet.api.job_life import reset
 from torchfleet.api.saves import load, saved_extra
 from torchfleet.base.errors import FleetError
+from torchfleet.base.pages import page
 
 if TYPE_CHECKING:
     from torchfleet.collective.elastic.memory_copies import Kept
@@ -52,7 +53,7 @@ def steps(
     if not isinstance(job, CollectiveJob):
         raise FleetError(
             "fleet.elastic.steps is for collective jobs, fleet.init(is_collective=True), and this one has parameter "
-            "servers: their rows have logs and replicas (docs/faults.md)"
+            f"servers: their rows have logs and replicas ({page('faults')})"
         )
     saved = partial(_saved_step, dirname)
     return job.elastic_steps(num_steps, copy_steps, keep or {}, saved, partial(load, dirname or ""))

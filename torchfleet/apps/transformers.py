@@ -16,6 +16,7 @@ import torchfleet as fleet
 from torchfleet.api import process_role
 from torchfleet.api.prepare.prepare_job import follow, start
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
+from torchfleet.base.pages import page
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_model import CollectiveModel
@@ -191,7 +192,8 @@ def _begin(strategy: DistributedStrategy | None) -> None:
     if os.environ.get("FLEET_ROLE") and not is_collective_job():
         raise FleetError(
             "FleetTrainer is for ranks, and this is a process of a job with servers: start it with fleetrun "
-            "--nproc_per_node; with servers use transformers.Trainer as docs/torch.md says"
+            "--nproc_per_node; with servers use transformers.Trainer: "
+            f"{page('torch')}"
         )
     if not process_role.is_set_up():
         fleet.init(is_collective=True, strategy=strategy)
@@ -251,7 +253,8 @@ def _refuse_twice(args: Any, strategies: Collection[str]) -> None:
     if "pipeline" in strategies:
         raise StrategyError(
             "DistributedStrategy(pipeline=True): the Trainer needs the outputs of the model on every rank, and "
-            "those of a pipeline are on the last one. Write the loop yourself (docs/collective/pipeline.md)."
+            "those of a pipeline are on the last one. Write the loop yourself "
+            f"({page('collective/pipeline')})."
         )
     shared = _sharing(strategies)
     if shared and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
@@ -279,7 +282,7 @@ def _shared(loader: Any) -> Any:
     if not isinstance(sampler, BatchSamplerShard):
         raise StrategyError(
             f"FleetTrainer: ranks that share samples need a dataset with a length, found a loader with "
-            f"{type(sampler).__name__}. Write the loop yourself (docs/collective/tensor_parallel.md)."
+            f"{type(sampler).__name__}. Write the loop yourself ({page('collective/tensor_parallel')})."
         )
     sampler.process_index, sampler.num_processes = index, number
     return loader

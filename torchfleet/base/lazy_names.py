@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchfleet.base.pages import page
+
 
 def attach(
     module: str, file: str, instead: Mapping[str, str] | None = None
@@ -63,7 +65,7 @@ def missing(module: str, name: str, public: Sequence[str], instead: Mapping[str,
     elif near:
         advice = f"; did you mean '{near[0]}'?{f' That is: {instead[near[0]]}' if near[0] in instead else ''}"
     else:
-        advice = "; docs/reference/ lists its names"
+        advice = f"; {page('reference')} lists its names"
     return AttributeError(f"{module} has no '{name}'{advice}")
 
 

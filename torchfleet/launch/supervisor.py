@@ -12,6 +12,7 @@ from types import FrameType
 
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.freshness import advice, summed
+from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
@@ -220,7 +221,7 @@ class JobSupervisor:
         watch.report(
             f"[fleetrun] warning: no process has joined the job: the script ran {times}. A script of a job with "
             "servers calls fleet.init(), and then fleet.init_worker() or fleet.run_server(), or fleet.prepare() "
-            "(docs/launch.md). Without them, start it with python instead of fleetrun. "
+            f"({page('launch')}). Without them, start it with python instead of fleetrun. "
             f"Logs in {self._log_dir}"
         )
         return 1

@@ -12,6 +12,7 @@ from torchfleet.api.job.printing import embeddings
 from torchfleet.api.job.row_caches import check_caches
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.base.monitor.notices import tell
+from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -182,7 +183,7 @@ def _tell_of_momentum(plan: Plan) -> None:
     if found:
         tell(
             f"fleet: momentum acts on the rows of {', '.join(map(repr, found))} in the updates that touch them, and "
-            "not in the steps between (docs/rows.md). To turn it off, put these tables into a param group with "
+            f"not in the steps between ({page('rows')}). To turn it off, put these tables into a param group with "
             "momentum=0."
         )
 

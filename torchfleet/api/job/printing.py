@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchfleet.base.monitor.freshness import advice, in_short
+from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.embedding.embedding_choice import Choice
@@ -86,7 +87,7 @@ def summary(stats: dict[str, Any]) -> str:
         first += (
             f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups were unforeseen and took "
             f"{100 * worker['unforeseen_wait']:.0f} % of the time: their ids were not known before the model was "
-            "called, so that each waited for its rows (docs/lookups.md)"
+            f"called, so that each waited for its rows ({page('lookups')})"
         )
     lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
     if stats["dropped"]:

@@ -20,6 +20,7 @@ from torchfleet.apps.lightning.checkpoint_folders import CheckpointFolders
 from torchfleet.apps.lightning.process_device import ProcessDevice
 from torchfleet.apps.lightning.worker_exchange import WorkerExchange
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
+from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import SERVER
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker, is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -173,7 +174,7 @@ class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, ParallelSt
             if getattr(self._settings, name):
                 raise StrategyError(
                     f"DistributedStrategy({name}=True) and Lightning: {reason}. Write the loop yourself "
-                    f"(docs/collective/{name}.md), or leave it out."
+                    f"({page(f'collective/{name}')}), or leave it out."
                 )
         if trainer.accumulate_grad_batches > 1:
             raise StrategyError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchfleet.base.pages import page
+
 EXACT_AGES = 16  # staleness below this value is counted exactly, above it by powers of two
 Ages = dict[int, int]  # pushes by staleness; from EXACT_AGES on, a key k stands for k to 2k - 1
 
@@ -68,6 +70,7 @@ def advice(dense_ages: Ages) -> str:
         f"half of the gradients come from a network that was {age} updates old or older. From {OLD_NETWORK} on that "
         "costs quality: the network learns slower or not at all, where rows of that age do no harm. Use hybrid, whose "
         "network is never old: a_sync_configs={'hybrid': True}. It costs speed, since its workers make every step "
-        "together: measured, 8 % of async's with 2 workers, 27 % with 4, 37 % with 8 (docs/scale.md). To stay with "
-        "async: fewer workers, gather, or a smaller max_staleness (docs/modes/async.md)."
+        "together: measured, 8 % of async's with 2 workers, 27 % with 4, 37 % with 8 "
+        f"({page('scale')}). To stay with "
+        f"async: fewer workers, gather, or a smaller max_staleness ({page('modes/async')})."
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from torchfleet.base.errors import StrategyError
+from torchfleet.base.pages import page
 from torchfleet.base.strategy import prototxt
 from torchfleet.base.strategy.collective_fields import (
     CONFIGS,
@@ -228,7 +229,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             if self.mode not in modes and configs[name] != _KEYS[name].default:
                 raise StrategyError(
                     f"a_sync_configs['{name}']={configs[name]} acts in {' and '.join(modes)} mode only, and this "
-                    f"strategy is {self.mode}. Leave '{name}' out, or choose another mode (docs/modes/README.md)."
+                    f"strategy is {self.mode}. Leave '{name}' out, or choose another mode ({page('modes')})."
                 )
 
     def save_to_yaml(self, path: str | Path) -> None:

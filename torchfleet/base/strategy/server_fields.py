@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchfleet.base.errors import StrategyError
+from torchfleet.base.pages import page
 from torchfleet.base.strategy.configs import Configs, ConfigsField
 from torchfleet.base.strategy.fields import Field, Fields, Key, Value, fields_of
 
@@ -96,7 +97,8 @@ class AsyncConfigs(Configs, field="a_sync_configs"):
         if self.heter_worker_device_guard not in ("cpu", "gpu"):
             raise StrategyError(
                 f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: expected 'gpu', "
-                "whose blocks heter workers compute (docs/heter.md), or 'cpu', Paddle's default, which changes nothing"
+                f"whose blocks heter workers compute ({page('heter')}), or 'cpu', Paddle's default, which "
+                "changes nothing"
             )
 
     def bound(self, num_workers: int) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
 from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.pages import page
 from torchfleet.collective.layers import plan_styles as styles
 from torchfleet.collective.layers.head_parallel import Heads
 from torchfleet.collective.layers.parallel_random import CutRandom
@@ -114,7 +115,7 @@ def _check(one: Planned, model: torch.nn.Module, degree: int) -> None:
     }
     if not fits.get(word, True):
         raise ModelError(
-            f"{_WHERE}: '{name}' is a {kind}, which {word!r} cannot cut: see docs/collective/tensor_parallel.md"
+            f"{_WHERE}: '{name}' is a {kind}, which {word!r} cannot cut: {page('collective/tensor_parallel')}"
         )
     if word in ("column", "row", "qkv") and dims is not None:
         width = module.get_parameter("weight").shape[dims[0 if word == "row" else 1]]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES
+from torchfleet.base.pages import page
 from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.launch.processes import module_command, script_command
 from torchfleet.observe.watch.watchers import watching_of
@@ -69,7 +70,7 @@ def refuse_heter_workers(options: argparse.Namespace) -> None:
         raise RoleError(
             "--heter_worker_num, --heter_workers: fleetrun starts heter workers on this machine (--server_num) or on "
             "listed ones (--servers), not on a cluster. There, give each process its role by FLEET_ROLE=HETER_WORKER "
-            "and the other variables of docs/heter.md."
+            f"and other variables: {page('heter')}."
         )
 
 

@@ -170,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `fleet serve` in the pods. Raises RoleError for those that the manifests set or exclude."""
-    parser = Parser("fleet")
+    parser: argparse.ArgumentParser = Parser("fleet")
     serve_command.add_commands(parser.add_subparsers())
     # parse_args exits with status 2 for options that fleet serve refuses
     passed, plain = (parser.parse_args(["serve", options.model, *more]) for more in (arguments, ()))

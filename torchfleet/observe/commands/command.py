@@ -13,6 +13,7 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.printable import say
 from torchfleet.observe.commands import (
     dashboard_command,
+    docs_command,
     doctor_command,
     model_commands,
     nearest_command,
@@ -31,6 +32,7 @@ _COMMANDS = (
     rollback_command,
     dashboard_command,
     profile_command,
+    docs_command,
     doctor_command,
     plan_command,
 )
@@ -58,10 +60,11 @@ _EXAMPLES = """examples:
   fleet doctor                                            what of this machine will hurt a job
   fleet plan --rows 1e11 --workers 1000 --servers 256     memory, network, saves, failures and money of such a job
   fleet doctor b:7100 c:7100                              and of the links to machines with fleet doctor --serve
+  fleet docs checkpoints                                  a page of the documents, here at the terminal
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
 fsspec opens. The models of fleet.save in collective training can be inspected and exported.
-`fleet COMMAND --help` tells more. All of it: docs/checkpoints.md; of jobs and machines: docs/watching.md"""
+`fleet COMMAND --help` tells more. All of it: fleet docs checkpoints; of jobs and machines: fleet docs watching"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ _EXAMPLES = """examples:
   fleet serve model --follow                        take over what a job saves there
   fleet serve model --follow log                    and what the servers of the job with these logs learn
   fleet serve s3://bucket/model --workers 4         four processes on one port
-  fleet serve model --shards a:7000,b:7000          rows on read-only servers: docs/serving_clusters.md
+  fleet serve model --shards a:7000,b:7000          rows on read-only servers: fleet docs serving_clusters
   fleet serve model --cluster ray --replicas 1:8    on Ray Serve, with as many replicas as requests need
   fleet serve model --network model.py:WideDeep     a network that could not be saved with the model
 
@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
   curl localhost:8000/metrics                       requests, latencies, batches, model_age_seconds
 
 The model is a folder of fleet.save_inference_model or fleet.save_persistables. Any client of the Open Inference
-Protocol v2 can ask, such as tritonclient. Strings are hashed as in training. All of it: docs/serving.md"""
+Protocol v2 can ask, such as tritonclient. Strings are hashed as in training. All of it: fleet docs serving"""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from torchfleet.base.pages import page
 from torchfleet.observe.doctor.finding import NOTE, SLOWS, STOPS, Finding
 from torchfleet.observe.doctor.link import LinkFacts
 from torchfleet.observe.watch.figures import size
@@ -24,7 +25,7 @@ def check_link(link: LinkFacts) -> Iterator[Finding]:
             SLOWS,
             f"{link.place}: {rate * 8 / 1e6:,.0f} Mbit/s: a step of 1,000 samples with 26 ids of dim 16, "
             f"{size(_STEP_BYTES)}, takes {1000 * seconds:,.0f} ms on the way",
-            "use a faster link, geo mode, larger batches, or compress gradients (docs/modes)",
+            f"use a faster link, geo mode, larger batches, or compress gradients ({page('modes')})",
             60 + min(30.0, seconds),
         )
     if link.p50_ms > _SLOW_MS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 
+from torchfleet.base.pages import page
 from torchfleet.observe.doctor.finding import NOTE, SLOWS, STOPS, Finding
 from torchfleet.observe.doctor.machine_facts import MachineFacts
 from torchfleet.observe.doctor.software_facts import SoftwareFacts
@@ -206,7 +207,7 @@ def check_fit(
             STOPS,
             f"{parts}, and {size(left)} are left",
             f"use {machines:.0f} machines like this one, a smaller dim, sgd in the place of adam, or admission and "
-            "eviction of rows (docs/online.md)",
+            f"eviction of rows ({page('online')})",
             85,
         )
     else:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from torchfleet.base.errors import FleetError
 from torchfleet.base.network_links import parse_link
+from torchfleet.base.pages import page
 from torchfleet.base.printable import say
 from torchfleet.observe.plan.job_plan import Durability, JobSize, Plan, plan_of
 from torchfleet.observe.plan.model_plan import STATES, ModelSize, RankPlan, plans, size_of
@@ -25,7 +26,7 @@ def add_commands(commands: Any) -> None:
         help="memory, network, speed, saves, failures and money of a job of any size, from measured units",
         description="What a job of servers and workers needs and does, computed from units that were measured "
         "(--units lists them with their sources; --unit NAME=VALUE puts one of your own in the place of one). "
-        "docs/internet_scale.md explains every line.",
+        f"{page('internet_scale')} explains every line.",
     )
     plan.add_argument("--rows", type=float, default=1e9, help="rows of all tables (default: 1e9)")
     plan.add_argument("--dim", type=int, default=16, help="numbers in a row (default: 16)")
@@ -57,7 +58,7 @@ def add_commands(commands: Any) -> None:
         "--model",
         metavar="MODULE:FUNCTION",
         help="of a collective job: what makes the model, or the model and a tuple of its inputs; the plan is then that "
-        "of its ranks, by strategy (docs/collective/which_strategy.md)",
+        f"of its ranks, by strategy ({page('collective/which_strategy')})",
     )
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="with --model (default: 8)")
     plan.add_argument("--optimizer", choices=sorted(STATES), default="adam", help="with --model (default: adam)")
