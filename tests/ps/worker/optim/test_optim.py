@@ -301,13 +301,14 @@ def test_an_optimizer_without_parameters_does_not_train_a_model() -> None:
 
 def test_layers_of_one_table_have_one_optimizer() -> None:
     model = torch.nn.Module()
-    for name in ("a", "b"):
-        setattr(model, name, fleet.nn.SparseEmbedding(4, "t", optimizer=fleet.optim.FTRL(lr=0.1)))
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        setattr(model, name, fleet.nn.SparseEmbedding(4, "t", optimizer=fleet.optim.FTRL(lr=rate)))
     with pytest.raises(ModelError, match=naming("'t'", "optimizer")):
         jobs.one_worker(model).__enter__()
-    model.b.optimizer = model.a.optimizer
+    model.b.optimizer = fleet.optim.FTRL(lr=0.1)  # equal, and another object
     with jobs.one_worker(model):
-        pass
+        torch.optim.lr_scheduler.StepLR(model.b.optimizer, 1, 0.5).step()
+        assert model.a.optimizer.param_groups[0]["lr"] == 0.05  # a scheduler of either acts on the table
 
 
 def test_a_wrong_setting_of_a_group_names_the_table() -> None:
@@ -316,3 +317,26 @@ def test_a_wrong_setting_of_a_group_names_the_table() -> None:
 
     with pytest.raises(ModelError, match=naming("'ids'", "weight_decay", "'l2'")):
         jobs.one_worker(Layers(state="none"), make).__enter__()
+
+
+@each_of("name", ["Adam", "SparseAdam"])
+@each_of("mode", ["sum", "max"])
+def test_adam_on_rows_is_sparse_adam(mode: str, name: str) -> None:
+    """Its place of eps, and no update of rows without a gradient: with max pooling those that are no maximum."""
+    torch.manual_seed(0)
+    layer = torch.nn.EmbeddingBag(12, 1, mode=mode, sparse=True)
+    weight = torch.nn.Parameter(layer.weight.detach().clone())
+    plain = torch.optim.SparseAdam([weight], lr=0.1, eps=0.1)
+    with jobs.one_worker(
+        torch.nn.Sequential(layer), lambda m: getattr(torch.optim, name)(list(m.parameters()), lr=0.1, eps=0.1)
+    ) as part:
+        for ids in torch.randint(0, 12, (6, 4, 3)):
+            part.model(ids).sum().backward()
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+            out = torch.nn.functional.embedding_bag(ids, weight, mode=mode)
+            (gradient,) = torch.autograd.grad(out.sum(), weight)
+            touched = gradient.any(dim=1).nonzero()[:, 0]
+            weight.grad = torch.sparse_coo_tensor(touched[None], gradient[touched], weight.shape)
+            plain.step()
+        torch.testing.assert_close(part.rows("0", range(12)), weight.detach())

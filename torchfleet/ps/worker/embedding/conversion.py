@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from torchfleet.base.errors import ModelError
@@ -52,7 +55,6 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             "entry",
             "shrink",
             "weight_bounds",
-            "optimizer",
             "row_format",
             "cache",
             "table_device",
@@ -62,7 +64,33 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
                 raise ModelError(
                     f"table '{name}' is shared by embeddings with different {field}: {values}. Make them equal."
                 )
+        _check_optimizers(name, modules)
     return found
+
+
+def _check_optimizers(table: str, modules: Sequence[SparseEmbedding]) -> None:
+    """Raise ModelError unless these embeddings of one table have equal optimizers, or none has one."""
+    first = modules[0].optimizer
+    for module in modules[1:]:
+        if _settings_of(module.optimizer) != _settings_of(first):
+            raise ModelError(
+                f"table '{table}' is shared by embeddings with different optimizer: {_optimizer_text(first)} and "
+                f"{_optimizer_text(module.optimizer)}. Make them equal."
+            )
+
+
+def _settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[type, dict[str, Any]] | None:
+    """The class and options of a table's optimizer, which has one param group. A scheduler adds names to the group."""
+    if optimizer is None:
+        return None
+    return type(optimizer), {name: optimizer.param_groups[0][name] for name in optimizer.defaults}
+
+
+def _optimizer_text(optimizer: torch.optim.Optimizer | None) -> str:
+    settings = _settings_of(optimizer)
+    if settings is None:
+        return "none"
+    return f"{settings[0].__name__}({', '.join(f'{name}={value!r}' for name, value in settings[1].items())})"
 
 
 def check_on_servers(model: torch.nn.Module) -> None:

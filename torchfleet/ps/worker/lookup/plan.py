@@ -240,6 +240,9 @@ def _add_sparse(
         rule = _named(name, own, own.param_groups[0])
         plan.sparse[name] = _sparse_group(name, embeddings[name], rule, own.param_groups[0], num_servers)
         plan.sparse[name].own = own
+        for module in embeddings[name]:
+            if module.optimizer is not None and module.optimizer is not own:  # an equal one: schedulers act on either
+                module.optimizer.param_groups = own.param_groups
         return
     rule = _named(name, optimizer, rule_options(embeddings[name], group))
     is_apart = all(id(parameter) in owners for parameter in group["params"])
