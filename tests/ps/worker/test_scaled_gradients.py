@@ -104,3 +104,39 @@ def test_a_worker_that_overflows_has_no_part_in_the_step_of_the_others() -> None
             jobs.plain_step(plain, optimizers, jobs.combined(good))
     assert_equal_values(done.values(**jobs.TABLES), jobs.values_of(plain), TOLERANCE)
     assert done.servers.table("items").step == STEPS - 1
+
+
+@each_of("is_looked_up", [False, True])
+def test_gradients_set_to_zero_count_for_the_scaler(is_looked_up: bool) -> None:
+    """After zero_grad(set_to_none=False) a step without a lookup has a gradient of zeros, in torch and here."""
+
+    class Sometimes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.out = torch.nn.Embedding(10, 2, sparse=True), torch.nn.Linear(2, 1)
+            self.looks_up = True
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.out(self.rows(ids) if self.looks_up else torch.ones(len(ids), 2)).sum()
+
+    def make(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(own.parameters(), lr=0.1) for own in (model.rows, model.out)]
+
+    def train(model: Any, optimizers: Sequence[Any]) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            model.looks_up = is_looked_up or step == 0
+            scaler.scale(model(torch.tensor([1, 2]))).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+
+    torch.manual_seed(0)
+    model = Sometimes()
+    plain = copy.deepcopy(model)
+    train(plain, make(plain))
+    with one_worker(model, make) as part:
+        train(part.model, part.optimizer)
+        torch.testing.assert_close(dict(part.model.state_dict()), dict(plain.state_dict()))

@@ -29,11 +29,12 @@ class DistributedOptimizer(AdoptedOptimizer):
         super().__init__(optimizer)
         self.plan = self._pushed = plan
         self._share = share
+        self._sets_zeros = False  # the last zero_grad() had set_to_none=False
         for group in plan.sparse.values():  # the servers hold the state of rows; Adagrad creates state at construction
             for module in group.modules:
                 optimizer.state.pop(module.weight, None)
-            if group.own is not None:
-                group.own._opt_called = True  # type: ignore[attr-defined]  # else its schedulers warn
+                if group.own is not None:
+                    module.optimizer._opt_called = True  # type: ignore[union-attr]  # else its schedulers warn
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
@@ -169,7 +170,13 @@ class DistributedOptimizer(AdoptedOptimizer):
         self._load_in_place(self, super().load_state_dict, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, those of sparse rows included."""
+        """Clear the gradients, those of sparse rows included. With set_to_none=False the gradients of rows become one
+        of no rows: torch.amp.GradScaler refuses a step in which no parameter of an optimizer has a gradient.
+        """
+        if self._sets_zeros or not set_to_none:
+            self._sets_zeros = not set_to_none
+            for module in (module for group in self.plan.sparse.values() for module in group.modules):
+                module.row_weight.is_zeroed = self._sets_zeros and module.row_weight.is_shown
         if self._engine is not None:
             self._engine.drop_gradients(self.plan.sparse)
         if self._communicator is not None:

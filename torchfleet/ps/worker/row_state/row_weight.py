@@ -47,6 +47,8 @@ class RowWeight(torch.nn.Parameter):
     table: str = ""
     # whether .grad shows its gradients: of several weights of one table only one does, in hybrid mode no weight does
     is_shown: bool = True
+    # set by zero_grad(set_to_none=False): without pending gradients .grad is a gradient of no rows, and not None
+    is_zeroed: bool = False
     pending: PendingGradients | None = None
 
     @classmethod
@@ -73,7 +75,11 @@ class RowWeight(torch.nn.Parameter):
 
         They are pushed as they are at the step, so in-place changes (clipping, unscaling) take effect.
         """
-        return self.pending.gradient(self.table) if self.pending is not None and self.is_shown else None
+        found = self.pending.gradient(self.table) if self.pending is not None and self.is_shown else None
+        if found is None and self.is_zeroed:
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.zeros_like(self)
+        return found
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
