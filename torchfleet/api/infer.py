@@ -28,17 +28,16 @@ from torchfleet.ps.worker.embedding.conversion import convert, sparse_embeddings
 from torchfleet.ps.worker.embedding.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.dense_group import saved_tensors, type_of, write_words
 from torchfleet.ps.worker.lookup.engine import Engine
+from torchfleet.ps.worker.lookup.sources import ForPrediction
 
 
-class LocalTables:
+class LocalTables(ForPrediction):
     """Rows from tables in this process, for prediction. Ids without a row read as zeros."""
-
-    pulls_ahead = False
 
     def __init__(self, tables: Mapping[str, SparseTable]) -> None:
         self._tables = tables
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> Ready:
         rows = {name: self._tables[name].look_up(wanted, create=False) for name, wanted in keys.items()}
         return Ready(Pulled(rows, {name: [] for name in keys}))
 

@@ -63,7 +63,6 @@ class TrainingMode:
         if self._default_bound() is not None and not self._caches:
             tell("several threads train: max_staleness, the number of workers by default, does not hold from now on")
             unbounded = make_unbounded(self._setup, self._client, self._connect_again)
-            unbounded.num_steps = self.communicator.num_steps
             self._replace(unbounded)
 
     def share_files(self) -> None:
@@ -81,6 +80,7 @@ class TrainingMode:
 
     def _replace(self, communicator: Communicator) -> None:
         self.communicator.stop()
+        communicator.begin_after(self.communicator.num_steps)
         self._give_caches(communicator)
         self.communicator = communicator
         self.engine.use(communicator)

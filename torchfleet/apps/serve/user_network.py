@@ -23,17 +23,16 @@ from torchfleet.ps.worker.embedding.conversion import convert, sparse_embeddings
 from torchfleet.ps.worker.embedding.embedding_choice import saved_as_tables
 from torchfleet.ps.worker.lookup.dense_group import saved_tensors
 from torchfleet.ps.worker.lookup.engine import Engine
+from torchfleet.ps.worker.lookup.sources import ForPrediction
 
 
-class VersionRows:
+class VersionRows(ForPrediction):
     """Gives an Engine the rows of `version`, which must be set."""
-
-    pulls_ahead = False
 
     def __init__(self) -> None:
         self.version: ModelVersion | None = None
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> Ready:
         assert self.version is not None
         rows = {table: self.version.rows(table, wanted.view("int64")) for table, wanted in keys.items()}
         return Ready(Pulled(rows, {table: [] for table in keys}))

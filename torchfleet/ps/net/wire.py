@@ -96,6 +96,8 @@ SYNC = 4  # flag of PUSH: update once with the mean of all workers' gradients, a
 # pull is part of such a step, and new keys get their rows at its end
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
+FORESEEN = 16  # flag of PULL: these keys may not be looked up after all: a missing key reads its first value and takes
+# no row, except where pulls count appearances; with NO_CREATE also there
 GATHERED = 32  # flag of PUSH: update once with the mean of a given number of pushes of any workers; reply at once
 BOUNDED = 64  # flag of PUSH: wait while the push would raise another worker's staleness above the limit; of PULL: this
 # worker computes with these dense values, and pushes next

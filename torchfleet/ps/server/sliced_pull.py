@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchfleet.base.errors import FleetError, TableError
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.net.wire import STATE, VERSIONS, Array
+from torchfleet.ps.net.wire import FORESEEN, NO_CREATE, STATE, VERSIONS, Array
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.table import Table
@@ -42,7 +42,11 @@ def pulls_long(state: State, request: Request, sections: Sequence[PulledKeys], c
 
 def pulled(table: Table, flags: int) -> Callable[[npt.NDArray[np.uint64], bool, int | None], npt.NDArray[Any]]:
     """The method that a pull with these flags calls: rows with their state, or values as the reply encodes them."""
-    return table.pull_rows if flags & STATE and not table.spec.is_dense else table.pull_encoded
+    if table.spec.is_dense:
+        return table.pull_encoded
+    if flags & FORESEEN and (flags & NO_CREATE or not is_counted(table.spec)):
+        return lambda keys, create, worker: table.pull_foreseen(keys, create)
+    return table.pull_rows if flags & STATE else table.pull_encoded
 
 
 def steps_of(sections: Sequence[PulledKeys]) -> Array:

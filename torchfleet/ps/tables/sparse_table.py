@@ -58,6 +58,31 @@ class SparseTable(KeyedTable):
             return self._wire.of_words(self._pull_stored(keys, create, worker))
         return self._wire.encode(keys, self.pull(keys, create, worker))
 
+    def pull_foreseen(self, keys: Keys, create: bool) -> npt.NDArray[Any]:
+        """As Table.pull_foreseen."""
+        stored = self._pull_foreseen(keys)
+        if self._wire is None:
+            return self.form.widened(stored)
+        if self.spec.format.is_as_stored:
+            return self._wire.of_words(stored)
+        return self._wire.encode(keys, self.form.widened(stored))
+
+    def _pull_foreseen(self, keys: Keys) -> Floats:
+        """`pull_foreseen`, with values as they are stored."""
+        at, out = np.empty(len(keys), np.int64), np.empty((len(keys), self._value_words), np.float32)
+        if isinstance(self.index, KeyMap):
+            num_missing = self.index.read(keys, at, out)
+            if not num_missing and len(keys) >= kept_requests.FEWEST_KEYS:
+                self.index.recent.note(keys, at)
+        else:
+            at = self.find(keys)
+            rows.gather(self.index.store, *self._layout, at, out)
+            num_missing = int((at < 0).sum())
+        if num_missing:
+            missing = at < 0
+            out[missing] = self.form.first_stored(keys[missing])[:, : self._value_words]
+        return out
+
     def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """`pull`, with values as they are stored."""
         out = np.empty((len(keys), self._value_words), np.float32)

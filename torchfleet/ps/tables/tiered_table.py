@@ -97,6 +97,12 @@ class TieredTable(SparseTable):
         rows.gather(self.index.store, *self._layout, at, out)
         return out
 
+    def _pull_foreseen(self, keys: Keys) -> Floats:
+        """Rows on disk come into memory: most of them are pushed next."""
+        self.tiers.check_batch(keys)
+        self.tiers.bring(keys, self._value_words)
+        return super()._pull_foreseen(keys)
+
     def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull_rows."""
         if not create:

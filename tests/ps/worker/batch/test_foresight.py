@@ -3,6 +3,8 @@ that cannot be foreseen. Messages are counted where they arrive."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -308,3 +310,55 @@ def test_plain_calls_and_batches_brought_ahead_are_both_foreseen(is_ahead_first:
         assert run(20, True) <= 2 * SLOTS  # the first two are asked for before a call has shown how
         assert run(30, False) == 0
         assert run(40, True) <= 2 * SLOTS
+
+
+class Later(torch.nn.Module):
+    """Looks ids up in `other` once it `is_late`; they are computed by `compute`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = torchfleet.nn.SparseEmbedding(2), torchfleet.nn.SparseEmbedding(2)
+        self.out = torch.nn.Linear(2, 1)
+        self.is_late, self.compute = False, lambda ids: 2 * ids + 1
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.first(ids)
+        return self.out(found + self.other(self.compute(ids)) if self.is_late else found)
+
+
+@each_of("num_optimizers", [1, 2])
+def test_ids_that_a_later_call_computes_are_recorded_whatever_the_number_of_optimizers(num_optimizers: int) -> None:
+    def make(model: Any) -> Any:
+        if num_optimizers == 1:
+            return jobs.sgd(model)
+        rows = [*model.first.parameters(), *model.other.parameters()]
+        return [torch.optim.SGD(rows, lr=0.1), torch.optim.SGD(model.out.parameters(), lr=0.1)]
+
+    with one_worker(Later(), make) as part:
+        counts = []
+        for step in range(20):
+            part.model.is_late = step > 3
+            part.model(torch.arange(4) + 10 * step).sum().backward()
+            for optimizer in part.optimizer if num_optimizers > 1 else [part.optimizer]:
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(part.stats()["unforeseen_lookups"])
+        assert counts[-1] == counts[-5]
+        assert not part.stats()["unforeseen"]
+
+
+def test_a_recipe_that_is_given_up_frees_its_tensors() -> None:
+    """A constant of forward belongs to the recipes in which it was recorded."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def compute(ids: torch.Tensor) -> torch.Tensor:
+        constant = torch.tensor([len(made)] * 4)
+        made.append(weakref.ref(constant))
+        return ids + constant
+
+    with one_worker(Later()) as part:
+        part.model.is_late, part.model.compute = True, compute
+        for step in range(100):
+            train(part, torch.arange(4) + 10 * step)
+        gc.collect()
+        assert sum(tensor() is not None for tensor in made) <= 4  # those of recipes in use, and of the last call

@@ -329,3 +329,16 @@ class TestDeadServers:
                 assert second.endpoint == first.endpoint
                 with pytest.raises(ServerRestarted, match=naming("server 0", first.endpoint)):
                     client.pull("rows", [1]).result()
+
+
+def test_what_is_kept_for_sets_of_tables_is_bounded() -> None:
+    """A model may look up other tables in every call."""
+    with in_process(1) as made:
+        client, specs = made.client(), [TableSpec(f"t{i}", dim=2, rule=SGD) for i in range(12)]
+        for spec in specs:
+            client.create_table(spec)
+        for number in range(1, 400):
+            asked = [spec.name for i, spec in enumerate(specs) if number >> i & 1]
+            asked += [spec.name for spec in specs if spec.name not in asked][:9]
+            client.pull_tables(dict.fromkeys(asked, KEYS)).result()
+        assert len(client._joined) <= 64

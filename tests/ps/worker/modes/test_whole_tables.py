@@ -261,6 +261,25 @@ def test_what_was_trained_through_the_model_before_is_in_the_whole_tables() -> N
         assert_same(held(part), expected)
 
 
+@pytest.mark.parametrize("k_steps", [2, 5])
+def test_steps_are_counted_on_from_those_before_the_whole_tables(k_steps: int) -> None:
+    """Schedules go by this number. The exchanges come every k steps of the whole tables."""
+    with one_worker(Tables(), mode="geo", k_steps=k_steps) as part:
+        for _ in range(3):
+            part.model(torch.tensor([3, 4])).sum().backward()
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+        copy = part.worker.whole_tables(None)
+        before = copy.stats()["exchanges"]
+        assert copy.stats()["steps"] == 3
+        for _ in range(k_steps - 1):
+            copy.step_done()
+        assert (copy.stats()["steps"], copy.stats()["exchanges"]) == (2 + k_steps, before)
+        copy.step_done()
+        copy.flush()
+        assert copy.stats()["exchanges"] >= before + 1
+
+
 # One worker
 
 

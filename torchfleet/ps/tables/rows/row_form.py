@@ -52,10 +52,14 @@ class RowForm:
         if self.narrow is None:
             self.begin_wide(store, layout, keys, at, fresh)
             return
-        num_words = self._spec.num_words
-        new, first, every = keys[fresh], np.empty((len(fresh), num_words), np.float32), np.arange(len(fresh))
-        self.begin_wide(first.reshape(-1), (num_words, 0), new, every, every)
-        rows.scatter(store, *layout, at[fresh], self.narrow.stored(new, first, are_first=True))
+        rows.scatter(store, *layout, at[fresh], self.first_stored(keys[fresh]))
+
+    def first_stored(self, keys: Keys) -> Floats:
+        """The stored rows that these keys begin with."""
+        num_words, every = self._spec.num_words, np.arange(len(keys))
+        first = np.empty((len(keys), num_words), np.float32)
+        self.begin_wide(first.reshape(-1), (num_words, 0), keys, every, every)
+        return first if self.narrow is None else self.narrow.stored(keys, first, are_first=True)
 
     def begin_wide(self, store: Floats, layout: Layout, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
         """`begin` for a store of wide rows."""

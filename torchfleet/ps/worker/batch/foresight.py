@@ -8,7 +8,8 @@ then be collected before the model runs, and pulled in one message per server.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -138,7 +139,7 @@ class Foresight:
     num_unforeseen: int = 0
     aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to the place in the batch
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, for tables whose ids are not predicted
-    _origins: dict[tuple[Recipe, int | None], int] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _shelf: Shelf = field(default_factory=Shelf)
     _is_wanted: bool = True  # whether a call should be recorded
     _rest: int = 0  # calls until the next recording
@@ -218,10 +219,15 @@ class Foresight:
                 found.setdefault(way.table, []).append((way, ids))
         return {table: Expected(slots) for table, slots in found.items()}
 
-    def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str]) -> None:
-        """End a call. `unforeseen`: tables with lookups of ids that were not predicted."""
+    def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str], unused: Collection[str]) -> None:
+        """End a call. `unforeseen`: tables with lookups of ids that were not predicted. `unused`: tables with predicted
+        ids that were not looked up at all.
+        """
         for guess in guesses:
             guess.way.is_awake = guess.is_right
+        if unused:
+            for way in self.ways:
+                way.is_awake = way.is_awake and way.table not in unused
         if not unforeseen:
             return
         for way in self.ways:
@@ -236,12 +242,18 @@ class Foresight:
         self.reasons.pop(way.table, None)
         if way not in self.ways:
             self._use((*self.ways, way))
+        elif way.is_awake:  # it was not used in an earlier call
+            known = self.ways[self.ways.index(way)]
+            known.is_awake, known.num_wrong = True, 0
 
     def _use(self, ways: tuple[Way, ...]) -> None:
         """Use these ways from now on. Equal recipes and blocks are found once, here: batches only compare numbers."""
+        # of these ways alone: a recipe that is no longer in use is freed, with its tensors
+        origins = {(way.recipe, way.padding_idx): way.origin for way in ways if way.origin >= 0}
         blocks = {block: block for block in worth_it(way.column for way in ways if way.column is not None)}
         for way in ways:
-            way.origin = self._origins.setdefault((way.recipe, way.padding_idx), len(self._origins))
+            if way.origin < 0:
+                way.origin = origins.setdefault((way.recipe, way.padding_idx), next(self._numbers))
             block = None if way.column is None else blocks.get(way.column.block)
             way.shared = None if way.column is None or block is None else way.column._replace(block=block)
         self.ways = ways

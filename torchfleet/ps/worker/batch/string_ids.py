@@ -54,10 +54,13 @@ def hash_strings(values: Any, seed: int = 0, size: int = 0) -> Ids:
 
 
 def with_hashed(ids: Any) -> Any:
-    """An embedding's input, with strings replaced by tensors of their ids, also in a slot and in a list of slots."""
+    """An embedding's input, with strings replaced by tensors of their ids, also in a slot and in a list of slots. An
+    empty array of objects has no strings.
+    """
     if isinstance(ids, torch.Tensor):
         return ids
-    if are_strings(ids):
+    is_empty = isinstance(ids, np.ndarray) and ids.dtype == object and not ids.size
+    if are_strings(ids) or is_empty:
         return torch.from_numpy(hash_strings(ids))
     if isinstance(ids, (list, tuple)):
         made = [with_hashed(part) for part in ids]

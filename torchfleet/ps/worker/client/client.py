@@ -18,6 +18,7 @@ from torchfleet.ps.net.wire import (
     BOUNDED,
     DENSE_BACK,
     FEW_ARRAYS,
+    FORESEEN,
     NO_CREATE,
     STATE,
     SYNC,
@@ -35,6 +36,7 @@ from torchfleet.ps.worker.client.known_tables import NO_KEYS, KnownTable, KnownT
 from torchfleet.ps.worker.client.shard import Floats, Keys, Shards, as_keys
 from torchfleet.ps.worker.client.walks import Walks
 
+_MOST_JOINED = 64  # sets of tables whose requests are prepared
 MAX_PULLED = 1 << 26  # bytes of rows in one request; a server replies with at most twice as many
 
 
@@ -88,12 +90,13 @@ class Client(Walks):
         return self.pull_tables({table: keys}, create).then(lambda pulled: pulled.rows[table])
 
     def pull_tables(
-        self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
+        self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False, foreseen: bool = False
     ) -> Future[Pulled]:
         """Rows of several tables in one message per server, or in several messages if there are too many rows for one.
-        `in_step`: the pull belongs to a step that all workers make together.
+        `in_step`: the pull belongs to a step that all workers make together. `foreseen`: missing keys read their first
+        values, and get no rows; a table that counts pulls counts and creates nevertheless, if `create`.
         """
-        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
+        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0) | (FORESEEN if foreseen else 0)
         joined = self._joined_requests(keys) if len(keys) > FEW_ARRAYS else None
         if joined is not None and (asked := joined.pull(keys)) is not None:
             return self._pull_joined(joined, keys, asked, flags)
@@ -113,6 +116,8 @@ class Client(Walks):
         """What makes joined requests for these tables; None if their requests are made table by table."""
         names = tuple(tables)
         if names not in self._joined:
+            if len(self._joined) >= _MOST_JOINED:  # tables that a model looks up by turns
+                self._joined.clear()
             known = [self._tables[name] for name in names]
             is_joined = self.num_servers == 1 and JoinedRequests.suit(known)
             self._joined[names] = JoinedRequests(known) if is_joined else None

@@ -100,7 +100,7 @@ class SparseEmbedding(EmbeddingState):
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
     it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
-    under torch.no_grad(), ids without a row read as zeros and get none.
+    under torch.no_grad(), ids without a row read as zeros and get none; a step then trains the rows that exist.
     """
 
     scale_grad_by_freq = False  # as in the torch embedding that it replaces

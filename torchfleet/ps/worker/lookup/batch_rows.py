@@ -48,6 +48,11 @@ class BatchRows:
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] | None = None  # rows with a gradient; None: all of them
         self._shows: Floats | None = None  # show, click and slot of each key, if the table keeps them
+        self.creates = True  # pulled for training
+        self._is_foreseen = False  # pulled before a lookup
+        self._is_used: npt.NDArray[np.bool_] | bool = False  # of foreseen rows: whether they, or which, were looked up
+        self._left: Keys | None = None  # of merged rows: their `without_gradient` and `doubtful`
+        self._doubtful: Keys | None = None
 
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
         """Start with these keys, which may repeat. Their distinct ones become `keys`; the caller sets the values.
@@ -58,14 +63,47 @@ class BatchRows:
         self.keys, self.expected_index, self._kept_places = unique_places(keys)
         self._expected, self.stamp = (keys if stamp is None else self._expected), stamp
 
+        self._is_foreseen = True
+
     def expect_as(self, others: BatchRows) -> None:
         """Start with the keys of another table's rows, which have just been started."""
+        self._is_foreseen = True
         self.keys, self.expected_index, self._kept_places = others.keys, others.expected_index, others._kept_places
         self._expected, self.stamp = others._expected, others.stamp
 
-    def expect_part(self, keys: Keys, index: Index, expected: Keys) -> None:
-        """As `expect(expected, None)`, if the distinct keys of `expected` and their index are known already."""
+    def expect_part(self, keys: Keys, index: Index, expected: Keys, is_used: bool) -> None:
+        """As `expect(expected, None)`, if the distinct keys of `expected` and their index are known already. `is_used`:
+        they were looked up.
+        """
         self.keys, self.expected_index, self._expected = keys, index, expected
+        self._is_foreseen, self._is_used = True, is_used
+
+    def note_used(self, index: Index) -> None:
+        """Record a lookup for training at these positions."""
+        if not self._is_foreseen or self._is_used is True:
+            return
+        if index is self.expected_index:
+            self._is_used = True
+            return
+        if self._is_used is False:
+            self._is_used = np.zeros(len(self.keys), np.bool_)
+        self._is_used[index[index >= 0]] = True
+
+    def without_gradient(self) -> Keys:
+        """The foreseen keys that were looked up for training and have no gradient, though other rows have one."""
+        if self._left is not None:
+            return self._left
+        if not self._is_foreseen or self._touched is None or self._is_used is False or self._touched.all():
+            return _NO_KEYS
+        is_left = ~self._touched if self._is_used is True else self._is_used & ~self._touched
+        return self.keys[is_left]
+
+    @property
+    def doubtful(self) -> Keys:
+        """The keys that a prediction read as zeros: perhaps they have no row."""
+        if self._doubtful is not None:
+            return self._doubtful
+        return _NO_KEYS if self.creates else self.keys[~self.values.any(axis=1)]
 
     @property
     def _places(self) -> npt.NDArray[np.int32]:
@@ -75,8 +113,8 @@ class BatchRows:
         return self._kept_places
 
     def is_expected(self, keys: Keys) -> bool:
-        """Whether these are the predicted keys, in their order."""
-        if len(keys) != len(self._expected):
+        """Whether these are the predicted keys, in their order, which were kept because there is no stamp."""
+        if len(keys) != len(self._expected) or not len(keys):
             return False
         return keys.tobytes() == self._expected.tobytes() if len(keys) <= _FEW else bool((keys == self._expected).all())
 
@@ -92,6 +130,8 @@ class BatchRows:
     def append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
         """Append rows of distinct keys that are new here."""
         num = len(keys)
+        if not isinstance(self._is_used, bool):
+            self._is_used = np.concatenate([self._is_used, np.ones(num, np.bool_)])  # they have their rows
         self.keys, _, self._kept_places = unique_places(np.concatenate([self.keys, keys]))
         self.values = np.concatenate([self.values, values])
         self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
@@ -192,7 +232,16 @@ def merged(batches: Sequence[BatchRows]) -> BatchRows:
     shows = np.ascontiguousarray(sums[:, dim:]) if width > dim else None
     versions = [min(seen) for seen in zip(*known, strict=True)]
     together.take_gradients(keys, np.ascontiguousarray(sums[:, :dim]), shows, versions)
+    together._left = np.concatenate([rows.without_gradient() for rows in batches])
+    together._doubtful = doubtful_of(batches)
     return together
+
+
+def doubtful_of(batches: Sequence[BatchRows]) -> Keys:
+    """The keys that only predictions have looked up, and read as zeros."""
+    doubtful = np.concatenate([rows.doubtful for rows in batches])
+    known = [rows.keys for rows in batches if rows.creates and rows._doubtful is None]
+    return doubtful[~np.isin(doubtful, np.concatenate(known))] if known and len(doubtful) else doubtful
 
 
 def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:

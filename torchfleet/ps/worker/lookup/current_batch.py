@@ -35,6 +35,8 @@ class Batch:
     ) -> None:
         self.tensors, self.replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
         self.unforeseen: set[str] = set()  # tables with lookups of ids that were not predicted
+        self.unused: set[str] = set()  # tables with predicted ids and no lookup; those of groups from `guess_unused` on
+        self.looked_up: set[str] = set()  # tables, without those whose group has served their lookups
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.cached: dict[str, CachedBatch] = {}  # by table, of tables with a cache
@@ -60,6 +62,11 @@ class Batch:
             for guess in self.guesses[table]:
                 guess.compare(own)
 
+    def note_table(self, table: str) -> None:
+        """Record that the table is looked up, by itself."""
+        self.unused.discard(table)
+        self.looked_up.add(table)
+
     def put_group(self, group: GroupedRows) -> None:
         """Add the predicted rows of tables that are looked up together."""
         self.groups.append(group)
@@ -80,6 +87,8 @@ class Batch:
         for group in self.groups:
             if not all(group.is_used):
                 for number, table in enumerate(group.tables):
+                    if not group.is_used[number] and table not in self.looked_up:
+                        self.unused.add(table)
                     if not group.is_used[number] and table not in self.guesses:
                         self._guess(table)
 

@@ -43,8 +43,7 @@ class Engine(LookingAhead):
             cached, at = self._find_cached(table, [ids], padding_idx)
             return self._given(cached.lookup(weight, at).view(*ids.shape, cached.dim), weight, ids)
         rows, index = self._find(table, [ids], padding_idx, create)
-        if create:
-            self._own.note_lookup(table, rows, index)
+        self._note_lookup(table, rows, index, create)
         if create and table in self._entries:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
@@ -70,6 +69,9 @@ class Engine(LookingAhead):
             own.note_group(group)
             outputs += group.looked_up()
         group.is_used[number] = 1
+        if group.is_apart:
+            rows = group.rows[number]
+            rows.note_used(rows.expected_index)
         for guess in batch.guesses.get(group.tables[number], ()):
             guess.is_right = True
         out = outputs[number]
@@ -93,8 +95,7 @@ class Engine(LookingAhead):
             found = pooled_rows(cached.lookup(weight, at), at, bags)
             return self._given(found, weight, slots[0])
         rows, index = self._find(table, slots, padding_idx, create)
-        if create:
-            self._own.note_lookup(table, rows, index)
+        self._note_lookup(table, rows, index, create)
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
@@ -105,12 +106,36 @@ class Engine(LookingAhead):
 
         Ends this thread's step for these tables: their rows are not used again.
         """
-        taken = self._own.gradients(tables, self._entries)
-        self._own.end_step(tables)
+        own = self._own
+        without_row = self._without_row(tables) if own.predicted else {}
+        taken = own.gradients(tables, self._entries)
+        for table, absent in without_row.items():
+            keys, gradients = taken[0][table]  # a doubtful id waits for the step
+            is_there = ~np.isin(keys, absent)
+            taken[0][table] = keys[is_there], gradients[is_there]
+        if unmoved := own.without_gradient(tables):
+            self._source.create_rows(unmoved)
+        own.end_step(tables)
         self.unforeseen_cost.step_made()
-        if self._is_recording:  # if only parts of the model are called, no call of the whole model ends the recording
-            self.end_recording()
+        if self._is_recording and self.num_lookups != self._num_called:
+            self.end_recording()  # parts of the model are called: perhaps no call of the whole model ends it
         return taken
+
+    def _without_row(self, tables: Collection[str]) -> Mapping[str, Keys]:
+        """By table: ids that predictions alone have looked up in this step, and that have no row. Their gradients are
+        dropped: the values that predictions read, zeros, are not those that the gradients would act on.
+        """
+        own = self._own
+        own.predicted.difference_update(tables)
+        doubtful = own.doubtful(tables)
+        return self._source.without_row(doubtful) if doubtful else {}
+
+    def _note_lookup(self, table: str, rows: BatchRows, index: Index, create: bool) -> None:
+        if create:
+            self._own.note_lookup(table, rows, index)
+            rows.note_used(index)
+        elif torch.is_grad_enabled():
+            self._own.predicted.add(table)
 
     def take_cached(self, tables: Mapping[str, Any], rates: Mapping[str, float]) -> list[CachedUpdate]:
         """One update for each of these tables that has a cache, by the gradients of all lookups since the last call.
@@ -160,6 +185,8 @@ class Engine(LookingAhead):
         if table in self.caches:  # a prediction reads the servers' rows
             self.caches[table].flush()
         self._receive()
+        if self._own.batch is not None:
+            self._own.batch.note_table(table)
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
             if rows.stamp is not None and rows.stamp == stamp_of(slots):
@@ -240,5 +267,6 @@ class Engine(LookingAhead):
         rows = self._own.growing(table, create)
         if rows is None:
             rows = self._new_rows(table)
+            rows.creates = create
             self._own.keep(table, rows, create)
         return rows

@@ -152,7 +152,7 @@ class GroupedRows:
         """The rows of a table by themselves, with the values and gradients that the group has for them."""
         parts, rows = self.parts, self._new_rows(self.tables[number])
         start, stop = parts.starts[number : number + 2]
-        rows.expect_part(parts.keys[start:stop], parts.own_of(number), parts.ids_of(number))
+        rows.expect_part(parts.keys[start:stop], parts.own_of(number), parts.ids_of(number), bool(self.is_used[number]))
         if self._values is not None:
             rows.values, rows.versions = self._values[start:stop], self._versions[number]
         if self._sums is not None:

@@ -71,6 +71,7 @@ class LookingAhead:
         self._records = True
         self._followed: torch.nn.Module | None = None
         self._is_recording = False  # the next call is recorded, and not compiled: a recorder sees single functions
+        self._num_called = 0  # lookups until the last call of the whole model ended
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
         self.on_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None  # with the model's inputs
 
@@ -174,7 +175,7 @@ class LookingAhead:
         if batch is not None and batch.is_open:
             if batch.groups:
                 batch.guess_unused()
-            self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
+            self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen, batch.unused)
         self._own.leave()
         self._plan_recording()
 
@@ -186,6 +187,7 @@ class LookingAhead:
 
     def _plan_recording(self) -> None:
         """Decide whether to record the next call."""
+        self._num_called = self.num_lookups
         if self._is_recording:
             self.end_recording()
         # If no optimizer has imported the compiler, this process does not train: not worth an import that takes a
@@ -244,6 +246,7 @@ class LookingAhead:
             foreseen[table] = rows
             if found:
                 guesses[table] = found
+        batch.unused.update(foreseen)
         batch.is_awaited = bool(batch.groups or foreseen)
         return batch
 
@@ -288,9 +291,11 @@ class LookingAhead:
             if table not in batch.guesses:
                 self._check_range(table, rows.keys)
             create = has_grad and any(map(_is_training, self._embeddings[table]))
+            rows.creates = create
             keys.setdefault(create, {})[table] = rows.keys
         for create, wanted in keys.items():
-            batch.under_way.append((create, self._source.pull(wanted, create)))
+            pull = self._source.pull(wanted, create, foreseen=True) if create else self._source.pull(wanted, create)
+            batch.under_way.append((create, pull))
 
     def _receive(self) -> None:
         """Wait for the predicted rows of the current batch."""

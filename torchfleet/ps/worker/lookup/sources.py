@@ -54,7 +54,31 @@ class Source(Protocol):
 
     pulls_ahead: bool  # rows may be requested before the previous step has ended
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> PullAhead:
+        """Request rows of several tables. `create`: for training. `foreseen`: these ids may not be looked up after all:
+        missing ones read their first values, and get no rows until they are pushed, or given to `create_rows`.
+        """
+        ...
+
+    def create_rows(self, keys: Mapping[str, Keys]) -> None:
+        """Create the rows of ids that were foreseen, were looked up for training, and get no gradient."""
+        ...
+
+    def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
+        """Those of these ids, which a prediction read as zeros, that have no row, and first values other than zeros."""
+        ...
+
+
+class ForPrediction:
+    """What a source of rows for prediction alone has of a Source: no step takes gradients of its rows."""
+
+    pulls_ahead = False
+
+    def create_rows(self, keys: Mapping[str, Keys]) -> None:
+        raise FleetError("these rows are for prediction: they cannot be trained")
+
+    def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
+        raise FleetError("these rows are for prediction: they cannot be trained")
 
 
 class NoRows:
@@ -65,5 +89,11 @@ class NoRows:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> PullAhead:
+        raise FleetError(self._reason)
+
+    def create_rows(self, keys: Mapping[str, Keys]) -> None:
+        raise FleetError(self._reason)
+
+    def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
         raise FleetError(self._reason)

@@ -20,7 +20,7 @@ from torchfleet.ps.kernels.merge import sum_by_key
 from torchfleet.ps.worker.batch.recorder import Recorder
 from torchfleet.ps.worker.cache.thread_batches import ThreadBatches
 from torchfleet.ps.worker.client.shard import Floats, Keys
-from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, merged
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, doubtful_of, merged
 from torchfleet.ps.worker.lookup.current_batch import Batch
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows
 from torchfleet.ps.worker.lookup.row_functions import Lookup
@@ -36,6 +36,7 @@ class ThreadState(threading.local):
         self.recorder: Recorder | None = None  # of the model's call, if it is recorded
         self.pending: list[Pending] = []  # gradients that wait for the step
         self.cached = ThreadBatches()  # rows and gradients of tables with a cache
+        self.predicted: set[str] = set()  # tables whose predictions may get gradients
         # Weak: a step may never come, and rows that no graph refers to get no gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
         # for training, since the call began
@@ -158,6 +159,23 @@ class ThreadState(threading.local):
                 if seen:
                     versions[table] = list(map(min, zip(*seen, strict=True)))
         return gradients, versions
+
+    def doubtful(self, tables: Collection[str]) -> dict[str, Keys]:
+        """By table: keys with pending gradients that only predictions have looked up, and read as zeros."""
+        pending: dict[str, list[BatchRows]] = {}
+        for table, rows in self._apart():
+            if table in tables:
+                pending.setdefault(table, []).append(rows)
+        found = {table: doubtful_of(batches) for table, batches in pending.items()}
+        return {table: keys for table, keys in found.items() if len(keys)}
+
+    def without_gradient(self, tables: Collection[str]) -> dict[str, Keys]:
+        """By table: foreseen keys that were looked up for training and have no gradient, though other rows have one."""
+        found: dict[str, Keys] = {}
+        for own in self.pending:
+            if isinstance(own, tuple) and own[0] in tables and len(keys := own[1].without_gradient()):
+                found[own[0]] = np.concatenate([found[own[0]], keys]) if own[0] in found else keys
+        return found
 
     def drop_gradients(self, tables: Collection[str]) -> None:
         """Drop pending gradients. A later backward pass through the same graph starts from zero."""

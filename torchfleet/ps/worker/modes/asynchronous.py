@@ -60,9 +60,9 @@ class Async(Communicator):
     def start(self) -> None:
         self._threads.start()
 
-    def pull(self, keys: Any, create: bool) -> PullAhead:
+    def pull(self, keys: Any, create: bool, foreseen: bool = False) -> PullAhead:
         self._threads.check()
-        return super().pull(keys, create)
+        return super().pull(keys, create, foreseen)
 
     def freshen(self) -> None:
         self._take_dense()

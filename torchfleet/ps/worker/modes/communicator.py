@@ -20,6 +20,7 @@ from typing import Any
 
 from torchfleet.base.tracing.span_recorder import Mark
 from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
+from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.cache.cached_update import CachedUpdate
 from torchfleet.ps.worker.cache.row_cache import RowCache
@@ -168,15 +169,30 @@ class Communicator(ABC):
         self._is_computing = False
         self.drop_gradients(share)
 
+    def begin_after(self, num_steps: int) -> None:
+        """Count on from the steps that this worker made before, by another communicator."""
+        self.num_steps = num_steps
+
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Start the background threads, if any."""
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
-        """Request rows of several tables; returns the pull in flight."""
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> PullAhead:
+        """As Source.pull."""
         start = time.perf_counter()
-        pull = self._client.pull_tables(keys, create, self.in_step)
+        pull = self._client.pull_tables(keys, create, self.in_step, foreseen)
         self._seconds["pull"] += time.perf_counter() - start  # in a single process, the request itself does the work
         return TimedPull(pull, self._seconds)
+
+    def create_rows(self, keys: Mapping[str, Keys]) -> None:
+        """As Source.create_rows. The pull has created the rows of tables that count pulls."""
+        plain = {name: own for name, own in keys.items() if not is_counted(self._plan.sparse[name].spec)}
+        if plain:
+            self.pull(plain, create=True).result()
+
+    def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
+        """As Source.without_row."""
+        rows = self._client.pull_tables(keys, create=False, foreseen=True).result().rows
+        return {name: own[rows[name].any(axis=1)] for name, own in keys.items()}
 
     def step(self, gradients: Gradients) -> None:
         """Hand over the gradients of one step."""

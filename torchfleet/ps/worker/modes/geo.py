@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import PullAhead
 from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
 
+_MOST_FORESEEN = 16  # pulls whose rows are kept; later ones are asked for again when they are trained
 _NEGLIGIBLE = 1e-6  # a remainder that is no longer sent; float32 values near 1 are 1e-7 apart
 
 Deltas = dict[str, tuple[Keys, Floats] | Floats]
@@ -62,6 +64,8 @@ class Geo(Communicator):
         self._aside: dict[str, Floats] = {}  # this worker's dense values, while the model has the servers'
         self._is_shown = False  # the model has the servers' values
         self._touched: dict[str, list[Keys]] = {}
+        # by table: rows that were foreseen and are not in the local copy, which takes those that are trained
+        self._foreseen: dict[str, deque[tuple[Keys, Floats]]] = {}
         self._begin_with_none(self._specs)
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
@@ -79,6 +83,7 @@ class Geo(Communicator):
         for name in tables:
             self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
             self._touched[name] = []
+            self._foreseen[name] = deque(maxlen=_MOST_FORESEEN)
         self._dense_base = {group.spec.name: group.values() for group in self._plan.dense}
         self._is_shown = False
 
@@ -91,32 +96,63 @@ class Geo(Communicator):
         # the first reply: from now on the servers record other workers' changes for this worker
         self._take_in(self._wait())
 
-    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+    def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> PullAhead:
         """Rows of the local copy, or of the base for a prediction while the model has the servers' values. Rows that
-        the local copy lacks are pulled from the servers first.
+        the local copy lacks are pulled from the servers first; it takes those that are looked up for training.
         """
         with self._alone:
-            return Ready(self._pull_here(keys, create))
+            return Ready(self._pull_here(keys, create, foreseen))
 
-    def _pull_here(self, keys: Mapping[str, Keys], create: bool) -> Pulled:
+    def _pull_here(self, keys: Mapping[str, Keys], create: bool, foreseen: bool) -> Pulled:
         missing = {name: absent for name, wanted in keys.items() if len(absent := self._local[name].absent(wanted))}
         if missing:
-            fetched = super().pull(missing, create).result().rows
-            if not create:
-                return self._mixed(keys, missing, fetched)
-            for name, values in fetched.items():
-                self._local[name].assign(missing[name], values)
-                self._base[name].assign(missing[name], values)
+            fetched = super().pull(missing, create, foreseen).result().rows
+            if foreseen:
+                for name, values in fetched.items():
+                    self._foreseen[name].append((missing[name], values))
+            if foreseen or not create:
+                return self._mixed(keys, missing, fetched, create)
+            self._hold(missing, fetched)
         rows = {name: self._held(create)[name].pull(wanted) for name, wanted in keys.items()}
         return Pulled(rows, {name: [] for name in keys})
 
-    def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
-        """For prediction: local rows, and the servers' rows for ids that this worker never trained on, which are not
-        kept.
+    def _hold(self, keys: Mapping[str, Keys], rows: Mapping[str, Floats]) -> None:
+        """Take rows of the servers into the local copy."""
+        for name, values in rows.items():
+            self._local[name].assign(keys[name], values)
+            self._base[name].assign(keys[name], values)
+
+    def _hold_trained(self, sparse: Mapping[str, tuple[Keys, Floats]]) -> None:
+        """Take the rows of these gradients into the local copy: those that were foreseen, and those of ids that this
+        worker has looked up in eval mode only.
+        """
+        missing = {}
+        for name, (trained, _) in sparse.items():
+            absent = self._local[name].absent(trained)
+            for keys, values in reversed(self._foreseen[name] if len(absent) else ()):  # the newest values
+                is_trained = np.isin(keys, absent)
+                self._hold({name: keys[is_trained]}, {name: values[is_trained]})
+                absent = self._local[name].absent(absent)
+            if len(absent):
+                missing[name] = absent
+        if missing:
+            self._hold(missing, super().pull(missing, create=True).result().rows)
+        for foreseen in self._foreseen.values():
+            foreseen.clear()
+
+    def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
+        with self._alone:
+            return super().without_row({name: self._local[name].absent(own) for name, own in keys.items()})
+
+    def _mixed(
+        self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats], create: bool
+    ) -> Pulled:
+        """Local rows, and the servers' rows for ids that this worker never trained on, which the local copy does not
+        take.
         """
         rows = {}
         for name, wanted in keys.items():
-            rows[name] = self._held(create=False)[name].pull(wanted, create=False)
+            rows[name] = self._held(create)[name].pull(wanted, create=False)
             if name in missing:
                 order = np.argsort(missing[name])
                 at = np.searchsorted(missing[name], wanted, sorter=order)
@@ -134,6 +170,7 @@ class Geo(Communicator):
             self._train_here(gradients)
 
     def _train_here(self, gradients: Gradients) -> None:
+        self._hold_trained(gradients.sparse)
         for name, (keys, grads) in gradients.sparse.items():
             self._local[name].push(keys, grads, gradients.rates[name])
             self._touched[name].append(keys)

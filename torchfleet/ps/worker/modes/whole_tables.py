@@ -71,6 +71,10 @@ class WholeTables(Communicator):
         """Lookups read what the servers hold. The script itself decides when it flushes."""
         self.freshen()
 
+    def begin_after(self, num_steps: int) -> None:
+        self._last_step += num_steps - self.num_steps
+        super().begin_after(num_steps)
+
     def start(self) -> None:
         """Fill the arrays from the servers, which from then on record other workers' changes for this worker."""
         self._thread.start()
