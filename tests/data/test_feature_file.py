@@ -209,7 +209,9 @@ def test_a_request_with_words_and_numbers_gets_what_the_trained_model_says(file:
     for name in ("city", "age", "user"):
         assert torch.equal(joined.values[name], batch[name])
     assert described.network is not None, described.reason
-    found = GraphNetwork(described.network).run(joined, SavedModel(str(tmp_path / "model")).current())
+    found = GraphNetwork(described.network, described.features).run(
+        joined, SavedModel(str(tmp_path / "model")).current()
+    )
     torch.testing.assert_close(torch.from_numpy(found["output"]), expected)
 
 

@@ -199,6 +199,14 @@ class Storage:
         folder = os.path.realpath(self.path)
         return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
 
+    def check_own(self, name: str) -> None:
+        """Raise CheckpointError if a link on the path to a file leads to another folder."""
+        if self.leads_outside(name):
+            raise CheckpointError(
+                f"{self.place(name)} leads outside of {self.path}: a saved model has its files in its own folder. Copy "
+                "the files that links lead to"
+            )
+
     def folders(self) -> list[str]:
         """The names of the subfolders."""
         return self._names(is_folder=True)

@@ -93,7 +93,7 @@ def test_a_graph_of_slots_computes_what_the_model_does(tmp_path: Path) -> None:
     assert described.reason == ""
     assert [feature.name for feature in described.features] == ["tags", "ids", "x"]  # the label is not used
     assert described.features[0] == Feature("tags", "int64", None, default=[])
-    network, source = GraphNetwork(described.network), SavedModel(str(tmp_path))
+    network, source = GraphNetwork(described.network, described.features), SavedModel(str(tmp_path))
     plain = load_inference_model(str(tmp_path), Slots())
     for num in (1, 2, 7):
         batch = slots_batch(num, 100 + num)
@@ -111,7 +111,7 @@ def test_a_graph_of_tensors_computes_what_the_model_does(tmp_path: Path) -> None
     trained(Clicks(), tmp_path, [((), clicks_batch(8, seed)) for seed in range(3)], "inference")
     described = read_description(Storage(str(tmp_path)))
     assert described.call == "arguments"
-    network, source = GraphNetwork(described.network), SavedModel(str(tmp_path))
+    network, source = GraphNetwork(described.network, described.features), SavedModel(str(tmp_path))
     joiner, batches = Joiner(described.features), [clicks_batch(num, num) for num in (3, 1, 5)]
     found = network.run(joiner.joined([samples_of(batch, described) for batch in batches]), source.current())
     plain = load_inference_model(str(tmp_path), Clicks())

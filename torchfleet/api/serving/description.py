@@ -35,7 +35,9 @@ class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 def read_description(storage: Storage) -> ServingDescription:
-    """Read the description of a saved model. Raises CheckpointError if it is missing or cannot be read."""
+    """Read the description of a saved model. Raises CheckpointError if it is missing, cannot be read, or is a link out
+    of the folder.
+    """
     place = storage.place(SERVING)
     if not storage.exists(SERVING):
         read_body(storage)  # raises if there is no model at all
@@ -43,6 +45,7 @@ def read_description(storage: Storage) -> ServingDescription:
             f"{place} is missing: it has the inputs of the model and its network. A job writes it with each save, once "
             "its worker 0 has called the model. Save the model again, by fleet.save_inference_model"
         )
+    storage.check_own(SERVING)
     try:
         found = msgspec.json.decode(storage.read(SERVING), type=prepared(ServingDescription))
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

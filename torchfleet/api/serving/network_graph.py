@@ -6,25 +6,17 @@ Values are numbered: inputs first, then parameters, constants, and the results o
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 
+from torchfleet.api.serving.operation_checks import DTYPES, check_arguments, operation
 from torchfleet.base.errors import ModelError
 
 ROWS, POOLED = "torchfleet.rows", "torchfleet.pooled"
 MAX_CONSTANT = 1 << 16  # elements of all constants together
-
-_OPERATORS = {
-    name: getattr(operator, name)
-    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt", "ge")
-} | {"getitem": operator.getitem}
-# Operations that read a file, or memory without a check of the index
-_REFUSED = ("from_file", "set_data", "data_ptr", "storage", "as_strided", "unsafe", "pin_memory", "sym_storage_offset")
-_PRIVATE = {"_softmax", "_log_softmax", "_to_copy", "_scaled_dot_product_attention_math", "_weight_norm"}
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,11 +72,13 @@ class Step:
     """An operation that is ready to run."""
 
     def __init__(self, node: Node, number: int) -> None:
-        """Raises ModelError for an operation that is not one of torch's own, or that changes its arguments."""
+        """Raises ModelError for an operation, or an argument of it, that a saved network may not have."""
         self.op, self.number = node.op, number
-        self.function: Callable[..., Any] | None = None if node.op in (ROWS, POOLED) else _operation(node.op)
+        self.function: Callable[..., Any] | None = None if node.op in (ROWS, POOLED) else operation(node.op)
         self.args = tuple(_argument(arg, number) for arg in node.args)
         self.kwargs = {name: _argument(arg, number) for name, arg in node.kwargs.items()}
+        if self.function is not None:
+            check_arguments(node.op, self.args, self.kwargs)
 
     def sources(self) -> list[int]:
         """The numbers of the values that the operation reads."""
@@ -100,7 +94,7 @@ class Step:
             values[self.number] = self.function(*args)
 
 
-def filled(arg: Any, values: list[Any]) -> Any:
+def filled(arg: Any, values: Sequence[Any]) -> Any:
     """An argument with its values in place."""
     if type(arg) is Value:
         return values[arg]
@@ -125,9 +119,10 @@ def constants_of(graph: NetworkGraph) -> list[torch.Tensor]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ModelError(f"expected a type of torch's tensors, found {name!r}")
+    """Raises ModelError for a type that a saved network may not have."""
+    if name not in DTYPES:
+        raise ModelError(f"expected one of {', '.join(DTYPES)} as a tensor's type, found {name!r:.40}")
+    found: torch.dtype = getattr(torch, name)
     return found
 
 
@@ -162,7 +157,7 @@ def _argument(arg: Any, before: int) -> Any:
     if kind == "device" and given == "cpu":
         return torch.device("cpu")
     if kind in ("dtype", "layout", "memory_format") and isinstance(given, str):
-        found = getattr(torch, given, None)
+        found = dtype_named(given) if kind == "dtype" else getattr(torch, given, None)
         if isinstance(found, getattr(torch, kind)):
             return found
     raise ModelError(f"an argument of the network cannot be read: {arg!r:.80}")
@@ -172,25 +167,3 @@ def _values_in(arg: Any) -> list[int]:
     if type(arg) is Value:
         return [int(arg)]
     return [value for part in arg for value in _values_in(part)] if isinstance(arg, (list, tuple)) else []
-
-
-def _operation(name: str) -> Callable[..., Any]:
-    """The function of an operation: one of torch's own that returns new tensors, or arithmetic on sizes."""
-    space, _, rest = name.partition(".")
-    if space == "operator" and rest in _OPERATORS:
-        return _OPERATORS[rest]  # type: ignore[no-any-return]
-    packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops.aten, packet, None), overload, None) if space == "aten" and overload else None
-    if not isinstance(found, torch._ops.OpOverload) or not is_harmless(found):
-        raise ModelError(
-            f"the network has the operation {name!r:.80}, which is not one of torch's that return new tensors"
-        )
-    return found
-
-
-def is_harmless(op: torch._ops.OpOverload) -> bool:
-    """Whether an operation of torch changes nothing and reads nothing but its arguments."""
-    name = op._schema.name.removeprefix("aten::")
-    is_known = not name.startswith("_") or name in _PRIVATE
-    is_known = is_known and not any(part in name for part in _REFUSED)
-    return op.namespace == "aten" and is_known and not op._schema.is_mutable

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchfleet.api.model_copy import copied
+from torchfleet.api.serving.graph_sizes import check_sizes
 from torchfleet.api.serving.model_inputs import ModelInputs
 from torchfleet.api.serving.network_graph import (
     MAX_CONSTANT,
@@ -58,7 +59,9 @@ def traced(model: torch.nn.Module, inputs: ModelInputs) -> NetworkGraph:
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"
         raise ModelError(f"torch.export cannot trace the model: {why}") from None
-    return _Graph(program, inputs.features, _saved_names(model)).made()
+    graph = _Graph(program, inputs.features, _saved_names(model)).made()
+    check_sizes(graph, inputs.features, saved_tensors(model))
+    return graph
 
 
 def outputs_of(found: Any) -> dict[str, torch.Tensor]:

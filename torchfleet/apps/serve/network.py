@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.api.serving.graph_sizes import check_sizes
 from torchfleet.api.serving.network_graph import POOLED, NetworkGraph, Step, Value, constants_of, filled, steps_of
 from torchfleet.apps.serve.model_version import ModelVersion
 from torchfleet.apps.serve.samples import BlockValues, JoinedBatch
@@ -36,12 +37,9 @@ class Network(Protocol):
 class GraphNetwork:
     """The network that was saved with the model. Used by one thread."""
 
-    def __init__(self, graph: NetworkGraph, features: Sequence[Feature] = ()) -> None:
-        """`features`: of the model; with them, ids of packed samples are looked up without a tensor for each feature.
-
-        Raises ModelError if the graph has operations that are not torch's, or that change their arguments.
-        """
-        self._graph, steps = graph, steps_of(graph)
+    def __init__(self, graph: NetworkGraph, features: Sequence[Feature]) -> None:
+        """`features`: of the model. Raises ModelError for an operation that a saved network may not have."""
+        self._graph, self._features, steps = graph, features, steps_of(graph)
         self._constants = constants_of(graph)
         self._num_values = graph.num_given + len(graph.nodes)
         self._stages = _staged(steps, self._num_values)
@@ -56,6 +54,7 @@ class GraphNetwork:
         linear = [step.args[1] for step in steps if step.op == _LINEAR and type(step.args[1]) is Value]
         self._weights = {number for number, num in Counter(linear).items() if uses[number] == num}  # no other use
         self._bound: tuple[ModelVersion | None, list[Any]] = None, []
+        self._checked: list[tuple[torch.Size, torch.dtype]] = []  # shapes and types of parameters, once looked at
 
     @torch.inference_mode()
     def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
@@ -78,6 +77,7 @@ class GraphNetwork:
             missing = [name for name in self._graph.parameters if name not in found]
             if missing:
                 raise CheckpointError(f"version {version.number} of the model has no parameter {', '.join(missing)}")
+            self._check(found)
             first = len(self._graph.inputs)
             laid_out = [
                 _by_column(found[name]) if first + i in self._weights else found[name]
@@ -85,6 +85,13 @@ class GraphNetwork:
             ]
             self._bound = version, [*laid_out, *self._constants]
         return self._bound[1]
+
+    def _check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raise ModelError unless the graph can run with parameters of these shapes."""
+        found = [(parameters[name].shape, parameters[name].dtype) for name in self._graph.parameters]
+        if not self._checked or found != self._checked:
+            check_sizes(self._graph, self._features, parameters)
+            self._checked = found
 
 
 def _by_column(weight: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torchfleet.api.infer import load_tensors
 from torchfleet.api.plain_layers import KeyedEmbedding
 from torchfleet.api.serving.description import ServingDescription, read_description
+from torchfleet.api.serving.graph_sizes import check_sizes, rows_like
 from torchfleet.api.serving.network_graph import POOLED, ROWS, NetworkGraph, Step, constants_of, filled, steps_of
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
@@ -59,6 +60,7 @@ class PlainNetwork(torch.nn.Module):
         missing = [name for name in graph.parameters if name not in parameters]
         if missing:
             raise CheckpointError(f"the saved model has no parameter {', '.join(missing)}, which its network uses")
+        check_sizes(graph, described.features, parameters)
         self.state = torch.nn.ParameterList([_fixed(parameters[name]) for name in graph.parameters])
         self.constants = torch.nn.ParameterList([_fixed(constant) for constant in constants_of(graph)])
         self.tables = torch.nn.ModuleList(list((layers or {}).values()))
@@ -89,12 +91,8 @@ class PlainNetwork(torch.nn.Module):
         for step in steps_of(graph):
             if step.function is not None:
                 step.run(values)
-            elif step.op == ROWS:
-                values[step.number] = torch.zeros(*filled(step.args[0], values).shape, step.args[2])
             else:
-                slots, offsets = filled(step.args[0], values), filled(step.args[1], values)
-                num = len(slots[0] if offsets[0] is None else offsets[0])
-                values[step.number] = torch.zeros(num, len(slots), step.args[4])
+                values[step.number] = rows_like(step, values, "cpu")
         return [values[number] for number in self._numbers]
 
     def _looked_up(self, step: Step, values: list[Any]) -> torch.Tensor:

@@ -166,8 +166,7 @@ class Reader:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
 
     def _open(self, name: str, place: str) -> Any:
-        if self._storage.leads_outside(f"{self._folder}/{name}"):
-            raise CheckpointError(f"{place} leads outside of {self._storage.path}")
+        self._storage.check_own(f"{self._folder}/{name}")
         if self._file is None or self._name != name:
             if self._file is not None:
                 self._file.close()

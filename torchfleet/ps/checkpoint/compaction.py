@@ -58,6 +58,7 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
         target.remove_folder(folder)
         raise
     if not in_place and source.exists(SERVING):
+        source.check_own(SERVING)
         write_file(target, SERVING, [source.read(SERVING)])
     with alone(target):
         return _replace(target, made, manifest.links() if in_place else None)

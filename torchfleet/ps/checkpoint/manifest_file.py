@@ -102,9 +102,12 @@ def _numbered(storage: Storage) -> dict[str, int]:
 
 
 def _whole(storage: Storage, name: str) -> bytes | None:
-    """The contents of the file; None if it is missing or its checksum does not match."""
+    """The contents of the file; None if it is missing or its checksum does not match. Raises CheckpointError if it is a
+    link out of the folder.
+    """
     if not storage.exists(name):
         return None
+    storage.check_own(name)
     head, _, body = storage.read(name).partition(b"\n")
     body, end = body[:-2], body[-2:]
     is_whole = end == b"}\n" and head == b'{"checksum": %d, "manifest":' % zlib.crc32(body)

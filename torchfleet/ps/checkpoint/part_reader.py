@@ -34,8 +34,7 @@ def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
     """
     name = f"{folder}/{part.file}"
     place = storage.place(name)
-    if storage.leads_outside(name):
-        raise CheckpointError(f"{place} leads outside of {storage.path}: a saved model has its files in its own folder")
+    storage.check_own(name)
     data = storage.read_buffer(name)
     if len(data) != part.bytes:
         raise CheckpointError(f"{place} is damaged: {len(data):,} bytes, and {part.bytes:,} were saved")

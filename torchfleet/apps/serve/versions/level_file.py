@@ -8,17 +8,19 @@ complete. A version's description holds a `LevelTable` for each table, which say
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.kernels import hashmap, key_search
 from torchfleet.ps.kernels.hashing import NUM_SECRETS, new_secret
 from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEXT_ROW, SECRET
@@ -97,6 +99,18 @@ class TableMap:
             yield keys, np.ascontiguousarray(words[:, KEY_WORDS:]).view(np.float32)
 
 
+def open_own(folder: Path, name: str) -> BinaryIO:
+    """Open a file of a folder of versions for reading. Raises CheckpointError if it is a link or in another folder."""
+    if os.path.basename(name) != name:
+        raise CheckpointError(f"{folder / name}: expected the name of a file in {folder}")
+    try:
+        return os.fdopen(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(f"{folder / name} is a link: the files of a version are in their own folder") from None
+
+
 class MappedLevel:
     """A complete level in memory. Pages are shared by all processes that map it, and are never written to.
 
@@ -105,7 +119,7 @@ class MappedLevel:
 
     def __init__(self, folder: Path, level: Level) -> None:
         self.level = level
-        with open(folder / level.file, "rb") as file:
+        with open_own(folder, level.file) as file:
             # Private and writable, as numba's kernels want it; without a write no page is copied.
             memory = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE

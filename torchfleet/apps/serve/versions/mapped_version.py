@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.versions.level_file import MappedLevel, TableMap, found_rows, rows_of
+from torchfleet.apps.serve.versions.level_file import MappedLevel, TableMap, found_rows, open_own, rows_of
 from torchfleet.apps.serve.versions.version_description import Description, Network
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
@@ -65,7 +65,7 @@ class MappedVersion:
 def _parameters(folder: Path, network: Network) -> dict[str, torch.Tensor]:
     if not network.size:
         return {}
-    with open(folder / network.file, "rb") as file:
+    with open_own(folder, network.file) as file:
         memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     values: Floats = np.frombuffer(memory, np.float32, network.size)
     return {

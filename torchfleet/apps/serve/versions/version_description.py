@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from torchfleet.apps.serve.versions.level_file import Level
+from torchfleet.apps.serve.versions.level_file import Level, open_own
 from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 
@@ -42,6 +42,7 @@ class Description(msgspec.Struct, frozen=True):
 def read_current(folder: Path) -> Description | None:
     """Return the description of the current version, or None before the first version."""
     try:
-        return msgspec.json.decode((folder / CURRENT).read_bytes(), type=prepared(Description))
+        with open_own(folder, CURRENT) as file:
+            return msgspec.json.decode(file.read(), type=prepared(Description))
     except FileNotFoundError:
         return None
