@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ PAGE = HERE / "demo_page.html"
 SHOWN = ITEM + 12_345  # the item of the page
 SHOWN_TAGS = [TAG + 7, TAG + 77]
 START = "20261115"
+LOG, TAIL = "train.log", 30  # the job's log; its lines that are shown after an error
 AHEAD = 3  # parts that may wait for the job
 
 
@@ -96,7 +98,8 @@ class Demo:
         self._done = folder / "model" / "donefile.jsonl"
         self._processes = [_start(folder, "--data", folder / "clicks", "--model_dir", folder / "model")]
         try:
-            _wait_for(self._done, self._processes[0])
+            _wait_for(self._done, self._processes[0], folder / LOG)
+            print("waiting for fleet serve to load the save", flush=True)
             self._predictions = Predictions(self._serve(folder))
         except BaseException:
             self.close()
@@ -155,16 +158,24 @@ _TRAIN = ("--hours", "0", "--poll_seconds", "0.1", "--lr", "0.3", "--mode", "asy
 
 
 def _start(folder: Path, *arguments: Any) -> subprocess.Popen[Any]:
-    with open(folder / "train.log", "wb") as log:
+    with open(folder / LOG, "wb") as log:
         command = [sys.executable, str(HERE / "train.py"), *_TRAIN, *map(str, arguments)]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _wait_for(path: Path, process: subprocess.Popen[Any], seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
+def _wait_for(path: Path, process: subprocess.Popen[Any], log: Path, seconds: float = 300.0) -> None:
+    """Wait for the job's first save. Raises SystemExit, which shows the end of the log, if it does not come."""
+    began = told = time.monotonic()
+    print(f"waiting for the job's first save, up to {seconds:.0f} s; its log is {log}", flush=True)
     while not path.exists():
-        if process.poll() is not None or time.monotonic() > end:
-            raise SystemExit(f"the job has not saved {path}; its log is in {path.parent.parent}")
+        now = time.monotonic()
+        if process.poll() is not None or now - began > seconds:
+            why = f"has ended with status {process.poll()}" if process.poll() is not None else "is still running"
+            tail = "".join(log.read_text("utf-8", "replace").splitlines(keepends=True)[-TAIL:])
+            raise SystemExit(f"{tail}\nthe job {why}, and has not saved {path}. Above is the end of {log}")
+        if now - told > 10:
+            told = now
+            print(f"... {now - began:.0f} s", flush=True)
         time.sleep(0.1)
 
 
@@ -209,15 +220,19 @@ def main() -> None:
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in what a shell starts in the background
         signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="fleet-demo-") as folder:
-        demo = Demo(Path(folder), options.port, options.every, options.views)
+    folder = Path(tempfile.mkdtemp(prefix="fleet-demo-"))  # stays after an error: the logs are in it
+    try:
+        demo = Demo(folder, options.port, options.every, options.views)
         try:
             print(f"open {demo.url}", flush=True)
             demo.wait()
-        except KeyboardInterrupt:
-            pass
         finally:
             demo.close()
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise SystemExit(f"a process of the demo has ended; the job's log is {folder / LOG}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ def url() -> Iterator[str]:
     try:
         assert demo.stdout is not None
         line = demo.stdout.readline()
+        while line.startswith(("waiting ", "... ")):
+            line = demo.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), line
         yield line.split()[1]
     finally:
@@ -65,6 +67,24 @@ def test_the_page_asks_nobody_else() -> None:
     page = Path(ROOT / "examples" / "online" / "demo_page.html").read_text()
     assert "://" not in page
     assert "src=" not in page
+
+
+def test_a_job_that_does_not_save_is_shown_with_the_end_of_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "online"))
+    import demo
+
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"line {i}\n" for i in range(100)))
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as job:
+        job.wait(PATIENCE)
+        with pytest.raises(SystemExit) as raised:
+            demo._wait_for(tmp_path / "none", job, log)
+    for expected in ("line 99", "status 3", str(log)):
+        assert expected in str(raised.value)
+    assert "line 1\n" not in str(raised.value)
+    assert str(log) in capsys.readouterr().out
 
 
 def test_a_port_in_use_is_said_before_anything_is_started() -> None:

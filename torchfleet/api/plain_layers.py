@@ -111,13 +111,15 @@ class KeyedEmbedding(SlotLayer):
         """(index of each id, whether it has a row). A binary search for all ids at once, since ONNX has no
         searchsorted.
         """
-        num = self.ids.shape[0]
+        num, shape = self.ids.shape[0], ids.shape
+        ids = ids.reshape(-1)
         at = torch.zeros_like(ids)
         for bit in reversed(range(num.bit_length())):
             further = at + (1 << bit)
-            is_before = self.ids[further.clamp(max=num - 1)] <= ids
+            # not self.ids[...], for which the ONNX exporter writes the ids again at each use
+            is_before = self.ids.index_select(0, further.clamp(max=num - 1)) <= ids
             at = torch.where((further < num) & is_before, further, at)
-        return at, self.ids[at] == ids
+        return at.view(shape), (self.ids.index_select(0, at) == ids).view(shape)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.long()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -154,7 +156,7 @@ def test_wrong_requests_get_4xx_and_memory_is_bounded(served: Served) -> None:
 )
 def test_bombs_are_refused_and_logged(served: Served, model: Path, headers: dict[str, str], expected: int) -> None:
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    asked = f"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: a\r\n{head}".encode()
+    asked = f"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: localhost\r\n{head}".encode()
     if expected != 431:
         asked += b"\r\n" + (b"" if expected == 413 else b"{}")
     chunks = 30 if "Transfer-Encoding" in headers else 0
@@ -237,7 +239,7 @@ def test_metrics_and_access_log(served: Served, model: Path) -> None:
 
 
 def head_of(num_bytes: int) -> bytes:
-    return b"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % num_bytes
+    return b"POST /v2/models/clicks/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % num_bytes
 
 
 def test_clients_that_leave_are_counted_and_logged(model: Path, tmp_path: Path) -> None:
@@ -310,6 +312,78 @@ def test_killed_processes_are_started_again_and_answers_go_on(model: Path) -> No
         made.process.send_signal(signal.SIGKILL)  # the processes end with their launcher
         _, alive = psutil.wait_procs(before[1:], timeout=30)
         assert not alive
+
+
+def test_an_end_resets_no_request_of_a_connection_that_is_kept(model: Path) -> None:
+    """Clients that send one request after the other: each connection ends with an answer that says so."""
+    body = json.dumps(as_json(clicks_batch(2))).encode()
+    with serving(model, is_forked=False) as made, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        running = threading.Event()
+        clients = [pool.submit(_ask_until_closed, made, body, running) for _ in range(6)]
+        assert running.wait(SECONDS)
+        time.sleep(0.2)
+        made.process.terminate()
+        found = [client.result(SECONDS) for client in clients]
+        assert found == ["close"] * 6
+        assert made.process.wait(SECONDS) == 0
+
+
+def _ask_until_closed(made: Served, body: bytes, running: threading.Event) -> str | None:
+    """The header `Connection` of the last answer. Raises an error for a request that is not answered."""
+    connection = http.client.HTTPConnection(made.host, made.port, timeout=SECONDS)
+    with contextlib.closing(connection):
+        for _ in range(100_000):
+            connection.request("POST", "/v2/models/clicks/infer", body)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200
+            running.set()
+            if response.getheader("Connection") == "close":
+                return "close"
+            time.sleep(0.02)
+    return None
+
+
+def test_an_ending_process_is_not_ready(model: Path) -> None:
+    with serving(model, is_forked=False) as made:
+        connection = http.client.HTTPConnection(made.host, made.port, timeout=SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v2/health/ready")
+            response = connection.getresponse()
+            assert (response.status, json.loads(response.read())) == (200, {"ready": True})
+            made.process.terminate()
+            wait_until(lambda: not _is_listening(made), SECONDS, "port that is closed")
+            connection.request("GET", "/v2/health/ready")
+            response = connection.getresponse()
+            assert (response.status, json.loads(response.read())) == (503, {"ready": False})
+
+
+def _is_listening(made: Served) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((made.host, made.port), timeout=5):
+        return True
+    return False
+
+
+def test_another_host_is_refused(served: Served) -> None:
+    body = json.dumps(as_json(clicks_batch(1))).encode()
+    infer = "/v2/models/clicks/infer"
+    for host, expected in (("evil.example", 421), ("localhost:1", 200), ("10.0.0.7", 200), (socket.gethostname(), 200)):
+        assert served.request("POST", infer, body, {"Host": host})[0] == expected
+        assert served.request("GET", "/v2/health/live", None, {"Host": host})[0] == expected
+
+
+def test_metrics_have_the_version_of_each_process(tmp_path: Path) -> None:
+    """Also of a process that is not asked for its metrics."""
+    folder = tmp_path / "clicks"
+    save_clicks(folder)
+    with serving(folder, "--workers", "2", "--follow", is_forked=False) as made:
+        save_clicks(folder)
+
+        def is_fresh() -> bool:
+            text = made.request("GET", "/metrics")[1].decode()
+            return all(f'model_version{{process="{i}"}} 2.0' in text for i in range(2))
+
+        wait_until(is_fresh, SECONDS, "second version in both processes")
 
 
 def test_a_full_queue_is_answered_at_once(model: Path) -> None:

@@ -21,6 +21,7 @@ from torchfleet.apps.serve.plain_network import NetworkInput
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.observe.commands.command import main
 
+onnx = Late("onnx")
 onnxruntime = Late("onnxruntime")
 pytestmark = pytest.mark.slow  # torch.export takes seconds
 
@@ -98,6 +99,8 @@ def test_onnxruntime_predicts_as_torch_does(folder: str, tmp_path: Path, given: 
     needs("onnx", "onnxscript", "onnxruntime")
     described = export_onnx(folder, str(tmp_path / "model.onnx"), given)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    stored = [one.raw_data for one in onnx.load(tmp_path / "model.onnx").graph.initializer if len(one.raw_data) > 64]
+    assert len(stored) == len(set(stored))  # the keys of a table are there once
     assert [one.name for one in session.get_inputs()] == [one.name for one in described.inputs]
     assert [one.name for one in session.get_outputs()] == ["score", "click"]
     expected_names = {"ids": {"user", "words", "tags", "tags.offsets", "x"}, "rows": {"rows.users", "rows.words",

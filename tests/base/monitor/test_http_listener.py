@@ -43,14 +43,11 @@ def ask(listener: HttpListener, request: bytes = GET) -> bytes:
     return found
 
 
-@pytest.mark.parametrize(("connections", "is_own"), [(1, True), (2, False)])
-def test_one_connection_at_a_time_is_answered_by_the_listener_and_more_by_threads(
-    connections: int, is_own: bool
-) -> None:
-    with listening(Bounds(connections)) as listener:
+def test_a_request_is_answered_by_a_thread_of_its_own() -> None:
+    with listening(Bounds()) as listener:
         reply = ask(listener)
     assert reply.startswith(b"HTTP/1.0 200 ")
-    assert reply.endswith(b"\r\n\r\nthe listener") is is_own
+    assert not reply.endswith(b"\r\n\r\nthe listener")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_a_connection_too_many_beside_requests_under_way_is_told_so() -> None:
 
 
 def test_a_flood_of_requests_takes_a_tenth_of_the_process() -> None:
-    """Of a listener that answers by its own thread, in a process that has other work."""
+    """Of a listener that rests, in a process that has other work."""
     spent: list[float] = []
 
     def counting(request: HttpRequest) -> tuple[int, str, bytes]:
@@ -179,7 +176,7 @@ def test_a_flood_of_requests_takes_a_tenth_of_the_process() -> None:
             pass
         return here(request)
 
-    listener = HttpListener(("127.0.0.1", 0), routes({"/here": counting}), Bounds(connections=1), "the listener")
+    listener = HttpListener(("127.0.0.1", 0), routes({"/here": counting}), Bounds(rests=True), "the listener")
     listener.start()
     try:
         started = time.monotonic()

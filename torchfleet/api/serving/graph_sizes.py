@@ -56,8 +56,9 @@ class _OnMeta:
     def __init__(self, step: Step) -> None:
         self.step = step
         schema = None if step.function is None else schema_of(step.op)
-        self._names = [] if schema is None else [argument.name for argument in schema.arguments]
-        self._makes = "device" in self._names and not any(str(one.type) == "Tensor" for one in schema.arguments)
+        arguments = [] if schema is None else schema.arguments
+        self._names = [argument.name for argument in arguments]
+        self._makes = "device" in self._names and not any(str(one.type) == "Tensor" for one in arguments)
 
     def run(self, values: list[Any]) -> None:
         step = self.step

@@ -17,6 +17,7 @@ from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import DataError, ServerUnreachable
 
+_LOOK = 0.1  # seconds between two looks for another version
 _LATER = ((b"retry-after", b"1"),)
 
 
@@ -34,6 +35,7 @@ class Inference:
 
     def __init__(self, model: ServedModel, settings: ServeSettings, metrics: ServingMetrics) -> None:
         self.model, self._metrics, self._timeout = model, metrics, settings.timeout_s
+        self.is_ending = False  # this process was told to end, and answers what still comes
         self.protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
         self._batcher = Batcher(
             self._predicted if model.is_remote else model.predictor.predict,
@@ -44,6 +46,19 @@ class Inference:
             metrics,
             in_thread=model.is_remote,
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests should be sent to this process."""
+        return not self.is_ending and self.model.is_ready
+
+    async def watch(self) -> None:
+        """Keep the version that is served in the metrics, and look for the servers of rows, until it is cancelled."""
+        while True:
+            version = self.model.version
+            self._metrics.version(version.number, version.created)
+            self.model.look()
+            await asyncio.sleep(_LOOK)
 
     def check_version(self, asked: str) -> None:
         """Raises Refusal unless `asked` is the version that is served now, or ""."""

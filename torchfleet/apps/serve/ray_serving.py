@@ -3,6 +3,7 @@ requests need."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -108,11 +109,14 @@ class ReplicaApp:
         try:
             model = ServedModel(settings)
             metrics = ServingMetrics(None, 0, 1)
-            self._app = ServingApp(Inference(model, settings, metrics), settings, token_of(settings), metrics, None)
+            inference = Inference(model, settings, metrics)
+            self._app = ServingApp(inference, settings, token_of(settings), metrics, None)
         except FleetError as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         await send({"type": "lifespan.startup.complete"})
+        watching = asyncio.ensure_future(inference.watch())
         await receive()
+        watching.cancel()
         model.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -55,6 +55,16 @@ class ServedModel:
     def version(self) -> ModelVersion:
         return self._source.current()
 
+    @property
+    def is_ready(self) -> bool:
+        """False while a shard of the rows has no server that answers."""
+        return self._source.is_served if isinstance(self._source, (ShardedModel, FollowedShards)) else True
+
+    def look(self) -> None:
+        """Ask the servers of the rows, from time to time, whether they are there. Does not wait for their answers."""
+        if isinstance(self._source, (ShardedModel, FollowedShards)):
+            self._source.look()
+
     def metadata(self) -> dict[str, Any]:
         """As `GET v2/models/M` returns it."""
         return {

@@ -79,6 +79,7 @@ class ServingProcesses:
 
     def close(self) -> None:
         """End all processes, after they have answered the requests that they have begun."""
+        self._socket.close()  # first: as long as any process holds it, the kernel accepts connections
         os.close(self._alive[1])
         for process in self._processes:
             if process.running is not None:
@@ -92,7 +93,6 @@ class ServingProcesses:
                 except subprocess.TimeoutExpired:
                     process.running.kill()
                     process.running.wait()
-        self._socket.close()
         if self._grpc_socket is not None:
             self._grpc_socket.close()
         self._folder.cleanup()

@@ -54,9 +54,9 @@ def _serve(start: WorkerStart) -> None:
     DirectProtocol.request_seconds = settings.timeout_s
     model = ServedModel(settings)
     metrics = ServingMetrics(start.metrics, start.worker, settings.workers)
-    metrics.version(model.version.number, model.version.created)
     log = AccessLog(settings.access_log, start.worker) if settings.access_log else None
-    shared = Inference(model, settings, metrics), settings, token_of(settings), metrics, log
+    inference = Inference(model, settings, metrics)
+    shared = inference, settings, token_of(settings), metrics, log
     config = uvicorn.Config(
         ServingApp(*shared),
         http=DirectProtocol,
@@ -79,11 +79,11 @@ def _serve(start: WorkerStart) -> None:
     grpc = GrpcApp(*shared) if settings.grpc_port else None
     gc.collect()
     gc.freeze()  # loaded objects stay: collecting garbage among them took 100 ms, in the middle of requests
-    _new_loop().run_until_complete(_both(server, grpc, socket.socket(fileno=start.socket)))
+    _new_loop().run_until_complete(_both(server, grpc, inference, socket.socket(fileno=start.socket)))
     model.close()
 
 
-async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> None:
+async def _both(server: Any, grpc: GrpcApp | None, inference: Inference, listening: socket.socket) -> None:
     """Serve HTTP, and gRPC beside it, until a signal ends this process. Both then answer requests that have begun."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -91,14 +91,15 @@ async def _both(server: Any, grpc: GrpcApp | None, listening: socket.socket) -> 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)  # uvicorn raises the signal once more when HTTP has ended, but gRPC may not have
-    if grpc is None:
-        await server.serve(sockets=[listening])
-        return
-    await grpc.start()
+    if grpc is not None:
+        await grpc.start()
     http = asyncio.ensure_future(server.serve(sockets=[listening]))
+    watching = asyncio.ensure_future(inference.watch())
     while not server.should_exit and not http.done():
         await asyncio.sleep(_LOOK)
-    await asyncio.gather(http, grpc.stop())
+    inference.is_ending = True
+    await asyncio.gather(http, *([grpc.stop()] if grpc is not None else []))
+    watching.cancel()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

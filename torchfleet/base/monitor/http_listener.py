@@ -19,22 +19,24 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any, cast
 
+from torchfleet.base.monitor.host_names import HostNames
 from torchfleet.base.monitor.notices import tell
 
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LOOK = 0.2  # seconds between two checks whether the listener was closed
-_REST = 9  # with `connections` 1: seconds of rest for each second of processor time
+_REST = 9  # with `rests`: seconds of rest for each second of processor time
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Limits on what clients may use of a listener."""
 
-    connections: int = 64  # concurrent, one thread each. 1: the listener's own thread answers, others wait
+    connections: int = 64  # concurrent, one thread each
     admitted: int = 64  # in addition to these: connections for which a handler has called `admit`
     request_seconds: float = 10.0  # for a whole request
     reply_seconds: float = 10.0  # for one write: a client that reads more slowly is dropped
     request_bytes: int = 1 << 16
+    rests: bool = False  # all requests together take at most a tenth of a core: a flood waits
 
 
 class HttpListener(ThreadingMixIn, HTTPServer):
@@ -48,6 +50,7 @@ class HttpListener(ThreadingMixIn, HTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[HttpRequest], bounds: Bounds, name: str) -> None:
         self.bounds = bounds
         self._lock = threading.Lock()
+        self._used = 0.0  # processor time of requests that ended and were not rested for
         self._silent: dict[Any, None] = {}  # connections whose request is not complete, oldest first
         self._heard: set[Any] = set()  # connections whose request is complete
         self._admitted: set[Any] = set()
@@ -74,17 +77,19 @@ class HttpListener(ThreadingMixIn, HTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.bounds.connections == 1:
-            started = time.thread_time()
-            HTTPServer.process_request(self, request, client_address)
-            time.sleep(_REST * (time.thread_time() - started))  # a flood takes at most a tenth of a core
-        elif self._has_room():
+        if self.bounds.rests:
+            with self._lock:
+                used, self._used = self._used, 0.0
+            time.sleep(_REST * used)
+        started = time.thread_time()
+        if self._has_room():
             with self._lock:
                 self._silent[request] = None
             super().process_request(request, client_address)
         else:
             _refuse(request)
             self.shutdown_request(request)
+        self._charge(time.thread_time() - started)
 
     def _has_room(self) -> bool:
         """Whether there is room for another connection. At the limit, ends the oldest without a complete request."""
@@ -125,6 +130,16 @@ class HttpListener(ThreadingMixIn, HTTPServer):
                 self._heard.discard(request)
                 self._admitted.discard(request)
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            self._charge(time.thread_time())  # of this thread, which began with the request
+
+    def _charge(self, seconds: float) -> None:
+        with self._lock:
+            self._used += seconds
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error of ours once. A client that disconnected or was too slow is not reported."""
         error = sys.exc_info()[1]
@@ -151,11 +166,8 @@ class HttpRequest(BaseHTTPRequestHandler):
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
 
     def admit(self) -> bool:
-        """Count this connection as admitted: it no longer counts for `connections`. False if too many are admitted.
-
-        With `connections` 1, there is no such limit."""
-        listener = cast(HttpListener, self.server)
-        return listener.bounds.connections == 1 or listener.admit(self.request)
+        """Count this connection as admitted: it no longer counts for `connections`. False if too many are admitted."""
+        return cast(HttpListener, self.server).admit(self.request)
 
     def parse_request(self) -> bool:
         """As the base class, which returns when all headers have arrived: the request is then complete."""
@@ -182,13 +194,18 @@ class HttpRequest(BaseHTTPRequestHandler):
 Route = Callable[[HttpRequest], tuple[int, str, bytes]]  # the status, the content type, the body
 
 
-def routes(found: Mapping[str, Route]) -> type[HttpRequest]:
-    """A handler that answers GET on these paths. Other paths get 404, other methods 501."""
+def routes(found: Mapping[str, Route], names: HostNames | None = None) -> type[HttpRequest]:
+    """A handler that answers GET on these paths. Other paths get 404, other methods 501, and with `names` requests to
+    another name 421.
+    """
 
     class Routed(HttpRequest):
         def do_GET(self) -> None:
             route = found.get(self.path.partition("?")[0])
-            if route is None:
+            host = self.headers.get("Host")  # every browser sends it
+            if names is not None and host and not names.is_known(host):
+                self.send(421, "text/plain", b"this is not a name of this machine: use its address in numbers\n")
+            elif route is None:
                 self.send(404, "text/plain", f"no such path; there is {', '.join(found)}\n".encode())
             else:
                 self.send(*route(self))

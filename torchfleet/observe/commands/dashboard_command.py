@@ -8,8 +8,9 @@ import threading
 from types import FrameType
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.host_names import is_loopback
 from torchfleet.base.printable import say
-from torchfleet.observe.dashboard.access import is_loopback, token_of
+from torchfleet.observe.dashboard.access import token_of
 from torchfleet.observe.dashboard.dashboard_server import DEFAULT_PORT, Dashboard
 from torchfleet.observe.dashboard.run_folders import RunFolders
 from torchfleet.observe.dashboard.served_models import ServedModels

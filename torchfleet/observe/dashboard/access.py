@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
-import socket
 from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.host_names import HostNames, is_loopback
 
 _NUM_BYTES = 16  # of a random token: the URL with it fits into 80 columns
 _SHORTEST = 16  # characters of a token
@@ -27,18 +26,11 @@ class Access:
         if token is None and not is_loopback(host):
             raise FleetError(f"the dashboard on {host} can be reached from other machines: it needs a token")
         self.token = token
-        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
-        if not is_loopback(host):
-            self._names.add(socket.getfqdn().lower())  # may wait for a name server
+        self._names = HostNames(host)
 
     def is_known_host(self, header: str | None) -> bool:
-        """Whether the Host header names this machine. This stops DNS rebinding: a page of another site sends its own
-        name.
-
-        An IP address cannot be rebound and is accepted. The port is ignored, since it may be that of a tunnel.
-        """
-        name = _host_of(header or "")
-        return name in self._names or _is_address(name)
+        """Whether the Host header names this machine."""
+        return self._names.is_known(header or "")
 
     def is_own_page(self, headers: Message) -> bool:
         """Whether the browser reports that this page or the user sent the request. Other programs report nothing."""
@@ -63,15 +55,6 @@ class Access:
     def cookie(self) -> str:
         """The value that a browser stores instead of the token."""
         return hmac.new((self.token or "").encode(), b"fleet dashboard cookie", hashlib.sha256).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def new_token() -> str:
@@ -104,21 +87,6 @@ def token_of(path: str | None) -> str:
             ": remove the file, and one is made"
         )
     return token
-
-
-def _host_of(header: str) -> str:
-    """The name in a Host header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _same(given: str, expected: str) -> bool:

@@ -209,6 +209,12 @@ def test_fleet_serve_answers_from_shards_while_one_is_killed(tmp_path: Path) -> 
         for killed in (None, shard, backup):
             if killed is not None:
                 killed.kill()
+            else:
+                assert web.get("/v2/health/ready") == (200, {"ready": True})
+            if killed is backup:  # without any request for predictions
+                wait_until(lambda: web.get("/v2/health/ready") == (503, {"ready": False}), "a shard without a replica")
+                assert web.get("/v2/models/model/ready") == (503, {"name": "model", "ready": False})
+                assert web.get("/v2/health/live")[0] == 200
             status, found = web.infer(as_json(batch))
             if killed is backup:
                 assert status == 503

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -167,6 +169,34 @@ def test_a_client_that_sends_drop_by_drop_holds_the_port_for_a_moment_only(port:
     with socket.create_connection(("127.0.0.1", port.port)) as slow, socket.create_connection(("127.0.0.1", port.port)):
         slow.sendall(b"GET /met")
         assert "torchfleet_steps_total" in page(port)
+
+
+def test_silent_clients_do_not_keep_others_from_scraping(port: MetricsPort) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port.port), timeout=30))
+        began = time.monotonic()
+        assert "torchfleet" in page(port)
+        assert time.monotonic() - began < 30  # one at a time, they would take two minutes
+
+
+@pytest.mark.parametrize(("host", "status"), [("evil.example", 421), ("localhost:9", 200), ("10.0.0.7:9400", 200)])
+def test_another_host_is_refused(port: MetricsPort, host: str, status: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port.port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics", headers={"Host": host})
+        assert connection.getresponse().status == status
+
+
+def test_a_port_that_other_machines_reach_takes_the_name_of_a_service() -> None:
+    made = MetricsPort("0.0.0.0", 0, {"role": "worker", "index": "0"})
+    connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=30)
+    try:
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics", headers={"Host": "job-worker.default.svc"})
+            assert connection.getresponse().status == 200
+    finally:
+        made.close()
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+LAST_WAIT = 2.0  # seconds that a connection without a request stays open when the process ends
 MAX_HEAD = 1 << 16  # bytes of the request line and all headers
 
 
@@ -22,6 +23,8 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._is_reading = False  # a request has begun and is not complete
         self._is_in_head = False
         self._clock: TimerHandle | None = None
+        self.is_ending = False  # the process ends: the next answer is the connection's last
+        self._last_wait: TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -29,6 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        if self._last_wait is not None:
+            self._last_wait.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,10 +55,29 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._is_in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+        if self.is_ending:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._is_reading = False
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the process is to end. A connection without a request stays for LAST_WAIT seconds: one
+        may be on its way, and is answered with `Connection: close`.
+        """
+        self.is_ending = self.app.inference.is_ending = True
+        if self._is_idle():
+            self._last_wait = self.loop.call_later(LAST_WAIT, self._close_idle)
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _close_idle(self) -> None:
+        if self._is_idle():
+            self.transport.close()
+
+    def _is_idle(self) -> bool:
+        return not self._is_reading and (self.cycle is None or self.cycle.response_complete)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)

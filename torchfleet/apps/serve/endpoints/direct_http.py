@@ -59,7 +59,9 @@ class DirectProtocol(BoundedProtocol):
     def _new_exchange(self) -> Exchange | None:
         """The Exchange of a request that is answered directly; None for other requests."""
         app: ServingApp = self.app
-        if self.url != app.infer_url or not self._is_plain() or not app.is_admitted(self.headers):
+        if self.url != app.infer_url or not self._is_plain():
+            return None
+        if not app.is_known_host(self.headers) or not app.is_admitted(self.headers):
             return None
         try:
             json_size, length = sizes_of(self.headers)
@@ -89,7 +91,7 @@ class Exchange:
         """`length`: bytes of the body, which `app` has reserved."""
         self.parts: list[bytes] = []
         self.response_started = self.response_complete = self.disconnected = False
-        self.keep_alive = connection.parser.should_keep_alive()
+        self.keep_alive = connection.parser.should_keep_alive() and not connection.is_ending
         self.message_event = self  # uvicorn calls its `set` to wake the request's task; here there is no task
         self._connection, self._app, self._json_size, self._reserved = connection, app, json_size, length
         self._scope = connection.scope

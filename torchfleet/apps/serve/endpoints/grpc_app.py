@@ -69,7 +69,7 @@ class GrpcApp:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Finish the calls in progress, then stop."""
+        """Tell clients to connect elsewhere (GOAWAY), finish the calls in progress, then stop."""
         if self._server is not None:
             await self._server.stop(self._settings.timeout_s)
 
@@ -137,14 +137,14 @@ class GrpcApp:
         return self._messages.ServerLiveResponse(live=True)
 
     async def _ready(self, request: Any) -> Any:
-        return self._messages.ServerReadyResponse(ready=True)
+        return self._messages.ServerReadyResponse(ready=self._inference.is_ready)
 
     async def _server_metadata(self, request: Any) -> Any:
         return self._messages.ServerMetadataResponse(name="torchfleet", version=__version__)
 
     async def _model_ready(self, request: Any) -> Any:
         self._check(request.name, request.version)
-        return self._messages.ModelReadyResponse(ready=True)
+        return self._messages.ModelReadyResponse(ready=self._inference.is_ready)
 
     async def _model_metadata(self, request: Any) -> Any:
         self._check(request.name, request.version)

@@ -17,6 +17,7 @@ from torchfleet.apps.serve.inference import Inference, Refusal
 from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import MissingPackage
+from torchfleet.base.monitor.host_names import HostNames
 from torchfleet.base.monitor.notices import tell
 
 Scope = Mapping[str, Any]
@@ -51,6 +52,7 @@ class ServingApp:
         self.inference, self._model = inference, inference.model
         self.settings, self._metrics, self._log = settings, metrics, log
         self._bearer = b"Bearer " + token if token else b""
+        self._names = HostNames(settings.host, takes_any_beyond_loopback=True)
         self._num_body_bytes = 0
         name = settings.name
         self.infer_path = f"/v2/models/{name}/infer"
@@ -96,6 +98,8 @@ class ServingApp:
         path, method = scope["path"], scope["method"]
         if scope.get("is_crowded") and path not in _ALWAYS:
             raise Refusal(503, "too many connections: try again later", ((b"retry-after", b"1"),), True)
+        if not self.is_known_host(scope["headers"]):
+            raise Refusal(421, "this is not a name of this machine: use its address in numbers", close=True)
         if path not in _OPEN and not self.is_admitted(scope["headers"]):
             wanted = ((b"www-authenticate", b"Bearer"),)
             raise Refusal(401, "expected the header Authorization: Bearer TOKEN", wanted, True)
@@ -110,6 +114,11 @@ class ServingApp:
         if method not in ("GET", "HEAD"):
             raise Refusal(405, f"expected GET, found {method:.20}", ((b"allow", b"GET"),), True)
         return found
+
+    def is_known_host(self, headers: Headers) -> bool:
+        """Whether the Host header names this machine, which a page of another site cannot do."""
+        given = next((value for name, value in headers if name == b"host"), b"")
+        return not given or self._names.is_known(given.decode("latin-1"))  # every browser sends it
 
     def is_admitted(self, headers: Headers) -> bool:
         """Whether the headers have the token, if one is required."""
@@ -127,8 +136,9 @@ class ServingApp:
         pages = {
             "/v2": {"name": "torchfleet", "version": __version__, "extensions": _EXTENSIONS},
             "/v2/health/live": {"live": True},
-            "/v2/health/ready": {"ready": True},
         }
+        if path == "/v2/health/ready":
+            return self._readiness({})
         return _json(pages[path]) if path in pages else None
 
     def _model_page(self, rest: str) -> Reply | None:
@@ -140,12 +150,14 @@ class ServingApp:
             self.inference.check_version(version)
             rest = f"/{last}" if last else ""
         if rest == "/ready":
-            return _json({"name": self.settings.name, "ready": True})
+            return self._readiness({"name": self.settings.name})
         return _json(self._model.metadata()) if rest == "" else None
 
+    def _readiness(self, found: Mapping[str, Any]) -> Reply:
+        is_ready = self.inference.is_ready
+        return 200 if is_ready else 503, msgspec.json.encode({**found, "ready": is_ready}), [_JSON]
+
     def _text_metrics(self) -> Reply:
-        version = self._model.version
-        self._metrics.version(version.number, version.created)
         try:
             return (
                 200,

@@ -63,6 +63,15 @@ class FollowedShards:
         """As ShardedModel.metrics."""
         return self._base.metrics()
 
+    @property
+    def is_served(self) -> bool:
+        """As ShardedModel.is_served."""
+        return self._base.is_served
+
+    def look(self) -> None:
+        """As ShardedModel.look."""
+        self._base.look()
+
     def figures(self) -> dict[str, float]:
         """As MappedModel.figures."""
         return self._changes.figures()

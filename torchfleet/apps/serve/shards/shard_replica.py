@@ -120,6 +120,13 @@ class ShardReplica:
             self._probed_at = now
             self._thread.submit(self._probe)
 
+    def look(self) -> None:
+        """As `probe`, and for a server that is not lost: ask it something, unless it is being asked."""
+        now = time.monotonic()
+        if now - self._probed_at > PROBE_PAUSE and self._asked_at is None:
+            self._probed_at = now
+            self._thread.submit(self._probe if self.is_lost else self._ping)
+
     def close(self) -> None:
         self._thread.submit(self._disconnect)  # the thread that owns the socket closes it
         self._thread.shutdown()
@@ -146,6 +153,12 @@ class ShardReplica:
             return error
         self.is_lost = False
         return None
+
+    def _ping(self) -> None:
+        try:
+            self._connected().stats()
+        except FleetError:
+            self._lose()
 
     def _measure(self, seconds: float) -> None:
         self._latencies.append(seconds)

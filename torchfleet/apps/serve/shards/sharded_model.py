@@ -144,6 +144,17 @@ class ShardedModel:
             for replica in one.replicas:
                 replica.close()
 
+    @property
+    def is_served(self) -> bool:
+        """Whether each shard has a server that answered last."""
+        return all(any(not replica.is_lost for replica in one.replicas) for one in self._shards)
+
+    def look(self) -> None:
+        """Ask each server, at most every PROBE_PAUSE seconds and in the background, whether it is there."""
+        for one in self._shards:
+            for replica in one.replicas:
+                replica.look()
+
     def metrics(self) -> dict[str, float]:
         """By name in SHARD_FIELDS: counters since the start, bytes of the cache, and how many servers are lost now."""
         caches, counts = self._version.caches.values(), [one.counts for one in self._shards]

@@ -1,4 +1,4 @@
-"""The port from which Prometheus scrapes a process's metrics: GET /metrics, read-only, one request at a time."""
+"""The port from which Prometheus scrapes a process's metrics: GET /metrics, read-only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.extras import required
+from torchfleet.base.monitor.host_names import HostNames
 from torchfleet.base.monitor.http_listener import Bounds, HttpListener, HttpRequest, routes
 from torchfleet.base.monitor.prometheus.exposition import Exposition, Published
 from torchfleet.base.monitor.prometheus.step_times import StepTimes
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 PORT, HOST = "FLEET_METRICS_PORT", "FLEET_METRICS_HOST"
 LOOPBACK = "127.0.0.1"
-# One request at a time, so that any number of scrapes costs the process one thread.
-BOUNDS = Bounds(connections=1, request_seconds=2.0, reply_seconds=2.0, request_bytes=8192)
+# A silent client makes room for the next one: it must not keep others from scraping.
+BOUNDS = Bounds(connections=8, request_seconds=2.0, reply_seconds=2.0, request_bytes=8192, rests=True)
 
 
 class MetricsPort:
@@ -30,7 +31,8 @@ class MetricsPort:
         self._exposition = Exposition(labels, self._steps)
         registry = _registry(self._exposition)
         try:
-            paths = routes({"/metrics": partial(_answer, registry)})
+            names = HostNames(host, takes_any_beyond_loopback=True)
+            paths = routes({"/metrics": partial(_answer, registry)}, names)
             self._listener = HttpListener((host, port), paths, BOUNDS, "metrics port")
         except OSError as error:
             raise RoleError(
