@@ -112,7 +112,8 @@ def answers_of(served: Served, *pieces: bytes) -> list[tuple[int, Any]]:
 
 def test_all_ways_of_sending_get_the_same_answer(served: Served) -> None:
     body = json.dumps(as_json(clicks_batch(3))).encode()
-    line, length = b"POST /v2/models/clicks/infer HTTP/1.1\r\nhost: a\r\n", b"content-length: %d\r\n" % len(body)
+    line = b"POST /v2/models/clicks/infer HTTP/1.1\r\nhost: localhost\r\n"
+    length = b"content-length: %d\r\n" % len(body)
     stay, last = line + length + b"\r\n" + body, line + b"connection: close\r\n" + length + b"\r\n" + body
     chunked = line + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     old = last.replace(b"HTTP/1.1", b"HTTP/1.0")
