@@ -151,6 +151,8 @@ class DistributedOptimizer(AdoptedOptimizer):
         found, versions = engine.take_gradients(plan.sparse)
         sparse, blocks = {}, {}
         for name, group in plan.sparse.items():  # a step counts for every table, even if no key was touched
+            if group.modules[0].table_rows.reading is not None:
+                group.modules[0].table_rows.end_reading()
             if name in engine.caches:
                 continue
             if name in found:

@@ -114,6 +114,7 @@ class ModelState:
         for handle in self._handles:
             handle.remove()
         for group in self._plan.sparse.values():
+            group.modules[0].table_rows.reading = None
             group.modules[0].table_rows.source = NoTable(reason)
 
     def _freshen(self, module: torch.nn.Module) -> None:
@@ -158,6 +159,7 @@ class ModelState:
         rows = {name: table.loaded for name, table in tables.items() if table.loaded is not None}
         for table in tables.values():
             table.loaded = None
+            table.end_reading()
         if not loading.has_failed:
             self._put(loading.places, rows)
 

@@ -31,7 +31,7 @@ from torchfleet.ps.worker.lookup import device_forward
 from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
 from torchfleet.ps.worker.lookup.thread_state import ThreadState
-from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
+from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState, read_by
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 
@@ -99,8 +99,10 @@ class SparseEmbedding(EmbeddingState):
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
-    it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
-    under torch.no_grad(), ids without a row read as zeros and get none; a step then trains the rows that exist.
+    it is an error while training; `batch_rows` gives the rows of a batch for terms of the loss. In eval mode, with
+    `num_embeddings`, it is all rows, read-only (`users @ items.weight.T`): they are fetched as by `state_dict`, and
+    kept until the next step, or call of `eval()` or `train()`. While the module is in eval mode, or under
+    torch.no_grad(), ids without a row read as zeros and get none; a step then trains the rows that exist.
     """
 
     scale_grad_by_freq = False  # as in the torch embedding that it replaces
@@ -158,6 +160,7 @@ class SparseEmbedding(EmbeddingState):
         if not isinstance(self.weight, RowWeight):
             self.weight = RowWeight.take_place_of(self.weight)
         self.row_weight.path, self.row_weight.table = path, self.name or ""
+        read_by(self.row_weight, self)
 
     @property
     def row_weight(self) -> RowWeight:

@@ -98,6 +98,13 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
             f"'{path}.weight' is a {type(module.weight).__name__}, and rows on servers stand for a plain "
             "torch.nn.Parameter. Remove its parametrization, or leave it dense: sparse=False."
         )
+    hooks = module.weight._backward_hooks or getattr(module.weight, "_post_accumulate_grad_hooks", None)
+    if hooks and not isinstance(module.weight, RowWeight):
+        raise ModelError(
+            f"'{path}.weight' has a hook (register_hook or register_post_accumulate_grad_hook), which would never be "
+            "called: gradients of rows go to the servers. Remove it (handle.remove()) and look at the weight's .grad "
+            "after backward, or leave the embedding dense: sparse=False."
+        )
     if reason := clash(module):
         raise ModelError(
             f"'{path}' ({type(module).__name__}): {reason}. Rename it, or put an embedding of torch's into a module "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class EmbeddingState(torch.nn.Module):
     seed: int
     row_format: RowFormat
     padding_idx: int | None
+    table_device: str | None = None
     weight: torch.nn.Parameter
 
     def __init__(self, padding_idx: int | None, state: str | None, num_embeddings: int | None) -> None:
@@ -64,6 +66,18 @@ class EmbeddingState(torch.nn.Module):
                 "it a name, or call fleet.distributed_model first"
             )
         return self.table_spec(self.name)
+
+    def train(self, mode: bool = True) -> EmbeddingState:
+        self.table_rows.end_reading()  # each evaluation begins with a call of eval()
+        super().train(mode)
+        return self
+
+    def whole_weight(self) -> torch.Tensor | None:
+        """All rows, for a computation with `weight` in eval mode; None where it is an error."""
+        is_there = self.table_rows.engine is not None and self.num_embeddings is not None
+        if self.training or not is_there or self.table_device is not None:
+            return None
+        return self.table_rows.for_reading(self._spec, self.weight.device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if is_without_rows():
@@ -164,6 +178,7 @@ class EmbeddingState(torch.nn.Module):
                 made.__dict__[name] = copy.deepcopy(value, memo)
         if self.table_rows.is_distributed:
             made.is_copy = True
+            read_by(made.weight, made)
             made.__dict__["forward"] = FrozenForward(made)
         return made
 
@@ -174,6 +189,12 @@ class EmbeddingState(torch.nn.Module):
                 "state_dict(), or use fleet.save; fleet.to_plain(model) gives a model that can be."
             )
         return self.__dict__
+
+
+def read_by(weight: Any, module: EmbeddingState) -> None:
+    """Let a RowWeight be read as a whole, as this module says. The weight does not keep the module alive."""
+    owner = weakref.ref(module)
+    weight.reader = lambda: None if (found := owner()) is None else found.whole_weight()
 
 
 class FrozenForward:

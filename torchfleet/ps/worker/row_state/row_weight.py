@@ -1,13 +1,14 @@
 """The parameter of a sparse embedding: an empty stand-in for rows that live on the servers.
 
 torch treats it as any other parameter: param groups, `.to(device)`, counting, optimizer hooks. Its `grad` is the
-table's pending gradient. Computing with it would compute with nothing, so that is an error.
+table's pending gradient. Computing with it would compute with nothing, so that is an error; except in eval mode, where
+the weight of a table of a declared size is read as all of its rows.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ _HARMLESS = frozenset(
 # a plain empty tensor: loops that copy or average all parameters keep working, and get no gradient from it.
 _ITSELF = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "pin_memory", "requires_grad_", "to"))
 _NUMBERS = frozenset((".H", ".T", ".imag", ".mH", ".mT", ".real"))
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
 class PendingGradients(Protocol):
@@ -50,6 +52,7 @@ class RowWeight(torch.nn.Parameter):
     # set by zero_grad(set_to_none=False): without pending gradients .grad is a gradient of no rows, and not None
     is_zeroed: bool = False
     pending: PendingGradients | None = None
+    reader: Callable[[], torch.Tensor | None] | None = None  # all rows, or None where they cannot be read now
 
     @classmethod
     def empty(cls, dim: int) -> RowWeight:
@@ -95,7 +98,9 @@ class RowWeight(torch.nn.Parameter):
         name, options = _name_of(func), kwargs or {}
         is_harmless = name in _HARMLESS or name in _ITSELF or (name.startswith(".") and name not in _NUMBERS)
         if not is_harmless and func is not torch.autograd.grad and not _keeps_shape(name, args):
-            raise ModelError(_refusal(name, args, options))
+            if _writes(name, args, options) or not (wholes := _wholes(args, options)):
+                raise ModelError(_refusal(name, args, options))
+            args, options = _with_wholes(args, wholes), _with_wholes(options, wholes)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **options)
             return args[0]._like(found) if name in _ITSELF and found is not args[0] else found
@@ -129,6 +134,59 @@ class RowWeight(torch.nn.Parameter):
         return f"{place} (table '{self.table}')" if self.table else place
 
 
+class _ReadOnly(torch.autograd.Function):
+    """The rows of a weight that is read whole. Nothing can be trained through it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ModelError(
+            f"{ctx.name} was read as a whole, in eval mode, and backward reached it: its rows are on the servers and "
+            "learn from lookups alone. To predict, compute under torch.no_grad(). To train a weight that is used "
+            "whole, leave the embedding dense: sparse=False."
+        )
+
+
+def _wholes(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """By the id of each RowWeight among the arguments: all of its rows. Empty if one of them cannot be read."""
+    found: dict[int, torch.Tensor] = {}
+    for weight in _flat([args, options]):
+        if isinstance(weight, RowWeight) and id(weight) not in found:
+            rows = None if weight.reader is None else weight.reader()
+            if rows is None:
+                return {}
+            if torch.is_grad_enabled() and weight.requires_grad:
+                anchor = torch.zeros((), requires_grad=True)
+                rows = _ReadOnly.apply(anchor, rows, weight.name_in_model)  # type: ignore[no-untyped-call]
+            found[id(weight)] = rows
+    return found
+
+
+def _with_wholes(value: Any, wholes: Mapping[int, torch.Tensor]) -> Any:
+    """The arguments with rows in the place of weights."""
+    if isinstance(value, RowWeight):
+        return wholes[id(value)]
+    if isinstance(value, dict):
+        return {name: _with_wholes(inner, wholes) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_wholes(inner, wholes) for inner in value)
+    return value
+
+
+def _writes(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether the call would change a RowWeight, or put hooks on it."""
+    if name in _HOOKS or name.startswith("=") or any(isinstance(to, RowWeight) for to in _flat(options.get("out"))):
+        return True
+    is_in_place = name.startswith("__i") or name in ("__setitem__", "backward")
+    is_in_place |= name.endswith("_") and not name.endswith("__")
+    # torch.nn.init passes its tensor by name
+    return is_in_place and any(isinstance(to, RowWeight) for to in (*args[:1], *options.values()))
+
+
 def _name_of(func: Callable[..., Any]) -> str:
     """`square` for a function or method, `.device` for reading and `=data` for setting an attribute."""
     name: str = getattr(func, "__name__", str(func))
@@ -148,18 +206,20 @@ def _keeps_shape(name: str, args: tuple[Any, ...]) -> bool:
 def _refusal(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
     weight = next(found for found in _flat([args, options]) if isinstance(found, RowWeight))
     owner = f"{weight.path}." if weight.path else "embedding."
-    if name in ("register_hook", "register_post_accumulate_grad_hook"):
+    if name in _HOOKS:
         return (
             f"{weight.name_in_model}: {name} would never be called, as gradients of rows go to the servers. Look at "
             "the weight's .grad after backward, from which they are pushed."
         )
     return (
         f"{weight.name_in_model} was used in {name.strip('.=')}, and it is empty: its rows are on the servers. To look "
-        f"rows up, call the module. For a term of the loss on the rows of this batch: {owner}batch_rows() after the "
-        "lookups. For weight decay: 'row_weight_decay' in its param group (and tell libraries that add such terms by "
-        "themselves to leave them out; deepctr-torch: l2_reg_embedding=0, l2_reg_linear=0). For a weight that is used "
-        "whole, as by a tied layer: torch.nn.Embedding(sparse=False), or tie it before fleet.distributed_model. First "
-        "values: set them before fleet.distributed_model, or give an initializer."
+        f"rows up, call the module. To predict with all of them: model.eval() first, if the table's size is declared, "
+        f"or fleet.to_plain(model), which has the rows in plain parameters. To train a weight that is used whole: "
+        f"leave the embedding dense (sparse=False), or tie it before fleet.distributed_model. For a term of the loss "
+        f"on the rows of this batch: {owner}batch_rows() after the lookups. For weight decay: 'row_weight_decay' in "
+        "its param group (and tell libraries that add such terms by themselves to leave them out; deepctr-torch: "
+        "l2_reg_embedding=0, l2_reg_linear=0). First values: set them before fleet.distributed_model, or give an "
+        "initializer."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchfleet.base.errors import FleetError
+from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.row_state.whole_rows import SLICE, RowSource, WholeRows, fetch
@@ -47,6 +47,7 @@ class TableRows:
         self.padding = padding_idx  # common to all embeddings of the table; None if they differ
         self.is_distributed = False  # part of a distributed model: a copy of an embedding reads the same rows
         self._last: tuple[Any, Any, Any] | None = None
+        self.reading: torch.Tensor | None = None  # all rows, while a prediction computes with them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableRows:
         if self.is_distributed:
@@ -69,6 +70,24 @@ class TableRows:
     def whole(self, spec: TableSpec, as_read: bool = False) -> WholeRows:
         """All rows, as `fetch` returns them: the servers', or the initial ones before there are servers."""
         return fetch(self.source or FirstRows(self), spec, self.padding, as_read)
+
+    def for_reading(self, spec: TableSpec, device: torch.device) -> torch.Tensor:
+        """All rows, as a prediction reads them: fetched once, and kept until `end_reading`."""
+        if self.reading is not None and self.reading._version:
+            self.end_reading()
+        if self.reading is None or self.reading.device != device:
+            with torch.inference_mode(False):  # an inference tensor could not be used outside of that mode
+                self.reading = self.whole(spec, as_read=True).values.to(device)
+        return self.reading
+
+    def end_reading(self) -> None:
+        """Drop the rows of `for_reading`: they may change. Raises ModelError if the caller wrote into them."""
+        kept, self.reading = self.reading, None
+        if kept is not None and kept._version:
+            raise ModelError(
+                "the weight of an embedding was written to in eval mode, where it is a copy of its rows, "
+                "which are on the servers. Set rows before fleet.distributed_model, or by model.load_state_dict."
+            )
 
     def whole_for(self, spec: TableSpec, destination: Any) -> WholeRows:
         """As `whole`, once for all embeddings whose states go into the same `destination`."""
